@@ -114,6 +114,16 @@ def head_axes(values: np.ndarray) -> dict[str, range]:
     return {"layer": range(values.shape[0]), "head": range(values.shape[1])}
 
 
+def head_names(shape: Sequence[int]) -> list[str]:
+    """Names of the heads of an array of [layer, head], in its order.
+
+    Example:
+        >>> head_names((1, 2))
+        ['L0H0', 'L0H1']
+    """
+    return [f"L{layer}H{head}" for layer, head in np.ndindex(*shape)]
+
+
 def with_sem(*names: str) -> tuple[str, ...]:
     """Each name with that of its standard error behind it.
 

@@ -1,14 +1,14 @@
-"""The figures: the only file that knows colours and layout. Arrays in, plotly figures out."""
+"""Figures of curves, bars and points, and the colours and layout of all: arrays in, plotly figures out."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly import io
-from plotly.subplots import make_subplots
+
+from mechinterp.rooms import names_of
 
 # Okabe and Ito's colours, told apart by the colour-blind too; the same head has the same one everywhere.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
@@ -17,21 +17,35 @@ QUIET_COLOR = "#868e96"  # seen on white and on black
 MODEL_COLOR = {"light": "#1c1c1c", "dark": "#f1f3f5"}
 MODEL = "model"
 """The curve that others are compared with: dashed, in the colour of the text, on top of them; and what marks its trace."""
-SIGNED_SCALE = "RdBu"
-UNSIGNED_SCALE = "Blues"
-LIGHT_SCALES = {"signed": SIGNED_SCALE, "unsigned": UNSIGNED_SCALE}
-DARK_SCALES = {
-    "signed": ("#ffb199", "#e8684a", "#9c3a26", "#14171c", "#215a8c", "#4393d0", "#a6d4f7"),
-    "unsigned": ("#14171c", "#1d3f5e", "#2f77b0", "#6db3e6", "#d3ebfc"),
-}
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
-PANEL, PANEL_GAP, LEAST_BAR = 190, 90, 90
-"""Pixels: of a matrix of a head, between two of them, and of a bar of colours."""
 LONG_LABEL = 16
 LEAST_TICKS = 3
 """Of a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
+__getattr__ = names_of(
+    __name__,
+    dict.fromkeys(
+        ("Matrices", "head_heatmaps", "heatmap", "layers_by_heads"), "mechinterp.heatmaps"
+    ),
+)
+"""Names that stood here in 0.1."""
+
+
+Curve = np.ndarray | tuple[np.ndarray, np.ndarray]
+"""Heights, and where there are some their standard errors."""
+
+
+def named(
+    names: Iterable[str], values: Iterable[np.ndarray], errors: Iterable[np.ndarray]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Curves, or groups of bars, by name, each with its standard errors.
+
+    Example:
+        >>> named(["ridge"], np.array([[1.0, 2.0]]), np.array([[0.1, 0.2]]))
+        {'ridge': (array([1., 2.]), array([0.1, 0.2]))}
+    """
+    return dict(zip(names, zip(values, errors, strict=True), strict=True))
 
 
 def head_color(head: int) -> str:
@@ -39,168 +53,27 @@ def head_color(head: int) -> str:
     return COLORS[head % len(COLORS)]
 
 
-@dataclass(frozen=True, eq=False)
-class Matrices:
-    """A matrix for each head, on one colour scale with white at 0."""
-
-    values: Float[np.ndarray, "head row column"]
-    rows: Sequence[str]
-    columns: Sequence[str]
-    row_title: str = ""
-    column_title: str = ""
-    unit: str = ""
-    kind: str = ""
-    """What they are of the heads: QK, OV."""
-    names: Sequence[str] = ()
-    """What stands above each; head 0, head 1, ... of its kind if left out."""
-    strips: bool = False
-    """Whether rows are as low as they can be, of matrices with few."""
-    part: float = 1.0
-    """Of all entries, by size, those on whose largest colours end."""
-
-    @property
-    def limit(self) -> float:
-        """Where the colours end, on both sides of 0."""
-        return float(np.nanquantile(np.abs(self.values), self.part)) or 1.0
-
-    @property
-    def titles(self) -> Sequence[str]:
-        """What stands above each."""
-        return self.names or [f"{self.kind} head {n}".strip() for n in range(len(self.values))]
-
-    @property
-    def changing(self) -> list[dict[str, object]]:
-        """Of the heatmap of each head what a slider changes."""
-        return [{"z": z, "zmin": -self.limit, "zmax": self.limit} for z in self.values.round(6)]
-
-
-def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
-    """Signed heatmaps of the heads side by side, one kind of matrices below the other, each on a scale of its own."""
-    per_row = min(max(len(kind.values) for kind in kinds), 4)
-    counts = [-(-len(kind.values) // per_row) for kind in kinds]
-    strips = [20 + 22 * len(kind.rows) if kind.strips else PANEL for kind in kinds]
-    heights = np.repeat(strips, counts)
-    area = int(heights.sum()) + PANEL_GAP * (len(heights) - 1)
-    figure = make_subplots(
-        rows=len(heights),
-        cols=per_row,
-        specs=[
-            [{} if row * per_row + column < len(kind.values) else None for column in range(per_row)]
-            for kind, count in zip(kinds, counts, strict=True)
-            for row in range(count)
-        ],
-        row_heights=heights.tolist(),
-        subplot_titles=[name for kind in kinds for name in kind.titles],
-        horizontal_spacing=0.06,
-        vertical_spacing=PANEL_GAP / area if len(heights) > 1 else 0,
-    )
-    figure.update_yaxes(autorange="reversed", showticklabels=False)
-    first = 0
-    for kind, count in zip(kinds, counts, strict=True):
-        above, own = (
-            int(heights[rows].sum()) + PANEL_GAP * size
-            for rows, size in ((slice(first), first), (slice(first, first + count), count - 1))
-        )
-        bar = {
-            "title": {"text": kind.unit},
-            "y": 1 - (above + own / 2) / area,
-            "len": max(own, LEAST_BAR) / area,
-        }
-        places = f"<br>{kind.row_title} %{{y}}<br>{kind.column_title} %{{x}}<br>%{{z:.4f}}"
-        for head, (name, drawn) in enumerate(zip(kind.titles, kind.changing, strict=True)):
-            figure.add_heatmap(
-                **drawn,
-                x=list(kind.columns),
-                y=list(kind.rows),
-                colorscale=SIGNED_SCALE,
-                showscale=head == 0,
-                colorbar=bar,
-                hovertemplate=f"{name}{places}<extra></extra>",
-                row=first + head // per_row + 1,
-                col=head % per_row + 1,
-            )
-        for row in range(first + 1, first + count + 1):
-            figure.update_yaxes(title_text=kind.row_title, showticklabels=True, row=row, col=1)
-        first += count
-        figure.update_xaxes(title_text=kind.column_title, title_standoff=2, row=first)
-    # The names of the heads stand above the heatmaps, plotly's buttons above the names.
-    return _finish(figure, title, height=130 + area, top=80)
-
-
-def heatmap(
-    matrix: Float[np.ndarray, "row column"],
-    *,
-    title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    unit: str = "",
-    limit: float | None = None,
-    signed: bool = True,
-) -> go.Figure:
-    """One heatmap, signed with white at 0 or from 0 on.
-
-    Args:
-        limit: Where the colours end; the largest |entry|, if left out.
-    """
-    limit = float(np.abs(matrix).max()) or 1.0 if limit is None else limit
-    figure = go.Figure()
-    figure.add_heatmap(
-        z=matrix,
-        x=list(columns),
-        y=list(rows),
-        colorscale=SIGNED_SCALE if signed else UNSIGNED_SCALE,
-        zmin=-limit if signed else 0,
-        zmax=limit,
-        colorbar={"title": {"text": unit}},
-        hovertemplate="%{y}%{x}<br>%{z:.4g}<extra></extra>",
-    )
-    figure.update_yaxes(autorange="reversed")
-    return _finish(figure, title, height=120 + 24 * max(len(rows), 8))
-
-
-def layers_by_heads(
-    matrix: Float[np.ndarray, "layer head"],
-    *,
-    title: str,
-    unit: str = "",
-    limit: float | None = None,
-    signed: bool = True,
-) -> go.Figure:
-    """One heatmap with a cell for each head of each layer; arguments as in `heatmap`."""
-    n_layers, n_heads = matrix.shape
-    return heatmap(
-        matrix,
-        title=title,
-        rows=[f"L{layer}" for layer in range(n_layers)],
-        columns=[f"H{head}" for head in range(n_heads)],
-        unit=unit,
-        limit=limit,
-        signed=signed,
-    )
-
-
 def lines(
     x: Float[np.ndarray, " point"] | np.ndarray,
-    curves: Mapping[str, np.ndarray],
+    curves: Mapping[str, Curve],
     *,
     title: str,
     x_title: str,
     y_title: str,
-    errors: Mapping[str, np.ndarray] | None = None,
     colors: Sequence[str] = COLORS,
     levels: Sequence[float] | np.ndarray = (),
     log_x: bool = False,
     log_y: bool = False,
     zero_line: bool = False,
 ) -> go.Figure:
-    """Curves over a common axis; `errors` are bars of one standard error, `levels` dotted lines across.
+    """Curves over a common axis, with bars of one standard error where they have them; `levels` are dotted lines across.
 
     A curve named `MODEL` is what the others are compared with, and drawn on top of them.
     """
     figure = go.Figure()
-    others = [name for name in curves if name != MODEL]
-    for index, name in enumerate([*others, *(name for name in curves if name == MODEL)]):
-        error = None if errors is None else errors.get(name)
+    drawn = {n: curve if isinstance(curve, tuple) else (curve, None) for n, curve in curves.items()}
+    for index, name in enumerate(sorted(drawn, key=lambda name: name == MODEL)):
+        values, error = drawn[name]
         line: dict[str, object] = {
             "color": colors[index % len(colors)],
             "dash": "solid" if index < len(colors) else "dot",
@@ -209,7 +82,7 @@ def lines(
             line = {"color": MODEL_COLOR["light"], "dash": "dash", "width": 3}
         figure.add_scatter(
             x=x,
-            y=curves[name],
+            y=values,
             name=name,
             meta=MODEL if name == MODEL else None,
             legendrank=1 if name == MODEL else None,
@@ -226,8 +99,8 @@ def lines(
     if log_x:
         figure.update_xaxes(log_ticks([x]))
     if log_y:
-        figure.update_yaxes(log_ticks(curves.values()))
-    return _finish(figure, title, height=HEIGHT)
+        figure.update_yaxes(log_ticks(values for values, _ in drawn.values()))
+    return finish(figure, title, height=HEIGHT)
 
 
 def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
@@ -285,25 +158,24 @@ def _tick(value: float) -> str:
 
 def bars(
     labels: Sequence[str],
-    groups: Mapping[str, np.ndarray],
+    groups: Mapping[str, tuple[np.ndarray, np.ndarray]],
     *,
     title: str,
     y_title: str,
-    errors: Mapping[str, np.ndarray],
 ) -> go.Figure:
-    """Grouped bars with one standard error each; long labels take the room below, and the legend stands above."""
+    """Grouped bars, heights and one standard error each; long labels take the room below, and the legend stands above."""
     figure = go.Figure()
-    for index, (name, values) in enumerate(groups.items()):
+    for index, (name, (values, errors)) in enumerate(groups.items()):
         figure.add_bar(
             x=list(labels),
             y=values,
             name=name,
             marker_color=BAR_COLORS[index],
-            error_y={"type": "data", "array": errors[name], "thickness": 1},
+            error_y={"type": "data", "array": errors, "thickness": 1},
         )
     figure.update_yaxes(title_text=y_title, zeroline=True)
     figure.update_layout(barmode="group", showlegend=len(groups) > 1)
-    figure = _finish(figure, title, height=HEIGHT)
+    figure = finish(figure, title, height=HEIGHT)
     if max(map(len, labels)) > LONG_LABEL:
         figure.update_layout(legend={"yanchor": "bottom", "y": 1.02})
     return figure
@@ -332,25 +204,7 @@ def head_scatter(
     figure.add_vline(0, line_dash="dash", line_width=1)
     figure.update_xaxes(title_text="omega (1/x²)", zeroline=False)
     figure.update_yaxes(title_text="mu", zeroline=False)
-    return _finish(figure, title, height=HEIGHT)
-
-
-def points(
-    groups: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    *,
-    title: str,
-    x_title: str,
-    y_title: str,
-) -> go.Figure:
-    """One cloud of points per head, x and y each."""
-    figure = go.Figure()
-    for index, (name, (x, y)) in enumerate(groups.items()):
-        figure.add_scatter(
-            x=x, y=y, name=name, mode="markers", marker={"color": head_color(index), "size": 7}
-        )
-    figure.update_xaxes(title_text=x_title, zeroline=True)
-    figure.update_yaxes(title_text=y_title, zeroline=True)
-    return _finish(figure, title, height=HEIGHT)
+    return finish(figure, title, height=HEIGHT)
 
 
 def runs(
@@ -390,7 +244,7 @@ def runs(
         every = [curve for models in groups.values() for curve in models.values()]
         figure.update_xaxes(log_ticks(curve[0] for curve in every))
         figure.update_yaxes(log_ticks(curve[1] for curve in every))
-    return _finish(figure, title, height=HEIGHT + 80)
+    return finish(figure, title, height=HEIGHT + 80)
 
 
 def _plain(name: str) -> str:
@@ -455,18 +309,8 @@ def templates() -> dict[str, dict]:
     return looks
 
 
-def scales() -> dict[str, dict[str, object]]:
-    """Colours of heatmaps and of the curve of the model on a light and on a dark page; 0 is the page's own ground."""
-    named = {
-        name: [[place / (len(colors) - 1), color] for place, color in enumerate(colors)]
-        for name, colors in DARK_SCALES.items()
-    }
-    light = {name: go.Heatmap(colorscale=scale).colorscale for name, scale in LIGHT_SCALES.items()}
-    found = {"light": light, "dark": named}
-    return {look: {**found[look], "model": MODEL_COLOR[look]} for look in TEMPLATES}
-
-
-def _finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:
+def finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:
+    """The figure with its title and the layout that all share."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template=TEMPLATES["light"],

@@ -50,6 +50,7 @@ def test_a_near_miss_gets_no_label(family: str, seed: int):
     assert found.label == row.label == "undetermined"
 
 
+@pytest.mark.slow
 def test_every_shipped_model_of_several_layers_has_one_answer():
     assert set(SHIPPED.checkpoint) == set(shipped.deep_checkpoints())
     assert (SHIPPED.groupby("checkpoint").label.nunique() == 1).all()

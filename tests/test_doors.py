@@ -191,7 +191,7 @@ SOURCES: dict[str, Callable[[Path], Case]] = {
     "several-responses": shipped("two-tasks-h3-s0", 1, 3),
     "linear-merged": shipped("linear-merged-s0", 1, 8),
     "linear-separate": shipped("linear-separate-s0", 1, 5),
-    "deep-linear": shipped("sparse-h4-noise0.1-s0", 4, 4),
+    "deep-linear": shipped("pool-linear-m4-s0", 3, 4),
     "deep-softmax": deep_softmax,
     "norm-and-mlp": norm_and_mlp,
     "gpt2": gpt2_file,
@@ -280,7 +280,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
 FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
 LONG = {"write_report", "check_compatible", "info_document"}
-FEW = ("softmax", "deep-linear", "gpt2", "bare-model")
+FEW = ("softmax", "deep-softmax", "gpt2", "bare-model")
 """Sources of which `make test` asks the long analyses; of the others `make test-all`."""
 
 

@@ -6,21 +6,23 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.report.to_html import TITLE_HEIGHT
 
 BUTTONS = 30  # pixels from the top down to the lower edge of plotly's buttons
 
 
-def heatmaps(n_heads: int = 2) -> go.Figure:
+def qk_heatmaps(n_heads: int = 2) -> go.Figure:
     values = np.linspace(-2, 0.5, n_heads * 6).reshape(n_heads, 2, 3)
     names = ["x0", "x1", "y"]
-    matrices = figures.Matrices(values, names[:2], names, "query", "key", unit="1/x²", kind="QK")
-    return figures.head_heatmaps(matrices, title="QK circuits")
+    matrices = heatmaps.Matrices(values, names[:2], names, "query", "key", unit="1/x²", kind="QK")
+    return heatmaps.head_heatmaps(matrices, title="QK circuits")
 
 
-def lines(**options) -> go.Figure:
-    curves = {"head 0": np.array([1.0, 2.0]), "head 1": np.array([3.0, -4.0])}
+CURVES = {"head 0": np.array([1.0, 2.0]), "head 1": np.array([3.0, -4.0])}
+
+
+def lines(curves: dict = CURVES, **options) -> go.Figure:
     return figures.lines(
         np.array([10, 20]),
         curves,
@@ -32,9 +34,10 @@ def lines(**options) -> go.Figure:
 
 
 def bars(n_groups: int = 1) -> go.Figure:
-    groups = {f"group {i}": np.array([1.0, 2.0]) for i in range(n_groups)}
-    errors = {f"group {i}": np.array([0.1, 0.2 + i]) for i in range(n_groups)}
-    return figures.bars(["L0H0", "L0H1"], groups, errors=errors, title="Rise", y_title="rise (y²)")
+    groups = {
+        f"group {i}": (np.array([1.0, 2.0]), np.array([0.1, 0.2 + i])) for i in range(n_groups)
+    }
+    return figures.bars(["L0H0", "L0H1"], groups, title="Rise", y_title="rise (y²)")
 
 
 def scatter(n_heads: int = 2) -> go.Figure:
@@ -43,18 +46,18 @@ def scatter(n_heads: int = 2) -> go.Figure:
 
 
 def test_heatmaps_share_one_signed_range_with_white_at_zero():
-    for trace in heatmaps().data:
+    for trace in qk_heatmaps().data:
         assert (trace.zmin, trace.zmax) == (-2, 2)
         assert trace.colorbar.title.text == "1/x²"
         places = [place for place, _ in trace.colorscale]
         middle = trace.colorscale[places.index(0.5)][1]
         red, green, blue = map(int, re.findall(r"\d+", middle))
         assert min(red, green, blue) > 240
-    assert [trace.showscale for trace in heatmaps().data] == [True, False]
+    assert [trace.showscale for trace in qk_heatmaps().data] == [True, False]
 
 
 def test_heatmaps_show_the_matrices_the_right_way_up():
-    figure = heatmaps()
+    figure = qk_heatmaps()
     values = np.linspace(-2, 0.5, 12).reshape(2, 2, 3)
     assert len(figure.data) == 2
     for trace, matrix in zip(figure.data, values, strict=True):
@@ -67,32 +70,32 @@ def test_heatmaps_show_the_matrices_the_right_way_up():
 
 @pytest.mark.parametrize("n_heads", [1, 4, 5, 8, 40])
 def test_heatmaps_take_any_number_of_heads(n_heads: int):
-    figure = heatmaps(n_heads)
+    figure = qk_heatmaps(n_heads)
     assert len(figure.data) == n_heads
     rows = -(-n_heads // 4)
-    gaps = figures.PANEL_GAP * (rows - 1)
-    assert figure.layout.height == 130 + figures.PANEL * rows + gaps
+    gaps = heatmaps.PANEL_GAP * (rows - 1)
+    assert figure.layout.height == 130 + heatmaps.PANEL * rows + gaps
 
 
 def test_the_names_of_heads_leave_room_for_the_buttons_above():
-    figure = heatmaps()
+    figure = qk_heatmaps()
     names = 22  # pixels above the heatmaps, of which the page takes away its own title's
     assert figure.layout.margin.t - TITLE_HEIGHT - names >= BUTTONS
     assert all((note.y, note.yanchor) == (1, "bottom") for note in figure.layout.annotations)
 
 
 def test_heatmaps_of_zeros_have_a_range():
-    matrices = figures.Matrices(np.zeros((1, 2, 2)), ["a", "b"], ["a", "b"])
-    (trace,) = figures.head_heatmaps(matrices, title="").data
+    matrices = heatmaps.Matrices(np.zeros((1, 2, 2)), ["a", "b"], ["a", "b"])
+    (trace,) = heatmaps.head_heatmaps(matrices, title="").data
     assert (trace.zmin, trace.zmax) == (-1, 1)
 
 
 def test_kinds_of_matrices_stand_below_each_other_each_on_its_own_scale():
     matrices = [
-        figures.Matrices(size * np.ones((5, rows, 2)), ["a"] * rows, ["x", "y"], kind=kind)
+        heatmaps.Matrices(size * np.ones((5, rows, 2)), ["a"] * rows, ["x", "y"], kind=kind)
         for kind, size, rows in (("QK", 1.0, 3), ("OV", 4.0, 1))
     ]
-    figure = figures.head_heatmaps(*matrices, title="Both")
+    figure = heatmaps.head_heatmaps(*matrices, title="Both")
     assert [trace.zmax for trace in figure.data] == [1.0] * 5 + [4.0] * 5
     assert [trace.showscale for trace in figure.data] == [True, *[False] * 4] * 2
     names = [note.text for note in figure.layout.annotations]
@@ -100,7 +103,7 @@ def test_kinds_of_matrices_stand_below_each_other_each_on_its_own_scale():
     bottoms = [figure.layout[f"yaxis{n or ''}"].domain[0] for n in (0, 5, 6, 10)]
     assert bottoms == sorted(bottoms, reverse=True)
     assert len(list(figure.select_xaxes())) == 10
-    alone = figures.head_heatmaps(matrices[0], title="QK")
+    alone = heatmaps.head_heatmaps(matrices[0], title="QK")
     assert figure.layout.height > alone.layout.height
 
 
@@ -124,7 +127,7 @@ def test_a_head_has_one_colour_in_every_figure():
 
 
 def test_lines_carry_values_and_errors():
-    figure = lines(errors={"head 1": np.array([0.5, 0.25])})
+    figure = lines(CURVES | {"head 1": (CURVES["head 1"], np.array([0.5, 0.25]))})
     first, second = figure.data
     assert (list(second.x), list(second.y), second.name) == ([10, 20], [3, -4], "head 1")
     assert first.error_y.array is None
@@ -187,9 +190,9 @@ def test_the_curve_of_the_model_is_dashed_and_on_top():
 
 def test_heatmaps_have_the_ground_of_the_page_at_zero():
     for ground, look in (("rgb(247,247,247)", "light"), ("#14171c", "dark")):
-        signed = dict(figures.scales()[look]["signed"])
+        signed = dict(heatmaps.scales()[look]["signed"])
         assert signed[0.5] == ground
-    assert figures.scales()["dark"]["unsigned"][0][1] == "#14171c"
+    assert heatmaps.scales()["dark"]["unsigned"][0][1] == "#14171c"
 
 
 def test_a_few_whole_numbers_get_no_halves_between_them():
@@ -221,9 +224,9 @@ def test_bars_carry_values_and_errors():
 
 
 def test_the_legend_of_bars_with_long_names_stands_where_the_names_do_not():
-    values = {name: np.array([1.0]) for name in ("estimated", "patched")}
+    values = {name: (np.array([1.0]), np.array([0.1])) for name in ("estimated", "patched")}
     short, long = (
-        figures.bars([label], values, errors=values, title="Edges", y_title="change")
+        figures.bars([label], values, title="Edges", y_title="change")
         for label in ("L0H0", "L1H2 to v of L3H1")
     )
     assert (short.layout.legend.yanchor, long.layout.legend.yanchor) == ("top", "bottom")
@@ -240,7 +243,7 @@ def test_scatter_places_every_head_with_its_label():
 @pytest.mark.parametrize(
     ("figure", "title", "x_title", "y_title"),
     [
-        (heatmaps(), "QK circuits", "key", "query"),
+        (qk_heatmaps(), "QK circuits", "key", "query"),
         (lines(), "Loss", "step", "loss (y²)"),
         (bars(), "Rise", None, "rise (y²)"),  # the bars are named themselves
         (scatter(), "Heads", "omega (1/x²)", "mu"),
@@ -258,7 +261,7 @@ def test_a_figure_can_be_read_alone(figure: go.Figure, title: str, x_title, y_ti
 def test_a_slider_replaces_data_and_title_and_begins_at_the_end():
     frames = {"0": [{"z": np.zeros((2, 3))}, {"z": np.ones((2, 3))}]}
     frames["9"] = [{"z": np.full((2, 3), 2.0)}, {"z": np.full((2, 3), 3.0)}]
-    figure = figures.with_slider(heatmaps(), frames, label="step", titles=["first", "last"])
+    figure = figures.with_slider(qk_heatmaps(), frames, label="step", titles=["first", "last"])
     assert [frame.name for frame in figure.frames] == ["0", "9"]
     assert [frame.layout.title.text for frame in figure.frames] == ["first", "last"]
     np.testing.assert_array_equal(figure.frames[0].data[1].z, np.ones((2, 3)))
@@ -279,20 +282,21 @@ def test_a_slider_leaves_other_traces_alone():
 def test_an_unsigned_heatmap_starts_at_zero():
     options = {"title": "", "rows": ["a"], "columns": ["b", "c"]}
     signed, unsigned = (
-        figures.heatmap(np.array([[1.0, 3.0]]), signed=signed, **options).data[0]
+        heatmaps.heatmap(np.array([[1.0, 3.0]]), signed=signed, **options).data[0]
         for signed in (True, False)
     )
     assert (signed.zmin, signed.zmax) == (-3, 3)
     assert (unsigned.zmin, unsigned.zmax) == (0, 3)
     assert signed.colorscale != unsigned.colorscale
-    wide = figures.heatmap(np.array([[1.0, 3.0]]), limit=5.0, **options).data[0]
+    wide = heatmaps.heatmap(np.array([[1.0, 3.0]]), limit=5.0, **options).data[0]
     assert (wide.zmin, wide.zmax) == (-5, 5)
 
 
 def test_points_of_a_head_have_its_colour():
-    clouds = {f"head {head}": (np.arange(3), np.arange(3) * head) for head in range(2)}
-    figure = figures.points(clouds, title="", x_title="likeness (x²)", y_title="weight")
-    assert [trace.marker.color for trace in figure.data] == [figures.head_color(h) for h in (0, 1)]
+    clouds = {f"head {h}": {f"head {h}": (np.arange(3), np.arange(3) * h)} for h in range(2)}
+    figure = figures.runs(clouds, title="", x_title="likeness (x²)", y_title="weight", markers=True)
+    assert [trace.line.color for trace in figure.data] == [figures.head_color(h) for h in (0, 1)]
+    assert {trace.mode for trace in figure.data} == {"markers"}
     assert list(figure.data[1].y) == [0, 1, 2]
 
 

@@ -58,11 +58,13 @@ def given(subject: str, n_prompts: int | None = None) -> tuple[subjects.Hints, d
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("subject", "dtype"),
-    sampled(product(SUBJECTS, TOLERANCE), keep=lambda case: case != (WIDE, torch.float32)),
+    sampled(product(SUBJECTS, TOLERANCE), keep=lambda case: case != (WIDE, torch.float64)),
 )
 def test_predictions_are_those_stored(subject: str, dtype: torch.dtype):
-    hints, prompts = given(subject)
-    expected = stored("predictions", subject)
+    # A prompt of the wide model takes as long as all of another.
+    n_prompts = 2 if subject == WIDE else None
+    hints, prompts = given(subject, n_prompts)
+    expected = stored("predictions", subject)[:n_prompts]
     largest = np.abs(expected).max()
     found = subjects.predictions(subject, hints, prompts, dtype)
     assert distance(found, expected, largest) <= TOLERANCE[dtype]

@@ -30,6 +30,7 @@ FLOORS = (
         "paper",
         "display",
         "figures",
+        "heatmaps",
     ),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )
@@ -149,6 +150,7 @@ def test_names_of_a_room_are_where_it_says(room: str):
         _ = module.no
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2.pt", "model"])
 def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     if kind == "model":

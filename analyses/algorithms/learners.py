@@ -1,4 +1,4 @@
-"""Tasks at random, and algorithms with random scalars as functions of prompts."""
+"""Algorithms of the package with random scalars, as functions of prompts."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mechinterp import Prompts, TaskConfig, sample_prompts
-from mechinterp.config import CovarianceConfig
 from mechinterp.icl.algorithm_controls import CONTROLS
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
@@ -22,40 +21,6 @@ GD, NEWTON, ALG1, ISTA = (
 PRE, RIDGE, GDPP = "preconditioned gradient descent", "ridge", "GD++"
 Law = Callable[[Prompts], Tensor]
 Random = np.random.Generator
-
-
-def dense(random: Random) -> TaskConfig:
-    d_x = int(random.choice([4, 6, 8]))
-    return TaskConfig(
-        d_x=d_x,
-        context_length=d_x * int(random.integers(4, 7)),
-        noise_var=float(random.choice([0.0, 0.1, 0.25])),
-    )
-
-
-def correlated(random: Random) -> TaskConfig:
-    d_x, rho = int(random.choice([5, 8])), float(random.uniform(0.4, 0.7))
-    covariance = CovarianceConfig(kind="kms", rho=rho)
-    return TaskConfig(d_x=d_x, context_length=5 * d_x, covariance=covariance)
-
-
-def sparse(random: Random) -> TaskConfig:
-    return TaskConfig(
-        d_x=int(random.choice([8, 12])),
-        sparsity=int(random.integers(2, 5)),
-        nonzeros="signs",
-        noise_var=float(random.choice([0.1, 0.25])),
-    )
-
-
-def pooled(random: Random) -> TaskConfig:
-    return TaskConfig(
-        d_x=4,
-        context_length=int(random.integers(8, 17)),
-        noise_var=0.25,
-        n_tasks=int(random.choice([4, 16])),
-        task_seed=int(random.integers(100)),
-    )
 
 
 def natural(name: str, task: TaskConfig, n_layers: int, random: Random) -> list[float]:

@@ -3,7 +3,7 @@
 Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
 predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
 one and half of another, steps that are half of one and half of another, one algorithm after another, and the
-learners of the files of near misses beside this one.
+learners of near_misses.py and new_families.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analyses.algorithms.further_misses import FURTHER
-from analyses.algorithms.later_misses import LATER
-from analyses.algorithms.learners import (
-    ALG1,
-    GD,
-    GDPP,
-    ISTA,
-    NEWTON,
-    PRE,
-    RIDGE,
-    Law,
-    Random,
-    correlated,
-    dense,
-    law_of,
-    natural,
-    pooled,
-    sparse,
-)
+from analyses.algorithms.families import Family, Random, Tasks, correlated, dense, pooled, sparse
+from analyses.algorithms.learners import ALG1, GD, GDPP, ISTA, NEWTON, PRE, RIDGE, law_of, natural
 from analyses.algorithms.near_misses import NEAR
 from analyses.algorithms.new_families import NEW_GUISES, NEW_MISSES
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -65,10 +48,6 @@ class Case:
     """Noise, as a share of the weights or of a step."""
 
 
-def half_and_half(first: Law, second: Law) -> Law:
-    return lambda prompts: 0.5 * first(prompts) + 0.5 * second(prompts)
-
-
 Update = Callable[[PromptMoments, int, Tensor], Tensor]
 
 
@@ -91,7 +70,7 @@ def update_of(name: str, task: TaskConfig, n_layers: int, random: Random) -> Upd
     return update
 
 
-def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
+def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Callable[[Prompts], Tensor]:
     """Each layer goes to the mean of what its updates say."""
 
     def law(prompts: Prompts) -> Tensor:
@@ -106,6 +85,7 @@ def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Law:
 
 
 Built = tuple[object, TaskConfig, float]
+Build = Callable[[Random], Built]
 
 
 def disturbed(weights: Weights, random: Random) -> tuple[Weights, float]:
@@ -113,51 +93,68 @@ def disturbed(weights: Weights, random: Random) -> tuple[Weights, float]:
     return descent.with_noise(descent.rotated(weights, seed=seed), size, seed=seed), size
 
 
-def equal_steps(random: Random) -> Built:
-    task, n_layers = dense(random), int(random.integers(2, 5))
-    weights = descent.gradient_descent_model(
-        [float(random.uniform(0.25, 0.6))] * n_layers, d_x=task.d_x
+def noisy(
+    make: Callable[[TaskConfig, int, Random], Weights],
+    *,
+    task: Tasks = dense,
+    layers: tuple[int, int] = (2, 5),
+) -> Build:
+    """Weights of a task and a number of layers, rotated and with noise."""
+
+    def build(random: Random) -> Built:
+        own, n_layers = task(random), int(random.integers(*layers))
+        weights, size = disturbed(make(own, n_layers, random), random)
+        return weights, own, size
+
+    return build
+
+
+def steps(low: float, high: float) -> Callable[[TaskConfig, int, Random], Weights]:
+    """Gradient descent with step sizes in between."""
+    return lambda task, n, random: descent.gradient_descent_model(
+        random.uniform(low, high, n).tolist(), d_x=task.d_x
     )
-    weights, size = disturbed(weights, random)
-    return weights, task, size
 
 
-def falling_steps(random: Random) -> Built:
-    task, n_layers = dense(random), int(random.integers(2, 5))
+def equal_steps(task: TaskConfig, n_layers: int, random: Random) -> Weights:
+    eta = float(random.uniform(0.25, 0.6))
+    return descent.gradient_descent_model([eta] * n_layers, d_x=task.d_x)
+
+
+def falling_steps(task: TaskConfig, n_layers: int, random: Random) -> Weights:
     etas = np.sort(random.uniform(0.15, 0.75, n_layers))[::-1].tolist()
-    weights, size = disturbed(descent.gradient_descent_model(etas, d_x=task.d_x), random)
-    return weights, task, size
+    return descent.gradient_descent_model(etas, d_x=task.d_x)
 
 
-def correlated_steps(random: Random) -> Built:
-    task, n_layers = correlated(random), int(random.integers(2, 5))
-    etas = random.uniform(0.15, 0.3, n_layers).tolist()
-    weights, size = disturbed(descent.gradient_descent_model(etas, d_x=task.d_x), random)
-    return weights, task, size
-
-
-def plus_plus(random: Random) -> Built:
-    task, n_layers = dense(random), int(random.integers(3, 5))
+def plus_plus(task: TaskConfig, n_layers: int, random: Random) -> Weights:
     etas = random.uniform(0.35, 0.6, n_layers).tolist()
     gammas = [*random.uniform(0.12, 0.25, n_layers - 1).tolist(), 0.0]
-    weights, size = disturbed(descent.gd_plus_plus_model(etas, gammas, d_x=task.d_x), random)
-    return weights, task, size
+    return descent.gd_plus_plus_model(etas, gammas, d_x=task.d_x)
 
 
-def preconditioned(random: Random) -> Built:
-    task, n_layers = correlated(random), int(random.integers(2, 5))
+def preconditioned(task: TaskConfig, n_layers: int, random: Random) -> Weights:
     Sigma = torch.from_numpy(covariance_matrix(task.covariance, task.d_x))
     etas, cs = random.uniform(0.3, 0.55, n_layers), random.uniform(0.1, 0.4, n_layers)
-    weights = descent.preconditioned_gd_model(etas.tolist(), cs.tolist(), covariance=Sigma)
-    weights, size = disturbed(weights, random)
-    return weights, task, size
+    return descent.preconditioned_gd_model(etas.tolist(), cs.tolist(), covariance=Sigma)
 
 
-def algorithm_1(random: Random) -> Built:
-    task, n_steps = sparse(random), int(random.integers(2, 4))
-    etas = random.uniform(0.5, 1.0, n_steps).tolist()
-    weights, size = disturbed(preprocess_then_optimise_model(etas, d_x=task.d_x), random)
-    return weights, task, size
+def algorithm_1(task: TaskConfig, n_steps: int, random: Random) -> Weights:
+    return preprocess_then_optimise_model(random.uniform(0.5, 1.0, n_steps).tolist(), d_x=task.d_x)
+
+
+def random_preconditioners(task: TaskConfig, n_layers: int, random: Random) -> Weights:
+    noise = random.normal(size=(task.d_x, task.d_x))
+    Sigma = torch.from_numpy(noise @ noise.T / task.d_x + 0.2 * np.eye(task.d_x))
+    etas = random.uniform(0.2, 0.4, n_layers).tolist()
+    return descent.preconditioned_gd_model(etas, [0.3] * n_layers, covariance=Sigma)
+
+
+def summed(task: TaskConfig, n_layers: int, random: Random) -> Weights:
+    """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
+    weights = steps(0.2, 0.6)(task, n_layers, random)
+    model = replace(weights.model, score="linear")
+    scaled = {"attn.W_O": weights.W_O / task.context_length}
+    return replace(weights, model=model).with_tensors(scaled)
 
 
 def random_weights(random: Random) -> Built:
@@ -175,80 +172,31 @@ def random_weights(random: Random) -> Built:
     return initial_deep_weights(config), task, 0.0
 
 
-def random_preconditioners(random: Random) -> Built:
-    task, n_layers = dense(random), int(random.integers(2, 5))
-    noise = random.normal(size=(task.d_x, task.d_x))
-    Sigma = torch.from_numpy(noise @ noise.T / task.d_x + 0.2 * np.eye(task.d_x))
-    etas = random.uniform(0.2, 0.4, n_layers).tolist()
-    weights = descent.preconditioned_gd_model(etas, [0.3] * n_layers, covariance=Sigma)
-    weights, size = disturbed(weights, random)
-    return weights, task, size
+def functions(*names: str, task: Tasks) -> Build:
+    """The mean of the predictions of algorithms, with noise on their steps."""
 
-
-def as_function(name: str, draw: Callable[[Random], TaskConfig]) -> Callable[[Random], Built]:
     def build(random: Random) -> Built:
-        task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
-        return law_of(name, task, n_layers, random, size), task, size
+        own, n_layers, size = task(random), int(random.integers(3, 5)), float(random.choice(NOISE))
+        laws = [law_of(name, own, n_layers, random, size) for name in names]
+        return lambda prompts: sum(law(prompts) for law in laws) / len(laws), own, size
 
     return build
 
 
-def mixture(
-    first: str, second: str, draw: Callable[[Random], TaskConfig]
-) -> Callable[[Random], Built]:
+def mixed_steps(first: str, second: str, task: Tasks, *, in_turn: bool = False) -> Build:
+    """Each step the mean of two algorithms' steps; or two steps of one, then two of the other."""
+
     def build(random: Random) -> Built:
-        task, n_layers, size = draw(random), int(random.integers(3, 5)), float(random.choice(NOISE))
-        laws = [law_of(name, task, n_layers, random, size) for name in (first, second)]
-        return half_and_half(*laws), task, size
+        own, n_layers = task(random), 4 if in_turn else int(random.integers(3, 5))
+        a, b = (update_of(name, own, n_layers, random) for name in (first, second))
+        return iterated([[a], [a], [b], [b]] if in_turn else [[a, b]] * n_layers, own), own, 0.0
 
     return build
-
-
-def mixed_steps(
-    first: str, second: str, draw: Callable[[Random], TaskConfig]
-) -> Callable[[Random], Built]:
-    def build(random: Random) -> Built:
-        task, n_layers = draw(random), int(random.integers(3, 5))
-        both = [update_of(name, task, n_layers, random) for name in (first, second)]
-        return iterated([both] * n_layers, task), task, 0.0
-
-    return build
-
-
-def one_after_the_other(
-    first: str, second: str, draw: Callable[[Random], TaskConfig]
-) -> Callable[[Random], Built]:
-    def build(random: Random) -> Built:
-        task, n_layers = draw(random), 4
-        a, b = (update_of(name, task, n_layers, random) for name in (first, second))
-        return iterated([[a], [a], [b], [b]], task), task, 0.0
-
-    return build
-
-
-def summed(weights: Weights, length: int) -> Weights:
-    """The same at one length, with scores that are summed and the length in the weights."""
-    summed_model = replace(weights.model, score="linear")
-    return replace(weights, model=summed_model).with_tensors({"attn.W_O": weights.W_O / length})
-
-
-def summed_scores(random: Random) -> Built:
-    """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
-    task, n_layers = dense(random), int(random.integers(2, 5))
-    etas = random.uniform(0.2, 0.6, n_layers).tolist()
-    weights = descent.gradient_descent_model(etas, d_x=task.d_x)
-    weights = summed(weights, task.context_length)
-    weights, size = disturbed(weights, random)
-    return weights, task, size
 
 
 def exact_summed_scores(random: Random) -> Built:
-    """The same without noise."""
     task, n_layers = dense(random), int(random.integers(2, 5))
-    weights = descent.gradient_descent_model(
-        random.uniform(0.2, 0.6, n_layers).tolist(), d_x=task.d_x
-    )
-    weights = summed(weights, task.context_length)
+    weights = summed(task, n_layers, random)
     return descent.rotated(weights, seed=int(random.integers(1000))), task, 0.0
 
 
@@ -262,9 +210,7 @@ def slightly_scaled(random: Random) -> Built:
 def softmax_pairs(random: Random) -> Built:
     """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
     task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
-    plain = descent.gradient_descent_model(
-        random.uniform(0.3, 0.6, n_layers).tolist(), d_x=task.d_x
-    )
+    plain = steps(0.3, 0.6)(task, n_layers, random)
     W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / plain.d_model**0.5 * omega
     W_K, W_V = (torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V))
     W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
@@ -282,50 +228,63 @@ def memory(random: Random) -> Built:
     return lambda p: dmmse(p, pool=task_pool(task), noise_var=task.noise_var), task, 0.0
 
 
-def near_miss(family: Callable[[Random], tuple[object, TaskConfig]]) -> Callable[[Random], Built]:
+def near_miss(family: Family) -> Build:
     return lambda random: (*family(random), 0.0)
 
 
-FAMILIES: dict[str, tuple[str, str, Callable[[Random], Built]]] = {
-    "weights: equal steps": ("gradient_descent", "must", equal_steps),
-    "weights: falling steps": ("gradient_descent", "must", falling_steps),
-    "weights: steps, correlated x": ("gradient_descent", "must", correlated_steps),
-    "weights: GD++": ("gd_plus_plus", "must", plus_plus),
-    "weights: preconditioned": ("preconditioned_descent", "must", preconditioned),
-    "weights: Algorithm 1": ("preprocess_then_optimise", "must", algorithm_1),
-    "weights: summed scores": ("gradient_descent", "must", summed_scores),
+FAMILIES: dict[str, tuple[str, str, Build]] = {
+    "weights: equal steps": ("gradient_descent", "must", noisy(equal_steps)),
+    "weights: falling steps": ("gradient_descent", "must", noisy(falling_steps)),
+    "weights: steps, correlated x": (
+        "gradient_descent",
+        "must",
+        noisy(steps(0.15, 0.3), task=correlated),
+    ),
+    "weights: GD++": ("gd_plus_plus", "must", noisy(plus_plus, layers=(3, 5))),
+    "weights: preconditioned": (
+        "preconditioned_descent",
+        "must",
+        noisy(preconditioned, task=correlated),
+    ),
+    "weights: Algorithm 1": (
+        "preprocess_then_optimise",
+        "must",
+        noisy(algorithm_1, task=sparse, layers=(2, 4)),
+    ),
+    "weights: summed scores": ("gradient_descent", "must", noisy(summed)),
     "weights: summed scores, exact": ("gradient_descent", "must", exact_summed_scores),
     "function: 1.05 times gradient descent": ("gradient_descent", "must", slightly_scaled),
     "weights: softmax pairs": (NONE, "none", softmax_pairs),
     "weights: random": (NONE, "none", random_weights),
-    "weights: random preconditioners": (NONE, "none", random_preconditioners),
-    "function: gradient descent": ("gradient_descent", "may", as_function(GD, dense)),
-    "function: GD++": ("gd_plus_plus", "may", as_function(GDPP, dense)),
-    "function: preconditioned": ("preconditioned_descent", "may", as_function(PRE, correlated)),
+    "weights: random preconditioners": (NONE, "none", noisy(random_preconditioners)),
+    "function: gradient descent": ("gradient_descent", "may", functions(GD, task=dense)),
+    "function: GD++": ("gd_plus_plus", "may", functions(GDPP, task=dense)),
+    "function: preconditioned": ("preconditioned_descent", "may", functions(PRE, task=correlated)),
     "function: posterior mean": ("posterior_mean", "may", memory),
     "function: ridge, last": ("ridge_like", "may", ridge_alone),
-    "function: Newton": ("newton", "may", as_function(NEWTON, dense)),
-    "function: ridge": ("ridge_like", "may", as_function(RIDGE, dense)),
-    "function: ISTA": ("sparse_shrinkage", "may", as_function(ISTA, sparse)),
-    "function: ISTA, dense": ("sparse_shrinkage", "may", as_function(ISTA, dense)),
-    "function: Algorithm 1, dense": ("preprocess_then_optimise", "may", as_function(ALG1, dense)),
-    "half GD, half Newton": (NONE, "none", mixture(GD, NEWTON, dense)),
-    "half GD, half ISTA": (NONE, "none", mixture(GD, ISTA, sparse)),
-    "half GD, half Algorithm 1": (NONE, "none", mixture(GD, ALG1, sparse)),
-    "half GD, half ridge": (NONE, "none", mixture(GD, RIDGE, dense)),
-    "half Newton, half Algorithm 1": (NONE, "none", mixture(NEWTON, ALG1, dense)),
-    "half ISTA, half Algorithm 1": (NONE, "none", mixture(ISTA, ALG1, sparse)),
-    "half Newton, half preconditioned": (NONE, "none", mixture(NEWTON, PRE, correlated)),
-    "half Newton, half ISTA": (NONE, "none", mixture(NEWTON, ISTA, sparse)),
-    "half GD++, half Algorithm 1": (NONE, "none", mixture(GDPP, ALG1, sparse)),
+    "function: Newton": ("newton", "may", functions(NEWTON, task=dense)),
+    "function: ridge": ("ridge_like", "may", functions(RIDGE, task=dense)),
+    "function: ISTA": ("sparse_shrinkage", "may", functions(ISTA, task=sparse)),
+    "function: ISTA, dense": ("sparse_shrinkage", "may", functions(ISTA, task=dense)),
+    "function: Algorithm 1, dense": (
+        "preprocess_then_optimise",
+        "may",
+        functions(ALG1, task=dense),
+    ),
+    "half GD, half Newton": (NONE, "none", functions(GD, NEWTON, task=dense)),
+    "half GD, half ISTA": (NONE, "none", functions(GD, ISTA, task=sparse)),
+    "half GD, half Algorithm 1": (NONE, "none", functions(GD, ALG1, task=sparse)),
+    "half GD, half ridge": (NONE, "none", functions(GD, RIDGE, task=dense)),
+    "half Newton, half Algorithm 1": (NONE, "none", functions(NEWTON, ALG1, task=dense)),
+    "half ISTA, half Algorithm 1": (NONE, "none", functions(ISTA, ALG1, task=sparse)),
+    "half Newton, half preconditioned": (NONE, "none", functions(NEWTON, PRE, task=correlated)),
+    "half Newton, half ISTA": (NONE, "none", functions(NEWTON, ISTA, task=sparse)),
+    "half GD++, half Algorithm 1": (NONE, "none", functions(GDPP, ALG1, task=sparse)),
     "steps half GD, half ISTA": (NONE, "none", mixed_steps(GD, ISTA, sparse)),
     "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
     "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
-    "GD, then Algorithm 1": (NONE, "none", one_after_the_other(GD, ALG1, sparse)),
-    **{
-        name: (NONE, "none", near_miss(family))
-        for name, family in {**NEAR, **LATER, **FURTHER, **NEW_MISSES}.items()
-    },
+    "GD, then Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse, in_turn=True)),
+    **{name: (NONE, "none", near_miss(family)) for name, family in {**NEAR, **NEW_MISSES}.items()},
     **{
         name: (truth, demand, near_miss(build))
         for name, (truth, demand, build) in NEW_GUISES.items()

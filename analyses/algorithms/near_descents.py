@@ -1,370 +1,330 @@
-"""Iterations that are no algorithm of the list but come near to gradient descent, as functions of prompts."""
+"""Steps that are no algorithm of the list but come near to gradient descent: the next w, from the
+path so far and a family's numbers."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from analyses.algorithms.learners import dense, sparse
-from mechinterp import Prompts, TaskConfig
-from mechinterp.icl.predictors import ridge
-
-Random = np.random.Generator
-Learner = Callable[[Prompts], Tensor]
-Drawn = tuple[Learner, TaskConfig]
-Family = Callable[[Random], Drawn]
-Step = Callable[["Context", int, list[Tensor]], Tensor]
+from analyses.algorithms import families as make
+from analyses.algorithms.families import Descent, Drawn, Family, Random, correlated, dense, sparse
+from mechinterp import Prompts
 
 
-class Context:
-    """Pairs of prompts with their second moments."""
-
-    def __init__(self, prompts: Prompts):
-        self.x, self.y, self.query = (
-            prompts.x.double(),
-            prompts.y.double(),
-            prompts.x_query.double(),
-        )
-        self.S = self.x.mT @ self.x / self.x.shape[1]
-        self.b = self.x.mT @ self.y / self.x.shape[1]
-
-    def gradient(self, w: Tensor) -> Tensor:
-        return self.b - self.S @ w
-
-    def read(self, w: Tensor) -> Tensor:
-        return (self.query[:, None] @ w)[:, 0]
+def scaled(prompts: Prompts, etas: Sequence[float], factor: float) -> Tensor:
+    return factor * make.walk(make.plain, prompts, etas)
 
 
-def walk(step: Step, n_layers: int, *, centred: bool = False) -> Learner:
-    """The path of w_{l+1} = step(context, l, [w_0, ..., w_l]) from w_0 = 0."""
-
-    def learner(prompts: Prompts) -> Tensor:
-        context = Context(prompts)
-        if centred:
-            x = context.x - context.x.mean(1, keepdim=True)
-            context.S, context.b = x.mT @ x / x.shape[1], x.mT @ context.y / x.shape[1]
-        w = [torch.zeros_like(context.b)]
-        for layer in range(n_layers):
-            w.append(step(context, layer, w))
-        return torch.stack([context.read(each) for each in w[1:]])
-
-    return learner
+def centred_x(prompts: Prompts) -> Prompts:
+    x = prompts.x.double()
+    return replace(prompts, x=x - x.mean(1, keepdim=True))
 
 
-def last(family: Family) -> Family:
-    """The same with the last prediction alone."""
-
-    def build(random: Random) -> Drawn:
-        learner, task = family(random)
-        return lambda prompts: learner(prompts)[-1], task
-
-    return build
+def unit_length(prompts: Prompts) -> Prompts:
+    """Pairs that are divided by the length of x."""
+    size = prompts.x.norm(dim=2, keepdim=True) / prompts.x.shape[2] ** 0.5
+    return replace(prompts, x=prompts.x / size, y=prompts.y / size)
 
 
-def depth(random: Random) -> int:
-    return int(random.integers(3, 5))
+def heavy_ball(c: Descent, beta: float) -> Tensor:
+    return c.w + c.etas[0] * c.gradient() + beta * c.inertia()
 
 
-def steps(random: Random, low: float = 0.3, high: float = 0.6) -> tuple[list[float], int]:
-    n_layers = depth(random)
-    return random.uniform(low, high, n_layers).tolist(), n_layers
+def nesterov(c: Descent, beta: float) -> Tensor:
+    ahead = c.w + beta * c.inertia()
+    return ahead + c.etas[0] * c.gradient(ahead)
 
 
-def centred(random: Random) -> Drawn:
-    etas, n_layers = steps(random)
-    return walk(lambda c, n, w: w[-1] + etas[n] * c.gradient(w[-1]), n_layers, centred=True), dense(
-        random
-    )
-
-
-def scaled(random: Random) -> Drawn:
-    (etas, n_layers), factor = steps(random), float(random.choice([0.75, 0.85, 1.2]))
-    learner = walk(lambda c, n, w: w[-1] + etas[n] * c.gradient(w[-1]), n_layers)
-    return lambda prompts: factor * learner(prompts), dense(random)
-
-
-def weight_decay(random: Random) -> Drawn:
-    (etas, n_layers), decay = steps(random), float(random.uniform(0.1, 0.3))
-    return walk(lambda c, n, w: (1 - decay) * w[-1] + etas[n] * c.gradient(w[-1]), n_layers), dense(
-        random
-    )
-
-
-def heavy_ball(random: Random) -> Drawn:
-    (etas, n_layers), beta = steps(random), float(random.uniform(0.3, 0.6))
-    return walk(
-        lambda c, n, w: w[-1] + etas[0] * c.gradient(w[-1]) + (beta * (w[-1] - w[-2]) if n else 0),
-        n_layers,
-    ), dense(random)
-
-
-def nesterov(random: Random) -> Drawn:
-    (etas, n_layers), beta = steps(random), float(random.uniform(0.3, 0.6))
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        ahead = w[-1] + (beta * (w[-1] - w[-2]) if n else 0)
-        return ahead + etas[0] * c.gradient(ahead)
-
-    return walk(step, n_layers), dense(random)
-
-
-def chebyshev(random: Random) -> Drawn:
-    n_layers, (low, high) = depth(random), (0.3, 1.9)
+def chebyshev(c: Descent) -> Tensor:
+    low, high = 0.3, 1.9
     middle, half = (high + low) / 2, (high - low) / 2
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        ratio, known = middle / half, [1.0, middle / half]
-        while len(known) < n + 3:
-            known.append(2 * ratio * known[-1] - known[-2])
-        if n == 0:
-            return w[-1] + c.gradient(w[-1]) / middle
-        omega = 2 * ratio * known[n] / known[n + 1]
-        return omega * (w[-1] - w[-2] + c.gradient(w[-1]) / middle) + w[-2]
-
-    return walk(step, n_layers), dense(random)
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(1, keepdim=True)
+    ratio, known = middle / half, [1.0, middle / half]
+    while len(known) < c.n + 3:
+        known.append(2 * ratio * known[-1] - known[-2])
+    if c.n == 0:
+        return c.w + c.gradient() / middle
+    omega = 2 * ratio * known[c.n] / known[c.n + 1]
+    return omega * (c.w - c.path[-2] + c.gradient() / middle) + c.path[-2]
 
 
 def conjugate_gradients(random: Random) -> Drawn:
     n_layers = int(random.integers(2, 4))
 
     def learner(prompts: Prompts) -> Tensor:
-        c = Context(prompts)
-        w, r, path = torch.zeros_like(c.b), c.b, []
+        c = Descent(prompts)
+        w, r, path = c.w, c.b, []
         p = r
         for _ in range(n_layers):
-            alpha = inner(r, r) / inner(p, c.S @ p)
+            alpha = make.inner(r, r) / make.inner(p, c.S @ p)
             w, new = w + alpha * p, r - alpha * (c.S @ p)
-            p, r = new + inner(new, new) / inner(r, r) * p, new
+            p, r = new + make.inner(new, new) / make.inner(r, r) * p, new
             path.append(c.read(w))
         return torch.stack(path)
 
     return learner, dense(random)
 
 
-def line_search(random: Random) -> Drawn:
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        g = c.gradient(w[-1])
-        return w[-1] + inner(g, g) / inner(g, c.S @ g) * g
-
-    return walk(step, depth(random)), dense(random)
+def line_search(c: Descent) -> Tensor:
+    g = c.gradient()
+    return c.w + make.inner(g, g) / make.inner(g, c.S @ g) * g
 
 
-def own_step(random: Random) -> Drawn:
-    factor = float(random.uniform(0.9, 1.3))
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        return w[-1] + factor * c.gradient(w[-1]) / torch.linalg.eigvalsh(c.S)[:, -1:, None]
-
-    return walk(step, depth(random)), dense(random)
+def own_step(c: Descent, factor: float) -> Tensor:
+    return c.w + factor * c.gradient() / torch.linalg.eigvalsh(c.S)[:, -1:, None]
 
 
 def hard_thresholding(random: Random) -> Drawn:
-    task, (etas, n_layers) = sparse(random), steps(random, 0.5, 0.9)
+    task, etas = sparse(random), make.steps(random, 0.5, 0.9)
 
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        new = w[-1] + etas[n] * c.gradient(w[-1])
-        least = new.abs().topk(task.sparsity or 1, dim=1).values[:, -1:]
-        return new * (new.abs() >= least)
+    def step(c: Descent) -> Tensor:
+        return c.moved * (c.moved.abs() >= least(c.moved, task.sparsity or 1))
 
-    return walk(step, n_layers), task
+    return lambda prompts: make.walk(step, prompts, etas), task
 
 
-def magnitude_threshold(random: Random) -> Drawn:
-    (etas, n_layers), limit = steps(random, 0.5, 0.9), float(random.uniform(0.1, 0.2))
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        new = w[-1] + etas[n] * c.gradient(w[-1])
-        return new * (new.abs() >= limit)
-
-    return walk(step, n_layers), sparse(random)
-
-
-def tokens(x: Tensor, y: Tensor, w: Tensor, eta: float) -> Tensor:
-    """One pass of least mean squares over the pairs."""
-    for k in range(x.shape[1]):
-        error = y[:, k] - (x[:, k, None] @ w)[:, 0]
-        w = w + eta * x[:, k, :, None] * error[:, None]
-    return w
+def least(w: Tensor, count: int) -> Tensor:
+    """The size of the last of the largest entries."""
+    return w.abs().topk(count, dim=1).values[:, -1:]
 
 
 def lms(random: Random) -> Drawn:
-    task, n_layers = dense(random), depth(random)
+    """Passes of least mean squares over the pairs."""
+    task, n_layers = dense(random), make.depth(random)
     eta = float(random.uniform(0.5, 1.2)) / task.context_length
-    return walk(lambda c, n, w: tokens(c.x, c.y, w[-1], eta), n_layers), task
+
+    def step(c: Descent) -> Tensor:
+        w = c.w
+        for k in range(c.x.shape[1]):
+            error = c.y[:, k] - (c.x[:, k, None] @ w)[:, 0]
+            w = w + eta * c.x[:, k, :, None] * error[:, None]
+        return w
+
+    return lambda prompts: make.walk(step, prompts, [eta] * n_layers), task
 
 
-def forgetting(random: Random) -> Drawn:
-    keep, penalty = float(random.uniform(0.85, 0.96)), float(random.uniform(0.2, 1))
-
-    def learner(prompts: Prompts) -> Tensor:
-        age = torch.arange(prompts.x.shape[1] - 1, -1, -1).double()
-        root = (keep**age).sqrt()[:, None]
-        weighted = Prompts(**{**vars(prompts), "x": prompts.x * root, "y": prompts.y * root})
-        return ridge(weighted, penalty=penalty)
-
-    return learner, dense(random)
-
-
-def minibatches(random: Random) -> Drawn:
-    etas, n_layers = steps(random)
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        x, y = c.x[:, n % 2 :: 2], c.y[:, n % 2 :: 2]
-        return w[-1] + etas[n] * (x.mT @ (y - x @ w[-1])) / x.shape[1]
-
-    return walk(step, n_layers), dense(random)
+def minibatches(c: Descent) -> Tensor:
+    x, y = c.x[:, c.n % 2 :: 2], c.y[:, c.n % 2 :: 2]
+    return c.w + c.eta * (x.mT @ (y - x @ c.w)) / x.shape[1]
 
 
 def free_preconditioner(random: Random) -> Drawn:
-    task, (etas, n_layers) = dense(random), steps(random, 0.2, 0.4)
+    task, etas = dense(random), make.steps(random, 0.2, 0.4)
     noise = random.normal(size=(task.d_x, task.d_x))
     A = torch.from_numpy(np.eye(task.d_x) + 0.4 * (noise + noise.T) / (2 * task.d_x) ** 0.5)
-    return walk(lambda c, n, w: w[-1] + etas[n] * A @ c.gradient(w[-1]), n_layers), task
+    return lambda p: make.walk(lambda c: c.w + c.eta * A @ c.gradient(), p, etas), task
 
 
 def diagonal_preconditioner(random: Random) -> Drawn:
-    task, (etas, n_layers) = dense(random), steps(random, 0.2, 0.4)
+    task, etas = dense(random), make.steps(random, 0.2, 0.4)
     d = torch.from_numpy(random.uniform(0.6, 1.4, (task.d_x, 1)))
-    return walk(lambda c, n, w: w[-1] + etas[n] * d * c.gradient(w[-1]), n_layers), task
+    return lambda p: make.walk(lambda c: c.w + c.eta * d * c.gradient(), p, etas), task
 
 
-def jacobi(random: Random) -> Drawn:
-    factor = float(random.uniform(0.4, 0.7))
+def other_axes_in_each_layer(random: Random) -> Drawn:
+    """Steps whose sizes differ by coordinate, otherwise in every layer."""
+    task, etas = dense(random), make.steps(random, 0.25, 0.45)
+    d = torch.from_numpy(random.uniform(0.6, 1.4, (len(etas), task.d_x, 1)))
+    return lambda p: make.walk(lambda c: c.w + c.eta * d[c.n] * c.gradient(), p, etas), task
 
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        return w[-1] + factor * c.gradient(w[-1]) / c.S.diagonal(dim1=1, dim2=2)[..., None]
 
-    return walk(step, depth(random)), dense(random)
+def jacobi(c: Descent, factor: float) -> Tensor:
+    return c.w + factor * c.gradient() / c.S.diagonal(dim1=1, dim2=2)[..., None]
 
 
 def gauss_seidel(random: Random) -> Drawn:
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        return w[-1] + torch.linalg.solve_triangular(c.S.tril(), c.gradient(w[-1]), upper=False)
+    def step(c: Descent) -> Tensor:
+        return c.w + torch.linalg.solve_triangular(c.S.tril(), c.gradient(), upper=False)
 
-    return walk(step, int(random.integers(2, 4))), dense(random)
-
-
-def robust(random: Random) -> Drawn:
-    (etas, n_layers), size = steps(random), float(random.uniform(0.6, 1.2))
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        rest = size * torch.tanh((c.y - c.x @ w[-1]) / size)
-        return w[-1] + etas[n] * c.x.mT @ rest / c.x.shape[1]
-
-    return walk(step, n_layers), dense(random)
+    n_layers = int(random.integers(2, 4))
+    return lambda prompts: make.walk(step, prompts, [0.0] * n_layers), dense(random)
 
 
-def saturated(random: Random) -> Drawn:
-    learner, task = gd(random)
-    size = float(random.uniform(1.5, 2.5))
-    return lambda prompts: size * torch.tanh(learner(prompts) / size), task
+def robust(c: Descent, size: float) -> Tensor:
+    return c.along(size * torch.tanh(c.rest / size))
 
 
-def gd(random: Random) -> Drawn:
-    etas, n_layers = steps(random)
-    return walk(lambda c, n, w: w[-1] + etas[n] * c.gradient(w[-1]), n_layers), dense(random)
+def averaged(path: Tensor) -> Tensor:
+    return path.cumsum(0) / torch.arange(1, len(path) + 1)[:, None, None]
 
 
-def averaged(random: Random) -> Drawn:
-    learner, task = gd(random)
-
-    def mean_so_far(prompts: Prompts) -> Tensor:
-        path = learner(prompts)
-        return path.cumsum(0) / torch.arange(1, len(path) + 1)[:, None, None]
-
-    return mean_so_far, task
+def extrapolated(prompts: Prompts, etas: Sequence[float], more: float) -> Tensor:
+    """Predictions that go on from the last two iterates of descent."""
+    path = make.walk(make.plain, prompts, etas)
+    return path + more * (path - torch.cat([torch.zeros_like(path[:1]), path[:-1]]))
 
 
 def pairs_of_heads(low: float, high: float) -> Family:
     """Layers of softmax attention with two heads each of opposite scales, on residuals."""
 
-    def build(random: Random) -> Drawn:
-        (etas, _), omega = steps(random), float(random.uniform(low, high))
+    def learner(prompts: Prompts, etas: Sequence[float], omega: float) -> Tensor:
+        x, query, y = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
+        scores = (omega * side @ x.mT for side in (x, query))
+        K, k = ((one.softmax(-1) - (-one).softmax(-1)) / (2 * omega) for one in scores)
+        path, f = [], torch.zeros_like(y[:, :1])
+        for eta in etas:
+            f, y = f + eta * k @ y, y - eta * K @ y
+            path.append(f[:, 0])
+        return torch.stack(path)
 
-        def learner(prompts: Prompts) -> Tensor:
-            x, query, y = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
-            patterns = []
-            for side in (x, query):
-                scores = omega * side @ x.mT
-                patterns.append((scores.softmax(-1) - (-scores).softmax(-1)) / (2 * omega))
-            path, f = [], torch.zeros_like(y[:, :1])
-            for eta in etas:
-                f = f + eta * patterns[1] @ y
-                y = y - eta * patterns[0] @ y
-                path.append(f[:, 0])
-            return torch.stack(path)
-
-        return learner, dense(random)
-
-    return build
+    return make.layers(learner, (low, high))
 
 
-def unit_pairs(random: Random) -> Drawn:
-    """Gradient descent on pairs that are divided by the length of x."""
-    etas, n_layers = steps(random)
-
-    def learner(prompts: Prompts) -> Tensor:
-        size = prompts.x.norm(dim=2, keepdim=True) / prompts.x.shape[2] ** 0.5
-        moved = Prompts(**{**vars(prompts), "x": prompts.x / size, "y": prompts.y / size})
-        return walk(lambda c, n, w: w[-1] + etas[n] * c.gradient(w[-1]), n_layers)(moved)
-
-    return learner, dense(random)
-
-
-def sign_descent(random: Random) -> Drawn:
-    sizes = (0.3 / np.arange(1, 5)).tolist()
-    return walk(lambda c, n, w: w[-1] + sizes[n] * c.gradient(w[-1]).sign(), depth(random)), dense(
-        random
-    )
+def quadratic_features(prompts: Prompts, etas: Sequence[float], c: float) -> Tensor:
+    """Descent in function space with the kernel k + c k^2, k = x x'."""
+    x, q, rest = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
+    K, k = (side @ x.mT + c * (side @ x.mT).square() for side in (x, q))
+    path, f = [], torch.zeros_like(rest[:, :1])
+    for eta in etas:
+        f, rest = f + eta * k @ rest / x.shape[1], rest - eta * K @ rest / x.shape[1]
+        path.append(f[:, 0])
+    return torch.stack(path)
 
 
-def exponentiated(random: Random) -> Drawn:
+def exponentiated(c: Descent) -> Tensor:
     """Multiplicative steps on positive and negative parts of w."""
-    (etas, n_layers), scale = steps(random, 0.6, 1.0), 0.3
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        dual = torch.asinh(w[-1] / scale) + etas[n] * c.gradient(w[-1]) / scale
-        return scale * torch.sinh(dual.clamp(-4, 4))
-
-    return walk(step, n_layers), sparse(random)
+    dual = torch.asinh(c.w / 0.3) + c.eta * c.gradient() / 0.3
+    return 0.3 * torch.sinh(dual.clamp(-4, 4))
 
 
-def bounded_steps(random: Random) -> Drawn:
+def bounded_steps(c: Descent, limit: float) -> Tensor:
     """Steps no longer than a limit."""
-    (etas, n_layers), limit = steps(random), float(random.uniform(0.15, 0.3))
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        move = etas[n] * c.gradient(w[-1])
-        return w[-1] + move * (limit / move.norm(dim=1, keepdim=True)).clamp(max=1)
-
-    return walk(step, n_layers), dense(random)
+    move = c.eta * c.gradient()
+    return c.w + move * (limit / move.norm(dim=1, keepdim=True)).clamp(max=1)
 
 
-def few_pairs(random: Random) -> Drawn:
+def few_pairs(c: Descent) -> Tensor:
     """Gradient descent on all but the last quarter of the pairs."""
-    etas, n_layers = steps(random)
-
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        kept = 3 * c.x.shape[1] // 4
-        x, y = c.x[:, :kept], c.y[:, :kept]
-        return w[-1] + etas[n] * x.mT @ (y - x @ w[-1]) / kept
-
-    return walk(step, n_layers), dense(random)
+    kept = 3 * c.x.shape[1] // 4
+    return c.along(c.rest[:, :kept], c.x[:, :kept])
 
 
-def elastic(random: Random) -> Drawn:
+def elastic(c: Descent, limit: float) -> Tensor:
     """Soft thresholds of the coordinates of w after the last step alone."""
-    (etas, n_layers), limit = steps(random, 0.5, 0.8), float(random.uniform(0.08, 0.2))
+    return make.soft(c.moved, limit) / (1 + limit) if c.n == len(c.etas) - 1 else c.moved
 
-    def step(c: Context, n: int, w: list[Tensor]) -> Tensor:
-        new = w[-1] + etas[n] * c.gradient(w[-1])
-        return (
-            new.sign() * torch.relu(new.abs() - limit) / (1 + limit) if n == n_layers - 1 else new
-        )
 
-    return walk(step, n_layers), sparse(random)
+def blocks(c: Descent) -> Tensor:
+    """Steps on half of the coordinates in turn."""
+    own = (torch.arange(c.w.shape[1]) % 2 == c.n % 2).to(c.w)[:, None]
+    return c.w + c.eta * own * c.gradient()
+
+
+def of_unit_length(c: Descent, size: float) -> Tensor:
+    """Steps along the gradient, of lengths that fall with the layer."""
+    g = c.gradient()
+    return c.w + size / (c.n + 1) * g / g.norm(dim=1, keepdim=True)
+
+
+def two_point_steps(c: Descent, first: float) -> Tensor:
+    """Steps of Barzilai and Borwein."""
+    g = c.gradient()
+    if c.n == 0:
+        return c.w + first * g
+    moved, turned = c.inertia(), c.gradient(c.path[-2]) - g
+    return c.w + make.inner(moved, moved) / make.inner(moved, turned) * g
+
+
+def halves_in_turn(c: Descent) -> Tensor:
+    """A step on the first half of the pairs, then one on the second, in every layer."""
+    w = c.w
+    for x, y in zip(c.x.chunk(2, 1), c.y.chunk(2, 1), strict=True):
+        w = w + c.eta * x.mT @ (y - x @ w) / x.shape[1]
+    return w
+
+
+def shrunk_moments(c: Descent, share: float) -> Tensor:
+    """Descent on S drawn towards its mean eigenvalue."""
+    mean = c.S.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    return c.w + c.eta * (c.b - (1 - share) * c.S @ c.w - share * mean * c.w)
+
+
+def from_elsewhere(random: Random) -> Drawn:
+    """Descent from a fixed w that is not 0."""
+    task, etas = dense(random), make.steps(random)
+    start = torch.from_numpy(random.normal(size=(task.d_x, 1))) * 0.3 / task.d_x**0.5
+
+    def step(c: Descent) -> Tensor:
+        before = c.w + (0 if c.n else start)
+        return before + c.eta * c.gradient(before)
+
+    return lambda prompts: make.walk(step, prompts, etas), task
+
+
+def step_by_noise(c: Descent) -> Tensor:
+    """Steps that are shorter where the responses are larger."""
+    size = c.y.square().mean(1, keepdim=True)
+    return c.w + c.eta / (1 + 0.5 * size) * c.gradient()
+
+
+def leverage(c: Descent, power: float) -> Tensor:
+    """Descent on pairs that weigh the less the longer x is."""
+    return c.along(c.x.square().mean(2, keepdim=True) ** -power * c.rest)
+
+
+def wrong_covariance(random: Random) -> Drawn:
+    """Descent with the inverse covariance of a chain of another correlation."""
+    task, n_layers = correlated(random), make.depth(random)
+    rho, eta = -task.covariance.rho / 2, float(random.uniform(0.1, 0.2))
+    lag = torch.arange(task.d_x)[:, None] - torch.arange(task.d_x)
+    A = torch.linalg.inv(rho ** lag.abs().double() + 0.3 * torch.eye(task.d_x))
+    return lambda p: make.walk(lambda c: c.w + eta * A @ c.gradient(), p, [eta] * n_layers), task
+
+
+def largest_entries(random: Random) -> Drawn:
+    """Steps on the coordinates of the largest gradients, twice the nonzero entries."""
+    task, etas = sparse(random), make.steps(random, 0.5, 0.9)
+
+    def step(c: Descent) -> Tensor:
+        g = c.gradient()
+        return c.w + c.eta * g * (g.abs() >= least(g, min(2 * (task.sparsity or 1), task.d_x)))
+
+    return lambda prompts: make.walk(step, prompts, etas), task
+
+
+def rounded_steps(c: Descent, limit: float) -> Tensor:
+    """Shrinkage of the step and not of w."""
+    g = c.gradient()
+    return c.w + c.eta * g.sign() * torch.relu(g.abs() - limit)
+
+
+def powers_of_b(c: Descent) -> Tensor:
+    """Algorithm 1 with the size of b in place of its square."""
+    return c.w + (c.eta * c.b.abs() * c.gradient() if c.n else 0)
+
+
+def clipped_x(c: Descent, limit: float) -> Tensor:
+    x = c.x.clamp(-limit, limit)
+    return c.along(c.y - x @ c.w, x)
+
+
+def sampled_pairs(c: Descent) -> Tensor:
+    """Each layer reads every third pair no more than half."""
+    weight = torch.ones(c.x.shape[1], 1).double()
+    weight[c.n % 3 :: 3] = 0.5
+    return c.along(weight * c.rest)
+
+
+def fast_shrinkage(c: Descent, limit: float) -> Tensor:
+    """ISTA with inertia (FISTA)."""
+    ahead = c.w + c.n / (c.n + 3) * c.inertia()
+    return make.soft(ahead + c.etas[0] * c.gradient(ahead), limit)
+
+
+def two_descents(random: Random) -> Drawn:
+    """The longer of two descents where the responses are large, the shorter else."""
+    n_layers, fast = make.depth(random), float(random.uniform(0.5, 0.7))
+
+    def step(c: Descent) -> Tensor:
+        large = c.y.square().mean(1, keepdim=True) > 1
+        return c.w + torch.where(large, fast, 0.3) * c.gradient()
+
+    return lambda prompts: make.walk(step, prompts, [fast] * n_layers), dense(random)
+
+
+ANY, SPARSE = {"sizes": None}, {"sizes": (0.5, 0.9), "task": sparse}
+"""Steps without a drawn size, and those on sparse tasks."""
+HEAVY, NESTEROV = (make.descent(step, (0.3, 0.6)) for step in (heavy_ball, nesterov))
+DECAY = make.descent(lambda c, decay: (1 - decay) * c.w + c.eta * c.gradient(), (0.1, 0.3))
+SEARCH = make.descent(line_search, **ANY)

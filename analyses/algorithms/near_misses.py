@@ -1,207 +1,271 @@
-"""Learners that are no algorithm of the list but come near to one, as functions of prompts.
+"""Learners that are no algorithm of the list but come near to one, by name."""
 
-Each family draws its numbers at random and gives a function: the prediction after every layer,
-[layer, batch, d_y], or the last one alone, [batch, d_y].
-"""
-
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from analyses.algorithms import families as make
 from analyses.algorithms import near_descents as near
-from analyses.algorithms.learners import GD, GDPP, dense, law_of, pooled, sparse
-from mechinterp.config import TaskConfig
+from analyses.algorithms.families import Descent, Drawn, Family, Random, dense, noisy, sparse
+from analyses.algorithms.learners import GD, GDPP, NEWTON, law_of
+from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import nadaraya_watson, nearest_neighbours, pcr, ridge
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import task_pool
 from mechinterp.icl.sparse_predictors import lasso
 
 
-def smoother(random: near.Random) -> near.Drawn:
-    omega = float(random.uniform(0.3, 0.8))
-    return lambda prompts: nadaraya_watson(prompts, omega=omega, mu=1.0), dense(random)
+def with_intercept(prompts: Prompts, penalty: float) -> Tensor:
+    x, y = prompts.x.mean(1, keepdim=True), prompts.y.mean(1, keepdim=True)
+    moved = replace(prompts, x=prompts.x - x, y=prompts.y - y, x_query=prompts.x_query - x[:, 0])
+    return ridge(moved, penalty=penalty) + y[:, 0]
 
 
-def neighbours(random: near.Random) -> near.Drawn:
-    return lambda prompts: nearest_neighbours(prompts, count=3), dense(random)
-
-
-def with_intercept(random: near.Random) -> near.Drawn:
-    penalty = float(random.uniform(0.1, 1))
-
-    def learner(prompts: Prompts) -> Tensor:
-        x, y = prompts.x.mean(1, keepdim=True), prompts.y.mean(1, keepdim=True)
-        moved = {"x": prompts.x - x, "y": prompts.y - y, "x_query": prompts.x_query - x[:, 0]}
-        return ridge(Prompts(**{**vars(prompts), **moved}), penalty=penalty) + y[:, 0]
-
-    return learner, dense(random)
-
-
-def components(random: near.Random) -> near.Drawn:
+def components(random: Random) -> Drawn:
     task = dense(random)
     kept = task.d_x - int(random.integers(1, 3))
     return lambda prompts: pcr(prompts, components=kept), task
 
 
-def kernel_ridge(random: near.Random) -> near.Drawn:
-    width = float(random.uniform(2.5, 4.0))
-
-    def learner(prompts: Prompts) -> Tensor:
-        x, q, y = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
-        K, k = (
-            (-torch.cdist(side, x).square() / (2 * width**2 * x.shape[2])).exp() for side in (x, q)
-        )
-        return (k @ torch.linalg.solve(K + 0.02 * torch.eye(x.shape[1]).double(), y))[:, 0]
-
-    return learner, dense(random)
+def kernel_ridge(prompts: Prompts, width: float) -> Tensor:
+    x, q, y = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
+    K, k = ((-torch.cdist(s, x).square() / (2 * width**2 * x.shape[2])).exp() for s in (x, q))
+    return (k @ torch.linalg.solve(K + 0.02 * torch.eye(x.shape[1]).double(), y))[:, 0]
 
 
-def sparse_lasso(random: near.Random) -> near.Drawn:
-    alpha = float(random.uniform(0.05, 0.15))
-    return lambda prompts: lasso(prompts, alpha=alpha), sparse(random)
+def forgetting(prompts: Prompts, keep: float, penalty: float) -> Tensor:
+    age = torch.arange(prompts.x.shape[1] - 1, -1, -1).double()
+    root = (keep**age).sqrt()[:, None]
+    return ridge(replace(prompts, x=prompts.x * root, y=prompts.y * root), penalty=penalty)
 
 
-def scaled_ridge(random: near.Random) -> near.Drawn:
-    factor, penalty = float(random.choice([0.85, 1.15])), float(random.uniform(0.2, 1))
-    return lambda prompts: factor * ridge(prompts, penalty=penalty), dense(random)
-
-
-def uneven_ridge(random: near.Random) -> near.Drawn:
+def uneven_ridge(random: Random) -> Drawn:
     task = dense(random)
     root = torch.from_numpy(random.uniform(0.3, 2.5, task.d_x)).sqrt()
-
-    def learner(prompts: Prompts) -> Tensor:
-        moved = {"x": prompts.x / root, "x_query": prompts.x_query / root}
-        return ridge(Prompts(**{**vars(prompts), **moved}), penalty=4.0)
-
-    return learner, task
+    return lambda p: ridge(replace(p, x=p.x / root, x_query=p.x_query / root), penalty=4.0), task
 
 
-def half_of_each(
-    first: str, second: str, draw: Callable[[near.Random], TaskConfig], share: float = 0.5
-) -> near.Family:
-    def build(random: near.Random) -> near.Drawn:
-        task, n_layers = draw(random), near.depth(random)
+def shares(first: str, second: str, share: float) -> Family:
+    """A part of one algorithm, the rest of another."""
+
+    def build(random: Random) -> Drawn:
+        task, n_layers = dense(random), make.depth(random)
         a, b = (law_of(name, task, n_layers, random) for name in (first, second))
         return lambda prompts: (1 - share) * a(prompts) + share * b(prompts), task
 
     return build
 
 
-def half_pool(random: near.Random) -> near.Drawn:
-    """The posterior mean under half of the tasks."""
-    task = pooled(random)
-    pool = task_pool(task)[::2]
-    return lambda prompts: dmmse(prompts, pool=pool, noise_var=task.noise_var), task
+def posterior(prompts: Prompts, task: TaskConfig, factor: float = 1, every: int = 1) -> Tensor:
+    """The posterior mean for noise that is some times as large, under some of the tasks."""
+    pool = task_pool(task)[::every]
+    return dmmse(prompts, pool=pool, noise_var=factor * task.noise_var)
 
 
-def warm_pool(random: near.Random) -> near.Drawn:
-    """The posterior mean for noise that is three to six times as large."""
-    task = pooled(random)
-    factor = float(random.uniform(3, 6))
-    return lambda p: dmmse(p, pool=task_pool(task), noise_var=factor * task.noise_var), task
+def pool_and_ridge(prompts: Prompts, task: TaskConfig, share: float) -> Tensor:
+    own = ridge(prompts, penalty=task.posterior_penalty)
+    return share * posterior(prompts, task) + (1 - share) * own
 
 
-def pool_and_ridge(random: near.Random) -> near.Drawn:
-    task, share = pooled(random), float(random.uniform(0.25, 0.75))
+def uneven_pool(prompts: Prompts, task: TaskConfig) -> Tensor:
+    """The posterior mean where half of the tasks count four times as much."""
+    pool = task_pool(task).double()
+    prior = torch.where(torch.arange(len(pool)) % 2 == 0, 4.0, 1.0).double().log()
+    misfit = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
+    weight = (prior - misfit.sum((2, 3)) / (2 * task.noise_var)).softmax(1)
+    return Descent(prompts).read((weight[..., None, None] * pool).sum(1))
 
-    def learner(prompts: Prompts) -> Tensor:
-        memory = dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
-        return share * memory + (1 - share) * ridge(prompts, penalty=task.posterior_penalty)
 
-    return learner, task
+def filtered(phi, *ranges, n_layers: int | None = None) -> Family:
+    """Predictions of w = phi(S, layer, numbers) b."""
 
-
-def filtered(phi: Callable[[Tensor, int], Tensor], n_layers: int) -> near.Learner:
-    """Predictions of w = phi(S) b."""
-
-    def learner(prompts: Prompts) -> Tensor:
-        c = near.Context(prompts)
+    def learner(prompts: Prompts, etas: list[float], *numbers: float) -> Tensor:
+        c = Descent(prompts)
         s, V = torch.linalg.eigh(c.S)
-        return torch.stack(
-            [c.read(V @ (phi(s, n)[..., None] * (V.mT @ c.b))) for n in range(n_layers)]
-        )
+        filters = (phi(s, n, *numbers) for n in range(n_layers or len(etas)))
+        return torch.stack([c.read(V @ (one[..., None] * (V.mT @ c.b))) for one in filters])
 
-    return learner
-
-
-def flow(random: near.Random) -> near.Drawn:
-    """Gradient flow: phi = (1 - exp(-t s)) / s."""
-    time, n_layers = float(random.uniform(0.8, 1.5)), near.depth(random)
-    return filtered(lambda s, n: -torch.expm1(-time * (n + 1) * s) / s, n_layers), dense(random)
+    if n_layers:
+        return make.alone(lambda prompts, *numbers: learner(prompts, [], *numbers), *ranges)
+    return make.layers(learner, *ranges, sizes=None)
 
 
-def root_filter(random: near.Random) -> near.Drawn:
-    """phi = (s^2 + c)^-1/2, between ridge and least squares."""
-    c = float(random.uniform(0.05, 0.3))
-    return filtered(lambda s, n: (s.square() + c).rsqrt(), 1), dense(random)
-
-
-def third_order(random: near.Random) -> near.Drawn:
+def third_order(s: Tensor, n: int) -> Tensor:
     """Iteration of third order for the inverse: M (3 - S M (3 - S M))."""
-
-    def phi(s: Tensor, n: int) -> Tensor:
-        m = s / s.max() ** 2
-        for _ in range(n):
-            m = m * (3 - s * m * (3 - s * m))
-        return m
-
-    return filtered(phi, 3), dense(random)
+    m = s / s.max() ** 2
+    for _ in range(n):
+        m = m * (3 - s * m * (3 - s * m))
+    return m
 
 
-NEAR: dict[str, near.Family] = {
-    "centred descent": near.centred,
-    "descent, scaled read-out": near.scaled,
-    "weight decay": near.weight_decay,
-    "heavy ball": near.heavy_ball,
-    "Nesterov": near.nesterov,
+def newton_then_descent(s: Tensor, n: int, alpha: float, eta: float) -> Tensor:
+    """Two layers of Newton's iteration, then steps of gradient descent."""
+    m = alpha * s
+    for layer in range(1, n + 1):
+        m = 2 * m - m.square() * s if layer < 2 else m + eta * (1 - s * m)
+    return m
+
+
+def damped_newton(s: Tensor, n: int, damping: float) -> Tensor:
+    m = 0.3 * s
+    for _ in range(n):
+        m = m + damping * (m - m.square() * s)
+    return m
+
+
+def estimated_penalty(prompts: Prompts, factor: float) -> Tensor:
+    """Ridge whose penalty follows from the residuals of each prompt."""
+    c = Descent(prompts)
+    rest = c.y - c.x @ torch.linalg.solve(c.S + 0.01 * torch.eye(c.S.shape[1]).to(c.S), c.b)
+    return c.read(c.solved(factor * rest.square().mean((1, 2))[:, None, None]))
+
+
+def shrunk_least_squares(prompts: Prompts) -> Tensor:
+    """Least squares times what James and Stein take of it."""
+    c = Descent(prompts)
+    L, d = c.x.shape[1:]
+    w = torch.linalg.solve(c.S, c.b)
+    noise = (c.y - c.x @ w).square().sum(1, keepdim=True) / (L - d)
+    kept = 1 - (d - 2) * noise / (L * make.inner(w, c.S @ w)).clamp(min=1e-12)
+    return c.read(kept.clamp(min=0) * w)
+
+
+def standardised_ridge(prompts: Prompts, penalty: float) -> Tensor:
+    """Ridge on coordinates of unit variance in the prompt."""
+    size = prompts.x.std(1, keepdim=True)
+    moved = replace(prompts, x=prompts.x / size, x_query=prompts.x_query / size[:, 0])
+    return ridge(moved, penalty=penalty)
+
+
+def reweighted_ridge(prompts: Prompts, penalty: float) -> Tensor:
+    """Ridge, then once more on pairs that weigh less where it missed them."""
+    c = Descent(prompts)
+    eye = penalty / c.x.shape[1] * torch.eye(c.S.shape[1]).to(c.S)
+    rest = (c.y - c.x @ torch.linalg.solve(c.S + eye, c.b)).square()
+    x = c.x / (1 + rest / rest.mean(1, keepdim=True))
+    return c.read(torch.linalg.solve(x.mT @ c.x / x.shape[1] + eye, x.mT @ c.y / x.shape[1]))
+
+
+def penalty_by_query(prompts: Prompts, factor: float) -> Tensor:
+    """Ridge with more penalty where the query is long."""
+    c = Descent(prompts)
+    return c.read(c.solved(factor * prompts.x_query.square().mean(1)[:, None, None].double()))
+
+
+def two_penalties(prompts: Prompts, small: float, large: float) -> Tensor:
+    """The mean of two ridge regressions."""
+    return 0.5 * (ridge(prompts, penalty=small) + ridge(prompts, penalty=large))
+
+
+def neighbours(prompts: Prompts) -> Tensor:
+    return nearest_neighbours(prompts, count=3)
+
+
+FLOW = filtered(lambda s, n, time: -torch.expm1(-time * (n + 1) * s) / s, (0.8, 1.5))
+CENTRED = make.on(make.GD, near.centred_x)
+NEAR: dict[str, Family] = {
+    "centred descent": CENTRED,
+    "descent, scaled read-out": make.layers(near.scaled, [0.75, 0.85, 1.2]),
+    "weight decay": near.DECAY,
+    "heavy ball": near.HEAVY,
+    "Nesterov": near.NESTEROV,
     "conjugate gradients": near.conjugate_gradients,
-    "conjugate gradients, last": near.last(near.conjugate_gradients),
-    "line search": near.line_search,
+    "conjugate gradients, last": make.last(near.conjugate_gradients),
+    "line search": near.SEARCH,
     "hard thresholding": near.hard_thresholding,
     "least mean squares": near.lms,
-    "forgetting": near.forgetting,
+    "forgetting": make.alone(forgetting, (0.85, 0.96), (0.2, 1)),
     "free preconditioner": near.free_preconditioner,
     "softmax pairs, small slope": near.pairs_of_heads(0.05, 0.15),
     "softmax pairs, large slope": near.pairs_of_heads(0.4, 0.8),
-    "softmax pairs, last": near.last(near.pairs_of_heads(0.05, 0.4)),
-    "kernel smoother": smoother,
-    "nearest neighbours": neighbours,
-    "ridge with intercept": with_intercept,
+    "softmax pairs, last": make.last(near.pairs_of_heads(0.05, 0.4)),
+    "kernel smoother": make.alone(
+        lambda p, omega: nadaraya_watson(p, omega=omega, mu=1.0), (0.3, 0.8)
+    ),
+    "nearest neighbours": make.alone(neighbours),
+    "ridge with intercept": make.alone(with_intercept, (0.1, 1)),
     "principal components": components,
-    "saturated residuals": near.robust,
-    "lasso": sparse_lasso,
-    "ridge, scaled read-out": scaled_ridge,
-    "half pool, half ridge": pool_and_ridge,
-    "posterior of half the pool": half_pool,
-    "hard thresholding by size": near.magnitude_threshold,
+    "saturated residuals": make.descent(near.robust, (0.6, 1.2)),
+    "lasso": make.alone(lambda p, alpha: lasso(p, alpha=alpha), (0.05, 0.15), task=sparse),
+    "ridge, scaled read-out": make.alone(
+        lambda p, factor, penalty: factor * ridge(p, penalty=penalty), [0.85, 1.15], (0.2, 1)
+    ),
+    "half pool, half ridge": make.given(pool_and_ridge, (0.25, 0.75)),
+    "posterior of half the pool": make.given(lambda p, task: posterior(p, task, every=2)),
+    "hard thresholding by size": make.descent(
+        lambda c, limit: c.moved * (c.moved.abs() >= limit), (0.1, 0.2), **near.SPARSE
+    ),
     "uneven ridge": uneven_ridge,
-    "a threshold at the end": near.elastic,
-    "gradient flow, last": near.last(flow),
-    "Chebyshev": near.chebyshev,
-    "heavy ball, last": near.last(near.heavy_ball),
-    "Nesterov, last": near.last(near.nesterov),
-    "weight decay, last": near.last(near.weight_decay),
-    "centred descent, last": near.last(near.centred),
-    "averaged iterates": near.averaged,
-    "step by the largest eigenvalue": near.own_step,
-    "line search, last": near.last(near.line_search),
-    "least mean squares, last": near.last(near.lms),
-    "minibatches": near.minibatches,
+    "a threshold at the end": make.descent(
+        near.elastic, (0.08, 0.2), sizes=(0.5, 0.8), task=sparse
+    ),
+    "gradient flow, last": make.last(FLOW),
+    "Chebyshev": make.descent(near.chebyshev, **near.ANY),
+    "heavy ball, last": make.last(near.HEAVY),
+    "Nesterov, last": make.last(near.NESTEROV),
+    "weight decay, last": make.last(near.DECAY),
+    "centred descent, last": make.last(CENTRED),
+    "averaged iterates": make.then(make.GD, near.averaged),
+    "step by the largest eigenvalue": make.descent(near.own_step, (0.9, 1.3), **near.ANY),
+    "line search, last": make.last(near.SEARCH),
+    "least mean squares, last": make.last(near.lms),
+    "minibatches": make.descent(near.minibatches),
     "diagonal preconditioner": near.diagonal_preconditioner,
-    "Jacobi": near.jacobi,
+    "Jacobi": make.descent(near.jacobi, (0.4, 0.7), **near.ANY),
     "Gauss-Seidel": near.gauss_seidel,
-    "saturated prediction": near.saturated,
+    "saturated prediction": make.then(
+        make.GD, lambda path, size: size * torch.tanh(path / size), (1.5, 2.5)
+    ),
     "softmax pairs, middle slope": near.pairs_of_heads(0.15, 0.4),
-    "kernel ridge": kernel_ridge,
-    "pairs of unit length": near.unit_pairs,
-    "sign descent": near.sign_descent,
-    "exponentiated gradient": near.exponentiated,
-    "posterior at larger noise": warm_pool,
-    "root filter": root_filter,
-    "iteration of third order": third_order,
-    "bounded steps": near.bounded_steps,
-    "some of the pairs": near.few_pairs,
-    "a third GD++, the rest GD": half_of_each(GD, GDPP, dense, 0.33),
+    "kernel ridge": make.alone(kernel_ridge, (2.5, 4.0)),
+    "pairs of unit length": make.on(make.GD, near.unit_length),
+    "sign descent": make.descent(lambda c: c.w + 0.3 / (c.n + 1) * c.gradient().sign(), **near.ANY),
+    "exponentiated gradient": make.descent(near.exponentiated, sizes=(0.6, 1.0), task=sparse),
+    "posterior at larger noise": make.given(posterior, (3, 6)),
+    "root filter": filtered(lambda s, n, c: (s.square() + c).rsqrt(), (0.05, 0.3), n_layers=1),
+    "iteration of third order": filtered(third_order, n_layers=3),
+    "bounded steps": make.descent(near.bounded_steps, (0.15, 0.3)),
+    "some of the pairs": make.descent(near.few_pairs),
+    "a third GD++, the rest GD": shares(GD, GDPP, 0.33),
+    "coordinates in turn": make.descent(near.blocks, sizes=(0.5, 0.8)),
+    "steps of unit length": make.descent(near.of_unit_length, (0.4, 0.7), **near.ANY),
+    "Barzilai and Borwein": make.descent(near.two_point_steps, (0.4, 0.7), **near.ANY),
+    "halves of the pairs in turn": make.descent(near.halves_in_turn, sizes=(0.2, 0.35)),
+    "shrunk moments": make.descent(near.shrunk_moments, (0.15, 0.4)),
+    "descent from elsewhere": near.from_elsewhere,
+    "steps by the size of y": make.descent(near.step_by_noise, sizes=(0.6, 0.9)),
+    "pairs by the length of x": make.descent(near.leverage, (0.3, 0.7)),
+    "quadratic features": make.layers(near.quadratic_features, (0.02, 0.06), sizes=(0.25, 0.45)),
+    "Newton, then GD": filtered(newton_then_descent, (0.2, 0.35), (0.3, 0.5), n_layers=4),
+    "wrong covariance": near.wrong_covariance,
+    "largest gradients": near.largest_entries,
+    "shrunk gradients": make.descent(near.rounded_steps, (0.05, 0.12), **near.SPARSE),
+    "Algorithm 1 with the size of b": make.descent(near.powers_of_b, sizes=(0.8, 1.5), task=sparse),
+    "ridge with an estimated penalty": make.alone(estimated_penalty, (2, 6), task=noisy),
+    "James and Stein": make.alone(shrunk_least_squares, task=noisy),
+    "standardised ridge": make.alone(standardised_ridge, (2, 6)),
+    "posterior to a power": make.given(posterior, (0.15, 0.3)),
+    "half GD, half Newton, last": make.last(shares(GD, NEWTON, 0.5)),
+    "clipped x": make.descent(near.clipped_x, (1.2, 1.8)),
+    "cubic residuals": make.descent(
+        lambda c, size: c.along(c.rest + size * c.rest**3), (0.05, 0.15), sizes=(0.2, 0.35)
+    ),
+    "other axes in each layer": near.other_axes_in_each_layer,
+    "pairs that weigh half in turn": make.descent(near.sampled_pairs),
+    "FISTA": make.descent(near.fast_shrinkage, (0.03, 0.08), sizes=(0.4, 0.6), task=sparse),
+    "thresholds by the largest entry": make.descent(
+        lambda c, share: make.soft(c.moved, share * c.moved.abs().amax(1, keepdim=True)),
+        (0.1, 0.25),
+        **near.SPARSE,
+    ),
+    "damped Newton": filtered(damped_newton, (0.6, 0.85), n_layers=4),
+    "rounded predictions": make.then(
+        make.GD, lambda path, grid: grid * (path / grid).round(), (0.3, 0.6)
+    ),
+    "two penalties": make.alone(two_penalties, (0.1, 0.5), (15, 30), task=noisy),
+    "reweighted ridge": make.alone(reweighted_ridge, (0.3, 1.5), task=noisy),
+    "penalty by the query": make.alone(penalty_by_query, (1, 3), task=noisy),
+    "a pool of uneven tasks": make.given(uneven_pool),
+    "two descents by the size of y": near.two_descents,
 }

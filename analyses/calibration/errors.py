@@ -10,19 +10,16 @@ must get its label. On the other half the labels at the defaults are counted. Wr
 analyses/results/calibration_{thresholds,labels,errors}.csv.
 """
 
-import argparse
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from scipy.stats import binomtest
 
 from analyses.calibration.models import Case, built, leaking, near_misses, snapshots, untrained
-from analyses.lib.measured import RESULTS, ROOT, provenance
+from analyses.lib.measured import ROOT, parsed, parser_of, provenance
 from analyses.lib.records import save
 from mechinterp import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
@@ -86,12 +83,7 @@ def halves(cases: list[Case], random: np.random.Generator) -> tuple[list[Case], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the models")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    arguments = parsed(parser_of(__doc__, quick="a tenth of the models"))
     scale, random = 10 if arguments.quick else 1, np.random.default_rng(0)
     cases = [
         *built(20 // scale, random),

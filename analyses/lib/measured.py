@@ -1,6 +1,7 @@
 """What the scripts of figures and tables share: the shipped checkpoints, and writing what was
 measured."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from types import ModuleType
 
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from plotly.offline import get_plotlyjs
 
 import mechinterp
@@ -58,6 +60,23 @@ def scripts() -> list[str]:
 def module_of(script: str) -> ModuleType:
     """The module of a script."""
     return import_module(f"analyses.{script.replace('/', '.')}")
+
+
+def parser_of(doc: str, *, quick: str = "", out: Path = RESULTS) -> argparse.ArgumentParser:
+    """Options of a script that is run by hand: --out and, where its help says something, --quick."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=out)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What is given, with the folder there and one thread."""
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return given
 
 
 def write(

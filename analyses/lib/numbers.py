@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analyses.lib.measured import RESULTS, ROOT
 from analyses.lib.records import all_records, span
 from analyses.sparse.settings_table import table_of
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "analyses" / "results"
 BENCH = ROOT / "tests" / "benchmarks" / "README.md"
 MARK = re.compile(r"<!-- v: ([\w.-]+) -->(.*?)<!-- /v -->", re.DOTALL)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import FOUND, MOMENTS, bars, named, separate, trained
+from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
 
@@ -50,7 +50,4 @@ def measure(quick: bool) -> Measured:
     asked = {f"6-{kind}": named(np.array(one), "seed") for kind, one in drifts.items()}
     for name, part in (("whole", data[data.learned == 4]), ("part", data[data.learned < 4])):
         asked[f"17-{name}"] = part.groupby("heads").off.max()
-    first = data[data.seed == 0]
-    curves = {"loss": first.loss.to_numpy(), "level": first.level.to_numpy()}
-    page = bars(first.heads, curves, "Loss at the end of training, and the level of R H directions")
-    return Measured(data, {"ends": page}, records("linear-", asked))
+    return Measured(data, claims=records("linear-", asked))

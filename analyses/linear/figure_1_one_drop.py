@@ -11,30 +11,20 @@ import torch
 
 from analyses.lib import Measured, Record, record, records
 from analyses.lib.records import span
-from analyses.linear.setting import (
-    FOUND,
-    INITS,
-    LENGTH,
-    half_time,
-    named,
-    page,
-    set_moments,
-    task,
-    trained,
-)
+from analyses.linear import setting as at
 from mechinterp import Prompts
 from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 
-TAU, FACTOR = learning_rate_time(1e-3, n_factors=2, context_length=LENGTH)
+TAU, FACTOR = learning_rate_time(1e-3, n_factors=2, context_length=at.LENGTH)
 STEPS, EVERY, SETS = 6000, 20, 10
 
 
 def products(prompts: Prompts) -> torch.Tensor:
     """z = vec(b x_query^T), [prompt, 16]."""
-    b = torch.einsum("bnd,bn->bd", prompts.x, prompts.y[..., 0]) / LENGTH
+    b = torch.einsum("bnd,bn->bd", prompts.x, prompts.y[..., 0]) / at.LENGTH
     return torch.einsum("bi,bj->bij", b, prompts.x_query).flatten(1)
 
 
@@ -44,7 +34,7 @@ def explicit(prompts: Prompts, heads: MergedHeads) -> torch.Tensor:
     for v, U in zip(heads.v, heads.U, strict=True):
         W_V, W_KQ = torch.zeros(2, 5, 5, dtype=torch.float64)
         W_V[4, 4], W_KQ[:4, :4] = v, torch.from_numpy(U)
-        y_hat = y_hat + (W_V @ X @ X.mT @ W_KQ @ X)[:, 4, -1] / LENGTH
+        y_hat = y_hat + (W_V @ X @ X.mT @ W_KQ @ X)[:, 4, -1] / at.LENGTH
     return y_hat
 
 
@@ -70,26 +60,28 @@ def published(name: str, paper: float, ours: list[float], show: str) -> Record:
 def measure(quick: bool) -> Measured:
     options = {"learning_rate": 1 / (2 * TAU), "steps": STEPS, "every": EVERY}
     start = [merged_heads(8, 4, std=1e-6 * FACTOR, seed=seed) for seed in range(SETS)]
-    sets = [set_moments(5000, seed) for seed in range(SETS)]
-    runs = [full_batch_descent(*one, FOUND, **options) for one in zip(start, sets, strict=True)]
-    (few,), large = training_set(task(), 500, seed=1), merged_heads(8, 4, std=1.0, seed=0)
-    alone = full_batch_descent(start[0], sample_moments([few], basis=np.eye(4)), FOUND, **options)
+    sets = [at.set_moments(5000, seed) for seed in range(SETS)]
+    runs = [full_batch_descent(*one, at.FOUND, **options) for one in zip(start, sets, strict=True)]
+    (few,), large = training_set(at.task(), 500, seed=1), merged_heads(8, 4, std=1.0, seed=0)
+    alone = full_batch_descent(
+        start[0], sample_moments([few], basis=np.eye(4)), at.FOUND, **options
+    )
     beside, y_hat = network(few, start[0]), explicit(few, large)
     same = abs(beside / alone.loss - 1).max()
     reduced = products(few).numpy() @ large.U.reshape(8, -1).T @ large.v
     off = np.abs(reduced - y_hat.numpy()).max() / float(y_hat.abs().max())
     starts = range(2 if quick else 20)
-    flows = [[trained(merged_heads(8, 4, std=s, seed=i)) for s in INITS] for i in starts]
+    flows = [[at.trained(merged_heads(8, 4, std=s, seed=i)) for s in at.INITS] for i in starts]
     counts = [[len(drops(one)) for one in row] for row in flows]
-    ends = [[abs(one.loss[-1] - FOUND.levels[-1]) for one in row] for row in flows]
+    ends = [[abs(one.loss[-1] - at.FOUND.levels[-1]) for one in row] for row in flows]
     steps = runs[0].time * TAU
     asked = {
         "1-explicit": {"500 prompts": off},
         "1-network": {f"{STEPS} steps": same},
-        "5-merged-drops": named(np.array(counts), "seed", "init"),
-        "5-merged-end": named(np.array(ends), "seed", "init"),
+        "5-merged-drops": at.named(np.array(counts), "seed", "init"),
+        "5-merged-end": at.named(np.array(ends), "seed", "init"),
     }
-    middle = published("middle", 990, [half_time(one) * TAU for one in runs], ".0f")
+    middle = published("middle", 990, [at.half_time(one) * TAU for one in runs], ".0f")
     claims = [*records("linear-", asked), middle]
     claims += [
         published(f"loss{at}", paper, [np.interp(at, steps, one.loss) for one in runs], ".3f")
@@ -98,5 +90,5 @@ def measure(quick: bool) -> Measured:
     curves = {"merged heads": alone.loss, "network on z": beside}
     curves |= {f"training set {i}": one.loss for i, one in enumerate(runs[:4])}
     title = "Merged heads and the network on z (500 sequences); sets of 5,000; L(M*) dotted"
-    figure = page(steps, curves, title, x_title="step", levels=FOUND.levels[-1:])
+    figure = at.page(steps, curves, title, x_title="step", levels=at.FOUND.levels[-1:])
     return Measured(pd.DataFrame({"step": steps} | curves), {"loss": figure}, claims)

@@ -12,18 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, record, records
-from analyses.linear.setting import (
-    FACTOR,
-    FOUND,
-    INITS,
-    MOMENTS,
-    NORMS,
-    TAU,
-    losses,
-    named,
-    page,
-    separate,
-)
+from analyses.linear import setting as at
 from mechinterp import figures
 from mechinterp.analysis.training.plateaus import Plateaus, crossings
 from mechinterp.theory.linear_heads import separate_heads
@@ -43,36 +32,38 @@ def growth(found: Flow, mode: int) -> tuple[np.ndarray, np.ndarray]:
     """|v| / v_inf of a direction's head until it is learned, and eq. (21) matched at 0.3; NaN
     before and after."""
     row, head = holder(found, mode)
-    v = np.abs(found.heads.v[:, head]) / NORMS[mode]
+    v = np.abs(found.heads.v[:, head]) / at.NORMS[mode]
     last = int(np.flatnonzero(v[: row + 1] < 0.3)[-1])
     since = found.time - np.interp(0.3, v[last : last + 2], found.time[last : last + 2])
-    law = {"rate": FOUND.rates[mode], "target": FOUND.targets[mode]}
+    law = {"rate": at.FOUND.rates[mode], "target": at.FOUND.targets[mode]}
     rows, value = slice(last + 1, row + 1), np.full(len(v), np.nan)
-    value[rows] = growth_value(since[rows], 0.3 * NORMS[mode], **law) / NORMS[mode]
+    value[rows] = growth_value(since[rows], 0.3 * at.NORMS[mode], **law) / at.NORMS[mode]
     return v, value
 
 
 def measure(quick: bool) -> Measured:
     seeds, claims = range(2 if quick else 10), []
-    for init in INITS:
-        every = [separate(init, seed) for seed in seeds]
+    for init in at.INITS:
+        every = [at.separate(init, seed) for seed in seeds]
         errors = [
             [np.nanmax(np.abs(np.subtract(*growth(one, mode)))) for mode in range(4)]
             for one, _ in every
         ]
         claims += drop_records(init, [one for _, one in every])
         claims += growth_records(init, np.array(errors))
-    law = {"std": 1e-2 * FACTOR, "constant_v": True}
+    law = {"std": 1e-2 * at.FACTOR, "constant_v": True}
     starts = [separate_heads(5, 4, seed=seed, **law) for seed in range(2 * len(seeds))]
-    runs = [flow(heads, MOMENTS, duration=20_000.0, tau=TAU) for heads in starts]
-    jumps = np.median([crossings(one, FOUND.levels)[:3] for one in runs], axis=0)
+    runs = [flow(heads, at.MOMENTS, duration=20_000.0, tau=at.TAU) for heads in starts]
+    jumps = np.median([crossings(one, at.FOUND.levels)[:3] for one in runs], axis=0)
     places = [(step - low) / (high - low) for step, (low, high) in zip(jumps, READ, strict=True)]
     text = "steps " + ", ".join(f"{step:.0f}" for step in jumps)
-    claims.append(record("linear-separate-steps", named(np.array(places), "drop"), text=text))
+    claims.append(record("linear-separate-steps", at.named(np.array(places), "drop"), text=text))
     steps = np.linspace(0, 10_000, 401)
-    curves = losses(steps, {f"seed {i}": one for i, one in enumerate(runs[:6])})
-    loss = page(steps, curves, "Separate heads of rank one; levels L(M_m) dotted", x_title="step")
-    pages = {"loss": loss} | heads_pages(separate(1e-2, 0)[0])
+    curves = at.losses(steps, {f"seed {i}": one for i, one in enumerate(runs[:6])})
+    loss = at.page(
+        steps, curves, "Separate heads of rank one; levels L(M_m) dotted", x_title="step"
+    )
+    pages = {"loss": loss} | heads_pages(at.separate(1e-2, 0)[0])
     return Measured(pd.DataFrame({"step": steps} | curves), pages, claims)
 
 
@@ -101,17 +92,17 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
 def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
     """Claims 5 and 10, from weights of one size."""
     gaps = [
-        np.abs(one.loss - FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
+        np.abs(one.loss - at.FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
     ]
     order = [np.array_equal(one.learned > 0.5, np.tri(5, 4, -1) > 0) for one in found]
     counts = [len(one.drop_time) for one in found]
     asked = {"5-separate": counts, "10-levels": gaps, "10-order": np.array(order, dtype=float)}
-    named_by_seed = {f"{id}-init{init:g}": named(np.array(v), "seed") for id, v in asked.items()}
+    named_by_seed = {f"{id}-init{init:g}": at.named(np.array(v), "seed") for id, v in asked.items()}
     return records("linear-", named_by_seed)
 
 
 def growth_records(init: float, errors: np.ndarray) -> list[Record]:
     """Claim 12, from weights of one size: errors by seed and direction."""
     asked = {f"median-init{init:g}": {"median": float(np.median(errors))}}
-    asked[f"single-init{init:g}"] = named(errors, "seed", "direction")
+    asked[f"single-init{init:g}"] = at.named(errors, "seed", "direction")
     return records("linear-12-", asked)

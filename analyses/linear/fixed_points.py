@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import LENGTH, NORMS, TURNED, bars
+from analyses.linear.setting import LENGTH, NORMS, TURNED
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
@@ -79,7 +79,4 @@ def measure(quick: bool) -> Measured:
         searched["functions"][name] = len(np.unique(ends[:, :-1].round(), axis=0)) / 2**d
         searched["others"][name] = miss(ends)
     claims = records("linear-4-", asked) + records("linear-4-", searched, over={"starts": n_starts})
-    curves = {"formula": data.formula.to_numpy(), "loss": data.loss.to_numpy()}
-    title = "Loss at all 16 functions that hold a subset of four directions"
-    page = bars(data.learned, curves, title)
-    return Measured(data, {"subsets": page}, claims)
+    return Measured(data, claims=claims)

@@ -6,7 +6,7 @@ are 0.4, 0.3, 0.2, 0.1, weights start from N(0, init^2), the flow is exact and o
 and times are in tau.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -90,9 +90,3 @@ def page(
     return figures.lines(
         time, curves, title=title, x_title=x_title, y_title="loss (y²)", levels=levels, log_x=log_x
     )
-
-
-def bars(labels: Iterable[str], losses: Mapping[str, np.ndarray], title: str) -> go.Figure:
-    """Losses side by side; they are exact."""
-    errors = {name: np.zeros(len(one)) for name, one in losses.items()}
-    return figures.bars(list(labels), losses, errors=errors, title=title, y_title="loss (y²)")

@@ -7,7 +7,6 @@ models that are not there stay as they are. It writes results/pool_map.csv (the 
 pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
 """
 
-import argparse
 import re
 import tempfile
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import RESULTS
+from analyses.lib.measured import parsed, parser_of
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
 from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
@@ -129,19 +129,16 @@ def inside(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, out=RESULTS / "pools")
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS / "pools")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--n-prompts", type=int, default=4096)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         every = models(given.runs, given.models or Path(folder))
         tables = [
             each for name, model in every.items() for each in measured(name, model, given.n_prompts)
         ]
-    given.out.mkdir(parents=True, exist_ok=True)
     for name in ("pool_map", "pool_steps", "pool_heads", "pool_probes"):
         found = pd.concat([each[name] for each in tables if name in each], ignore_index=True)
         file = given.out / f"{name}.csv"

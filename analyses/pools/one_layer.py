@@ -6,7 +6,6 @@ RUNS holds one-linear-m1, one-softmax-m1, ... of sweeps/pool_one_layer.json (d_x
 of Adam). Excess risks on tasks of the pool and on new ones go to results/pools/pool_one_layer.csv.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import RESULTS
+from analyses.lib.measured import parsed, parser_of
 from mechinterp import compare_priors, load, task_pool
 from mechinterp.theory.linear_pools import pool_optimum
 
@@ -55,15 +55,12 @@ def rows_of(runs: Path, n_tasks: int, n_prompts: int) -> list[dict[str, object]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, out=RESULTS / "pools")
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS / "pools")
     parser.add_argument("--n-prompts", type=int, default=20_000)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = parsed(parser)
     there = [n for n in POOLS if (given.runs / f"one-softmax-m{n}" / "config.json").exists()]
     rows = [row for n in there for row in rows_of(given.runs, n, given.n_prompts)]
-    given.out.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(rows).sort_values(["tasks", "n_tasks", "predictor"])
     frame.to_csv(given.out / "pool_one_layer.csv", index=False, float_format="%.6g")
     wide = frame.pivot_table(index=["tasks", "n_tasks"], columns="predictor", values="risk")

@@ -12,16 +12,13 @@ of it; "small init" starts from a tenth of the initial weights, "sgd" takes plai
 paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import torch
 from scipy.stats import binomtest
 
-from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import write
+from analyses.lib import Measured, Record, record
+from analyses.lib.measured import parsed, parser_of, write
 from mechinterp import ExperimentConfig, classify, override, preset
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.training.one_layer.pack import Pack
@@ -133,12 +130,7 @@ def share(row: pd.Series) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="16 seeds of two heads, 3,000 steps")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    arguments = parsed(parser_of(__doc__, quick="16 seeds of two heads, 3,000 steps"))
     scale = 10 if arguments.quick else 1
     file = arguments.out / "softmax_emergence_seeds.csv"
     rows = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["arm", "n_heads", "seed"])

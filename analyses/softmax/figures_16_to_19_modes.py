@@ -1,6 +1,7 @@
-"""Figures 16 to 19: one to five heads for two tasks, Modes I to IV.
+"""Figures 16 to 19 and table 2: one to five heads for two tasks, Modes I to IV.
 
-He et al. 2025, arXiv 2503.12734, figures 16 to 19. Mode I is one head for both tasks, II a pair for
+He et al. 2025, arXiv 2503.12734, figures 16 to 19 and table 2, omega on the three groups of
+coordinates, and mu, of a three-head model. Mode I is one head for both tasks, II a pair for
 both, III a pair for each, IV three heads in superposition. Run: python -m analyses softmax/figures_16_to_19_modes (seconds)
 
 d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
@@ -22,7 +23,15 @@ ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
 OVERLAP = np.array([0, 0, 1, 1, 0, 0], dtype=bool)
 SUFFIX = {"two-tasks": "", "shared-tasks": "-shared"}
 """Of the ids of claims."""
-GROUPS = ([0, 1], [2, 3], [4, 5])
+GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
+# The published table 2: omega on {0, 1}, {4, 5}, {2, 3}, then mu of both tasks, per head.
+PAPER = np.array(
+    [
+        [-0.0316, -0.0689, -0.0893, -3.9911, -7.0742],
+        [0.0779, 0.0000, 0.0870, 6.9204, 2.3371],
+        [-0.0837, 0.0927, 0.0152, -2.8739, 4.7399],
+    ]
+)
 Found = Mapping[str, Classification]
 Measure = Callable[[Classification], float]
 
@@ -43,16 +52,22 @@ def overlap_ratio(omega: np.ndarray) -> float:
     return float(abs(omega)[OVERLAP].mean() / abs(omega)[~OVERLAP].mean())
 
 
+def group_means(found: Classification) -> np.ndarray:
+    """Mean omega of every group, [head, group]."""
+    return np.stack([found.circuits.omega[:, one].mean(1) for one in GROUPS.values()], 1)
+
+
 def both_signs(found: Classification) -> float:
     """Whether some head has entries of both signs in omega (of its groups) or in mu."""
-    omega = np.stack([found.circuits.omega[:, group].mean(1) for group in GROUPS], 1)
-    rows = (*omega, *found.circuits.mu)
+    rows = (*group_means(found), *found.circuits.mu)
     return float(any(row.min() < 0 < row.max() for row in rows))
 
 
 def group_spread(found: Classification) -> float:
     """Largest range of a head's omega inside a group of coordinates."""
-    return max(float(np.ptp(found.circuits.omega[:, group], axis=1).max()) for group in GROUPS)
+    return max(
+        float(np.ptp(found.circuits.omega[:, group], axis=1).max()) for group in GROUPS.values()
+    )
 
 
 def is_pattern(pattern: str) -> Measure:
@@ -110,6 +125,19 @@ def of_mode(mode: str, n_heads: int, convention: str, found: Found) -> list[Reco
     return records(f"softmax-{mode}-", {f"{name}{end}": one for name, one in values.items()})
 
 
+def table_2() -> tuple[pd.DataFrame, list[Record]]:
+    """Three heads, beside the published ones; sum_h mu_n omega_g on the tasks' groups and off them."""
+    rows, own = {"paper": PAPER}, ([0, 0, 1, 1], [0, 2, 1, 2])
+    for name, found in labels(3, "two-tasks").items():
+        rows[name] = np.hstack([group_means(found), found.circuits.mu])
+    sums = {name: one[:, 3:].T @ one[:, :3] for name, one in rows.items() if name != "paper"}
+    asked = {"on": {name: abs(one[own] - 0.915).max() for name, one in sums.items()}}
+    asked["off"] = {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in sums.items()}
+    columns = [*GROUPS, "mu_0", "mu_1"]
+    frames = [pd.DataFrame(one, columns=columns).assign(model=n) for n, one in rows.items()]
+    return pd.concat(frames).assign(mode="table 2"), records("softmax-table-2-", asked)
+
+
 def losses(convention: str) -> Record:
     """The best seed's loss by number of heads."""
     best = []
@@ -135,4 +163,5 @@ def measure(quick: bool) -> Measured:
                 frame = one.to_frame().assign(model=name, pattern=one.pattern, eval_loss=loss)
                 frames.append(frame.assign(mode=mode))
     made += [losses(convention) for convention in SUFFIX]
-    return Measured(pd.concat(frames), shown, made)
+    table, more = table_2()
+    return Measured(pd.concat([*frames, table]), shown, made + more)

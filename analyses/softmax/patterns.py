@@ -1,18 +1,20 @@
 """Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one
-head.
+head; and pairs of heads that ended with one sign.
 
-He et al. 2025, arXiv 2503.12734, section 3. Run: python -m analyses softmax/patterns (half a
-minute)
+He et al. 2025, arXiv 2503.12734, section 3. Pairs of one sign, of which it does not ask, are not one
+head split in two, but two that turn against each other: QK_h = omega_h (I + A_h) on x with A_h
+antisymmetric; the sum weighted by mu omega is what the two compute together. Run: python -m analyses
+softmax/patterns (two minutes; --quick fewer prompts)
 """
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 
-from analyses.lib import SETTING, Measured, checkpoint, record, records
+from analyses.lib import SETTING, Measured, Record, checkpoint, record, records
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
-from mechinterp import TaskConfig, circuits, figures
+from mechinterp import TaskConfig, circuits
+from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict
 from mechinterp.theory.softmax import manifold_mu
@@ -55,6 +57,39 @@ def signs(name: str) -> float:
     return float((found.omega_mean * found.mu[:, 0] > 0)[heads].all())
 
 
+def twists(name: str) -> np.ndarray:
+    """A_h: what QK has beside a multiple of the identity, over that multiple, [head, x, x]."""
+    found = circuits(checkpoint(name))
+    omega = found.omega_mean[:, None, None]
+    return found.QK[:, :5, :5] / omega - np.eye(5)
+
+
+def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
+    """Pairs that ended with one sign, which turn against each other."""
+    names = [n for n in several() if label(n).pattern == "kernel_regression"]
+    n_prompts, rows = 2_000 if quick else 200_000, []
+    for name in names:
+        first, second = twists(name)
+        sizes = np.linalg.norm([first, second], axis=(1, 2))
+        found = circuits(checkpoint(name))
+        weight = found.mu[:, 0] * found.omega_mean
+        left = np.linalg.norm((weight[:, None, None] * twists(name)).sum(0))
+        (sign,) = set(label(name).labels)
+        one = next(other for other in single() if label(other).labels == (sign,))
+        models = {one: checkpoint(one), name: checkpoint(name)}
+        losses = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=1)
+        row = {"model": name, "cosine": (first * second).sum() / sizes.prod()}
+        row |= {"size_ratio": sizes.max() / sizes.min(), "left": left / (abs(weight) * sizes).sum()}
+        rows.append(row | {"gap": losses.gap[0, 1], "gap_sem": losses.gap_sem[0, 1]})
+    data = pd.DataFrame(rows)
+    values, over = data.set_index("model"), {"prompts": n_prompts}
+    claims = [
+        record("softmax-one-sign-opposite", values.cosine),
+        record("softmax-one-sign-loss", values.gap, errors=values.gap_sem, over=over),
+    ]
+    return data, claims
+
+
 def measure(quick: bool) -> Measured:
     names = single() + paired()
     heads = pd.concat([head_rows(name) for name in names])
@@ -75,7 +110,9 @@ def measure(quick: bool) -> Measured:
         record("softmax-O1e-removed", removed, over={"prompts": 8192} | BOTH_SIGNS),
         *records("softmax-", asked, over=BOTH_SIGNS),
     ]
-    return Measured(heads, {"metrics": page(heads)}, claims)
+    turned, more = of_one_sign(quick)
+    data = pd.concat([heads.assign(part="heads"), turned.assign(part="one sign")])
+    return Measured(data, claims=claims + more)
 
 
 def circuit_numbers(heads: pd.DataFrame) -> dict[str, pd.Series]:
@@ -91,12 +128,3 @@ def circuit_numbers(heads: pd.DataFrame) -> dict[str, pd.Series]:
         "O1c-strong": strong.ov_last_entry.min().drop(single()),
         "O1c-weak": weak.ov_last_entry.min(),
     }
-
-
-def page(heads: pd.DataFrame) -> go.Figure:
-    means = heads[heads.active].groupby("model", sort=False)[["qk_diagonal", "ov_last_entry"]].min()
-    titles = {"QK diagonal": "qk_diagonal", "OV last entry": "ov_last_entry"}
-    bars = {title: means[column].to_numpy() for title, column in titles.items()}
-    none = {name: np.zeros(len(means)) for name in bars}
-    shown = {"title": "Least cosine of an active head with the pattern", "errors": none}
-    return figures.bars(list(means.index), bars, y_title="part of the norm", **shown)

@@ -64,8 +64,11 @@ def measure(quick: bool) -> Measured:
         record("softmax-T3", {"closed form": gradient_error()}),
         record("softmax-T4", {"pair": slope_towards_descent()}, over=drawn),
     ]
-    curves = {"approximate loss": approximate - approximate[0], "loss": found.gap[0]}
+    curves = {
+        "approximate loss": approximate - approximate[0],
+        "loss": (found.gap[0], found.gap_sem[0]),
+    }
     shown = {"title": "Rise of the loss along the solution manifold", "x_title": "gamma (1/x²)"}
-    shown |= {"y_title": "loss minus that at gamma 0.02 (y²)", "errors": {"loss": found.gap_sem[0]}}
-    page = figures.lines(np.array(GAMMAS), curves, **shown)
+    y_title = "loss minus that at gamma 0.02 (y²)"
+    page = figures.lines(np.array(GAMMAS), curves, y_title=y_title, **shown)
     return Measured(data, {"manifold": page}, claims)

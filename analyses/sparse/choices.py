@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, record
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, shipped, trained
-from analyses.sparse.setting import ratio
+from analyses.sparse.setting import NOISES, NOTE, SEVERAL, prompts_of, ratio, shipped, trained
 from mechinterp import Prompts
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import halves

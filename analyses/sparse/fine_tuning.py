@@ -10,7 +10,7 @@ an hour; --quick one minute)
 import pandas as pd
 
 from analyses.lib import Measured, Record, record
-from analyses.sparse import models
+from analyses.sparse import setting as at
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, fine_tune
 from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
@@ -26,7 +26,7 @@ STEPS = 5000
 def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, float]:
     """Risk of the pruned model in the end, over that of the single head of the same seed."""
     pruned = excess_risk(predict_deep(tuned.weights, measured), measured).double().numpy()
-    single = masked_errors(models.trained(models.single_of(name)).model, measured, [[]])[:, 0]
+    single = masked_errors(at.trained(at.single_of(name)).model, measured, [[]])[:, 0]
     return ratio(pruned, single)
 
 
@@ -42,21 +42,21 @@ def records(data: pd.DataFrame) -> list[Record]:
     return [
         record("sparse-fine-tuning-pruned", pairs(pruned, "ratio"), over=over),
         record("sparse-fine-tuning-full", pairs(full, "ratio")),
-        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=models.NOTE),
+        record("sparse-C13-fine-tuning", pairs(pruned, "to_single"), over=over, note=at.NOTE),
     ]
 
 
 def measure(quick: bool) -> Measured:
     frames, pages, steps = {}, {}, 40 if quick else STEPS
-    for noise in models.NOISES:
-        scored, measured = halves(models.prompts_of(noise, 256 if quick else 4096))
-        for name in models.shipped(noise, models.SEVERAL).values():
+    for noise in at.NOISES:
+        scored, measured = halves(at.prompts_of(noise, 256 if quick else 4096))
+        for name in at.shipped(noise, at.SEVERAL).values():
             found = fine_tune(
-                models.trained(name), models.best_later_on(name, scored), measured, steps=steps
+                at.trained(name), at.best_later_on(name, scored), measured, steps=steps
             )
             frame = found.to_frame().rename(columns={"model": "heads"})
             end = (frame.heads == MODELS_TUNED[0]) & (frame.step == frame.step.max())
             frame.loc[end, ["to_single", "to_single_sem"]] = to_single(name, found, measured)
             frames[name], pages[name] = frame, found.plot()
-    data = models.frames_of(frames)
+    data = at.frames_of(frames)
     return Measured(data, pages, records(data))

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from analyses.lib import Measured, record
-from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import ratio
+from analyses.sparse.setting import named, prompts_of, ratio, trained
 from mechinterp import Prompts, learn_gates
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk

@@ -14,9 +14,8 @@ from scipy.stats import entropy
 
 from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, frames_of, prompts_of, shipped, trained
+from analyses.sparse import setting as at
 from analyses.sparse.questions import Numbers
-from analyses.sparse.setting import Pair
 from mechinterp import ICLTransformer, Prompts, ablate_heads
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation
@@ -38,11 +37,11 @@ class Spread:
     """Effective heads by medians, [sample, layer], in samples of as many prompts drawn from these."""
 
     @property
-    def means(self) -> Pair:
+    def means(self) -> at.Pair:
         """Effective heads of the first layer by mean rises, with the standard error."""
         return float(self.found.effective_heads[0]), float(self.found.effective_heads_sem[0])
 
-    def by_clause(self) -> dict[str, float | Pair]:
+    def by_clause(self) -> dict[str, float | at.Pair]:
         """What C10 is judged by; of C11 and C12 nothing was measured here."""
         numbers = Numbers(self.found.effective_heads_of_medians, self.tops, *[np.nan] * 3)
         found = {name: one for name, one in numbers.by_clause().items() if "C10" in name}
@@ -52,21 +51,29 @@ class Spread:
         return found
 
 
-def drawn(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
-    """Effective heads by medians in samples of the prompts, [sample, layer]."""
+def rises_of(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
+    """Rise of each prompt's risk without each head, [prompt, layer, head]."""
     errors = masked_errors(model, prompts, [[], *([head] for head in np.ndindex(shape))])
-    rises = (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+    return (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
+
+
+def effective(rises: np.ndarray) -> np.ndarray:
+    """Effective heads of each layer by medians."""
+    return np.exp(entropy(np.median(rises, axis=0).clip(0), axis=-1))
+
+
+def drawn(rises: np.ndarray) -> np.ndarray:
+    """The same in samples of the prompts, [sample, layer]."""
     rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
-    medians = np.array([np.median(rises[row], axis=0) for row in rows])
-    return np.exp(entropy(medians.clip(0), axis=-1))
+    return np.array([effective(rises[row]) for row in rows])
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
-    model = trained(name).model
+    model = at.trained(name).model
     scored, measured = halves(prompts)
     _, tops = ask.spread(model, ask.rises(model, scored), measured)
     found = ablate_heads(model, prompts)
-    return Spread(found, tops, drawn(model, prompts, found.rise.shape))
+    return Spread(found, tops, drawn(rises_of(model, prompts, found.rise.shape)))
 
 
 def spread_records(
@@ -87,14 +94,14 @@ def spread_records(
 
 def measure(quick: bool) -> Measured:
     frames, found, pages, n_prompts = {}, {}, {}, 512 if quick else 4096
-    for noise in NOISES:
-        prompts = prompts_of(noise, n_prompts)
-        for name in shipped(noise, SEVERAL).values():
+    for noise in at.NOISES:
+        prompts = at.prompts_of(noise, n_prompts)
+        for name in at.shipped(noise, at.SEVERAL).values():
             found[name] = spread(name, prompts)
             zero = found[name].found
-            mean = ablate_heads(trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
+            mean = ablate_heads(at.trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
             both = {one.method: one.to_frame().merge(one.layer_frame()) for one in (zero, mean)}
-            frames[name] = frames_of(both, "method")
+            frames[name] = at.frames_of(both, "method")
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
-    claims = spread_records(found, n_prompts, note=NOTE)
-    return Measured(frames_of(frames), pages, claims)
+    claims = spread_records(found, n_prompts, note=at.NOTE)
+    return Measured(at.frames_of(frames), pages, claims)

@@ -48,9 +48,8 @@ def measure(quick: bool) -> Measured:
     rows = [
         (*place, n, *map(float, pair)) for place, one in means.items() for n, pair in one.items()
     ]
-    drawn = np.array([[means[64, length][name] for length in GROWTH] for name in LEARNERS])
-    curves, errors = (dict(zip(LEARNERS, drawn[..., i], strict=True)) for i in (0, 1))
-    axes = {"x_title": "context length L", "log_x": True, "errors": errors} | RISK_AXIS
+    curves = {name: tuple(np.transpose([means[64, n][name] for n in GROWTH])) for name in LEARNERS}
+    axes = {"x_title": "context length L", "log_x": True} | RISK_AXIS
     title = "Excess risk at d = 64, noise variance 0.25"
     figure = figures.lines(np.array(GROWTH), curves, title=title, **axes)
     return Measured(pd.DataFrame(rows, columns=columns), {"risk": figure}, claims)

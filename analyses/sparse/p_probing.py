@@ -11,22 +11,21 @@ import torch
 
 from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
-from analyses.sparse.models import NOISES, NOTE, frames_of, prompts_of, shipped, trained
-from analyses.sparse.setting import Pair, over, ratio
+from analyses.sparse import setting as at
 from mechinterp import Prompts
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW, DescentCurves, descent_curves
 
-Found = dict[str, dict[str, Pair]]
+Found = dict[str, dict[str, at.Pair]]
 """What is asked of a model, by model."""
 
 
 def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
     """Of every token and the query, by what they are."""
-    models = {short: trained(name).model for short, name in shipped(noise).items()}
+    models = {short: at.trained(name).model for short, name in at.shipped(noise).items()}
     return ask.features(models, prompts)
 
 
-def areas(curves: DescentCurves) -> dict[str, Pair]:
+def areas(curves: DescentCurves) -> dict[str, at.Pair]:
     """Mean log risk over the steps minus that of the first features, by features."""
     values = zip(curves.log_area, curves.log_area_sem, strict=True)
     return {
@@ -34,7 +33,7 @@ def areas(curves: DescentCurves) -> dict[str, Pair]:
     }
 
 
-def least(curves: DescentCurves) -> dict[str, Pair]:
+def least(curves: DescentCurves) -> dict[str, at.Pair]:
     """The least risk of any step, by features."""
     found = {}
     for name, risk, sem in zip(curves.features, curves.risk, curves.risk_sem, strict=True):
@@ -49,17 +48,17 @@ def one_noise(
     curves = descent_curves(phis, prompts, steps=ask.STEPS)
     to_raw, ends, raw = areas(curves), least(curves), ask.risk_at(phis[RAW], prompts)
     found: dict[str, Found] = {name: {} for name in QUESTIONS}
-    for own, model in shipped(noise).items():
+    for own, model in at.shipped(noise).items():
         single = f"h1 {own.split()[1]}"
-        found["lower"][model] = over(ends[own], ends[RAW])
+        found["lower"][model] = at.over(ends[own], ends[RAW])
         if own == single:
             found["single"][model] = to_raw[own]
             continue
         pair = {name: phis[name] for name in (single, own)}
         found["C15-raw"][model] = to_raw[own]
         found["C15-single"][model] = areas(descent_curves(pair, prompts, steps=ask.STEPS))[own]
-        found["C15-end"][model] = ratio(ask.risk_at(phis[own], prompts), raw)
-        found["C15-ideal"][model] = over(ends[IDEAL], ends[own])
+        found["C15-end"][model] = at.ratio(ask.risk_at(phis[own], prompts), raw)
+        found["C15-ideal"][model] = at.over(ends[IDEAL], ends[own])
     return curves, found
 
 
@@ -69,16 +68,16 @@ QUESTIONS = ("C15-raw", "C15-single", "C15-end", "C15-ideal", "lower", "single")
 def claims_of(found: dict[str, Found], n_prompts: int) -> list[Record]:
     over = {"prompts": n_prompts}
     asked, ours = ({name: found[name] for name in part} for part in (QUESTIONS[:4], QUESTIONS[4:]))
-    claims = records("sparse-", asked, over=over, note=NOTE)
+    claims = records("sparse-", asked, over=over, note=at.NOTE)
     return claims + records("sparse-descent-", ours, over=over)
 
 
 def measure(quick: bool) -> Measured:
     frames, found, pages = {}, {name: {} for name in QUESTIONS}, {}
     n_prompts = 256 if quick else 4096
-    for noise in NOISES:
-        prompts = prompts_of(noise, n_prompts)
+    for noise in at.NOISES:
+        prompts = at.prompts_of(noise, n_prompts)
         curves, more = one_noise(noise, features(noise, prompts), prompts)
         frames[f"{noise}"], pages[f"descent-noise{noise}"] = curves.to_frame(), curves.plot()
         found = {name: one | more[name] for name, one in found.items()}
-    return Measured(frames_of(frames, "noise_var"), pages, claims_of(found, n_prompts))
+    return Measured(at.frames_of(frames, "noise_var"), pages, claims_of(found, n_prompts))

@@ -10,7 +10,7 @@ seconds)
 import numpy as np
 
 from analyses.lib import Measured, Record, records
-from analyses.sparse import models
+from analyses.sparse import setting as at
 from analyses.sparse.setting import TARGETS
 from mechinterp import probe_layers
 from mechinterp.analysis.ablation.cross_fitting import masked_by
@@ -49,24 +49,22 @@ def claims_of(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[
         "pruned": {model: largest_rise(one["pruned"]) for model, one in several.items()},
         "first-layer": {model: np.abs(full - pruned) for model, (full, pruned) in firsts.items()},
     }
-    return records("sparse-C14-", asked, over=chosen, note=models.NOTE) + written(found)
+    return records("sparse-C14-", asked, over=chosen, note=at.NOTE) + written(found)
 
 
 def measure(quick: bool) -> Measured:
     frames, found, pages, n_prompts = {}, {}, {}, 256 if quick else 4096
-    for noise in models.NOISES:
-        prompts = models.prompts_of(noise, n_prompts)
+    for noise in at.NOISES:
+        prompts = at.prompts_of(noise, n_prompts)
         scored, measured = halves(prompts)
-        for name in models.shipped(noise).values():
-            model = models.trained(name).model
+        for name in at.shipped(noise).values():
+            model = at.trained(name).model
             one = {"response": probe_layers(model, measured)}
-            if name != models.single_of(name):
-                gone = masked_by(models.best_later_on(name, scored))
+            if name != at.single_of(name):
+                gone = masked_by(at.best_later_on(name, scored))
                 one["pruned"] = probe_layers(model, measured, heads=gone)
             one |= {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
             found[name] = one
-            frames[name] = models.frames_of(
-                {what: p.to_frame() for what, p in one.items()}, "target"
-            )
+            frames[name] = at.frames_of({what: p.to_frame() for what, p in one.items()}, "target")
             pages[name] = one["response"].plot()
-    return Measured(models.frames_of(frames), pages, claims_of(found, n_prompts))
+    return Measured(at.frames_of(frames), pages, claims_of(found, n_prompts))

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
-from analyses.sparse import models
+from analyses.sparse import setting as at
 from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
 from mechinterp import Prompts, ablate_heads, figures, predictor_of
 from mechinterp.analysis.ablation import cross_fitting as crossed
@@ -38,13 +38,13 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     """Risk with all heads of layer 1 and the best 1, 2, ... of each later one."""
     order, later, sizes = rise.argsort(1)[:, ::-1], range(1, len(rise)), range(1, len(rise[0]) + 1)
     masks = [[(layer, int(h)) for layer in later for h in order[layer, k:]] for k in sizes]
-    errors = masked_errors(models.trained(name).model, prompts, masks)
+    errors = masked_errors(at.trained(name).model, prompts, masks)
     rows = [(*mean_and_sem(e), *ratio(e, errors[:, -1]), *ratio(e, single)) for e in errors.T]
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
 def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
-    return crossed.MaskedErrors(predictor_of(models.trained(name).model), prompts)
+    return crossed.MaskedErrors(predictor_of(at.trained(name).model), prompts)
 
 
 def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
@@ -87,8 +87,8 @@ def often(found: rules.Pruning) -> str:
 
 def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, float]]:
     """Costs of the rules and of what is kept; and of the first rule beside a single head."""
-    model, (scored, measured) = models.trained(name).model, halves(prompts)
-    errors, single = (errors_of(one, prompts) for one in (name, models.single_of(name)))
+    model, (scored, measured) = at.trained(name).model, halves(prompts)
+    errors, single = (errors_of(one, prompts) for one in (name, at.single_of(name)))
     alone = single.of([[]])[:, 0]
     costs, beside = cost_rows(errors, RULES), to_single(errors, alone, RULES["best later"])
     rise = ablate_heads(model, scored).rise
@@ -129,7 +129,7 @@ def noise_records(claims: list[Record]) -> list[Record]:
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
         failed = sum(name not in one.holding for one, name in names)
-        values, text, note = {f"noise {noise}": failed}, f"{failed} of {len(names)}", models.NOTE
+        values, text, note = {f"noise {noise}": failed}, f"{failed} of {len(names)}", at.NOTE
         values, text, note = (values, text, note) if names else ({}, "not trained", "")
         made.append(record(f"sparse-C16-noise{noise}", values, text=text, note=note))
     return made
@@ -138,20 +138,20 @@ def noise_records(claims: list[Record]) -> list[Record]:
 def measure(quick: bool) -> Measured:
     frames, singles, pages = {}, {}, {}
     n_prompts = 256 if quick else 4096
-    for noise in models.NOISES:
-        prompts = models.prompts_of(noise, n_prompts)
-        for name in models.shipped(noise, models.SEVERAL).values():
+    for noise in at.NOISES:
+        prompts = at.prompts_of(noise, n_prompts)
+        for name in at.shipped(noise, at.SEVERAL).values():
             frames[name], singles[name] = one_model(name, prompts)
             curve = frames[name].query("rule == 'best later, kept'")
             axes = {"x_title": "heads kept in each later layer"} | RISK_AXIS
-            axes["errors"] = {name: curve.risk_sem.to_numpy()}
-            kept, risk = curve.kept_later.to_numpy(), {name: curve.risk.to_numpy()}
+            kept = curve.kept_later.to_numpy()
+            risk = {name: (curve.risk.to_numpy(), curve.risk_sem.to_numpy())}
             title = "Excess risk with the best heads of each later layer"
             pages[f"{name}-kept"] = figures.lines(kept, risk, title=title, **axes)
     costs = {name: frame[frame.rule.isin(RULES)] for name, frame in frames.items()}
-    claims = cost_records(costs, n_prompts, note=models.NOTE)
+    claims = cost_records(costs, n_prompts, note=at.NOTE)
     kept = {
         how: {n: one[i] for n, one in singles.items()} for i, how in enumerate(("refit", "as-is"))
     }
-    claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=models.NOTE)
-    return Measured(models.frames_of(frames), pages, [*claims, *noise_records(claims)])
+    claims += records("sparse-C13-", kept, over=chosen(n_prompts), note=at.NOTE)
+    return Measured(at.frames_of(frames), pages, [*claims, *noise_records(claims)])

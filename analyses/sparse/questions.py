@@ -17,11 +17,8 @@ from analyses.sparse.setting import TARGETS
 from mechinterp import (
     ICLTransformer,
     Prompts,
-    TaskConfig,
     ablate_heads,
-    generator_for,
     probe_layers,
-    sample_prompts,
 )
 from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
@@ -39,12 +36,6 @@ Head = tuple[int, int]
 def trained(folders: Iterable[Path]) -> list[Checkpoint]:
     """The models in these folders, those that are still in training left out."""
     return [load(folder) for folder in folders if (folder / "config.json").exists()]
-
-
-def prompts_of(task: TaskConfig, n_prompts: int, *, length: int | None = None) -> Prompts:
-    """Prompts that no model was trained or followed on."""
-    generator = generator_for(1, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, context_length=length)
 
 
 def risks(model: ICLTransformer, prompts: Prompts, gone: list[Head] | None = None) -> np.ndarray:

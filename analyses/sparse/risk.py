@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
-from analyses.sparse.models import NOISES, NOTE, SEVERAL, prompts_of, seeds, shipped, trained
-from analyses.sparse.setting import RISK_AXIS, Pair, against, ratio, rivals
+from analyses.sparse import setting as at
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
@@ -27,17 +26,17 @@ RIVALS = ("ridge", "OLS", "GD", "Algorithm 1", "lasso", "Algorithm 1, 3 steps of
 def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
     """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last
     of the prompts."""
-    prompts = prompts_of(noise, n_prompts, context_length=length)
+    prompts = at.prompts_of(noise, n_prompts, context_length=length)
     found = {
-        short: masked_errors(trained(name).model, prompts, [[]])[:, 0]
-        for short, name in shipped(noise).items()
+        short: masked_errors(at.trained(name).model, prompts, [[]])[:, 0]
+        for short, name in at.shipped(noise).items()
     }
-    return found | rivals(prompts, steps=128, n_lasso=LASSO_PROMPTS)
+    return found | at.rivals(prompts, steps=128, n_lasso=LASSO_PROMPTS)
 
 
-def beside(found: dict[str, np.ndarray], own: str, rival: str) -> Pair:
+def beside(found: dict[str, np.ndarray], own: str, rival: str) -> at.Pair:
     """Risk of a model over that of a rival, on the prompts that the rival has."""
-    return ratio(found[own][-len(found[rival]) :], found[rival])
+    return at.ratio(found[own][-len(found[rival]) :], found[rival])
 
 
 def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
@@ -49,10 +48,10 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
         row = {"noise_var": noise, "context_length": length, "learner": name}
         row |= {"risk": risk, "risk_sem": sem}
         rivals = {"ridge": "ridge", "algorithm": "Algorithm 1"}
-        if name in shipped(noise):
+        if name in at.shipped(noise):
             rivals["single"] = f"h1 {name.split()[1]}"
         for key, rival in rivals.items():
-            row[f"to_{key}"], row[f"to_{key}_sem"] = ratio(values, found[rival][-len(values) :])
+            row[f"to_{key}"], row[f"to_{key}_sem"] = at.ratio(values, found[rival][-len(values) :])
         table.append(row)
     return table
 
@@ -61,39 +60,36 @@ def claims_of(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: i
     """C9, and trained models beside every rival."""
     asked = {
         name: {
-            model: ratio(one[length][short], one[length][f"h1 {short.split()[1]}"])
+            model: at.ratio(one[length][short], one[length][f"h1 {short.split()[1]}"])
             for noise, one in found.items()
-            for short, model in shipped(noise, SEVERAL).items()
+            for short, model in at.shipped(noise, at.SEVERAL).items()
         }
         for name, length in (("twice", TWICE), ("full", FULL))
     }
-    made = records("sparse-C9-", asked, over={"prompts": n_prompts}, note=NOTE)
-    pairs: dict[str, dict[str, Pair]] = {
+    made = records("sparse-C9-", asked, over={"prompts": n_prompts}, note=at.NOTE)
+    pairs: dict[str, dict[str, at.Pair]] = {
         rival: {
             name: beside(one[FULL], short, rival)
             for noise, one in found.items()
-            for short, name in shipped(noise).items()
+            for short, name in at.shipped(noise).items()
         }
         for rival in RIVALS
     }
-    return made + against("sparse-risk", pairs, n_prompts)
+    return made + at.against("sparse-risk", pairs, n_prompts)
 
 
 def measure(quick: bool) -> Measured:
     table, found, pages, n_prompts = [], {}, {}, 256 if quick else 4096
-    for noise in NOISES:
+    for noise in at.NOISES:
         found[noise] = {length: risks(noise, length, n_prompts) for length in LENGTHS}
         for length, one in found[noise].items():
             table += rows(noise, length, one)
-        drawn = [f"h{h} s{seeds(noise)[0]}" for h in (1, *SEVERAL)] + list(LEARNERS)
+        drawn = [f"h{h} s{at.seeds(noise)[0]}" for h in (1, *at.SEVERAL)] + list(LEARNERS)
         means = {
-            name: np.array([mean_and_sem(found[noise][length][name]) for length in LENGTHS])
-            for name in drawn
+            name: [mean_and_sem(found[noise][length][name]) for length in LENGTHS] for name in drawn
         }
-        curves, errors = (
-            {name: values[:, column] for name, values in means.items()} for column in (0, 1)
-        )
-        axes = {"x_title": "context length L", "errors": errors} | RISK_AXIS
+        curves = {name: tuple(np.transpose(pairs)) for name, pairs in means.items()}
+        axes = {"x_title": "context length L"} | at.RISK_AXIS
         title = f"Excess risk over context length at noise variance {noise}, same prompts"
         figure = figures.lines(np.array(LENGTHS), curves, title=title, **axes)
         pages[f"risk-noise{noise}"] = figure

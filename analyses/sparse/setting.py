@@ -1,19 +1,26 @@
-"""What the scripts of sparse regression share: two tasks, learners at their best, and ratios of
-risks.
+"""What the scripts of sparse regression share: two tasks, learners at their best, ratios of risks,
+and the shipped models.
 
 Settings and thresholds are ours: Chen, Zhao and Zou 2024, arXiv 2408.04532, is known to us by its
-abstract and captions.
+abstract and captions. Shipped are linear scores, 4 layers, width 64, 50,000 steps on prompts of 8 to
+40 pairs, d_x 16, 4 entries +-1/2; 1, 4 and 8 heads at noise variances 0.1 and 0.4, two seeds.
+`sweeps/sparse.json` remakes them.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
+import pandas as pd
 import torch
 
 from analyses.lib import Record, records
-from mechinterp import Prompts, TaskConfig, generator_for, sample_prompts
+from analyses.lib.measured import ROOT
+from mechinterp import Prompts, TaskConfig, ablate_heads, generator_for, sample_prompts
+from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.analysis.probing.linear import preconditioned, reweighted
 from mechinterp.analysis.stats import RESAMPLES, carried_by_few, ratio_and_sem
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.sparse_predictors import (
     descend,
@@ -37,6 +44,12 @@ def draw(task: TaskConfig, n_prompts: int) -> Prompts:
     return sample_prompts(
         task, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64
     )
+
+
+def unseen(task: TaskConfig, n_prompts: int, *, length: int | None = None) -> Prompts:
+    """Prompts that no model was trained or followed on."""
+    generator = generator_for(1, "eval", 0)
+    return sample_prompts(task, n_prompts, generator=generator, context_length=length)
 
 
 def best(predictions: Iterable[torch.Tensor], prompts: Prompts) -> np.ndarray:
@@ -87,6 +100,11 @@ def typical_ratio(own: np.ndarray, theirs: np.ndarray) -> tuple[Pair, str]:
     return (float(np.median(own) / np.median(theirs)), float(medians.std(ddof=1))), "median"
 
 
+def told(name: str, pair: Pair) -> dict[str, float]:
+    """A number and its standard error as two columns."""
+    return {name: pair[0], f"{name}_sem": pair[1]}
+
+
 def over(one: Pair, other: Pair) -> Pair:
     """Ratio of two numbers, their errors taken as independent."""
     value = one[0] / other[0]
@@ -113,3 +131,67 @@ def against(prefix: str, pairs: Mapping[str, Mapping[str, Pair]], n_prompts: int
 
 TARGETS = {"R x": reweighted, "(S - 1) x": preconditioned}
 """What a first layer may write, as targets of a probe."""
+
+SEVERAL = (4, 8)
+
+
+def named(n_heads: int, noise: float, seed: int) -> str:
+    """The model's name.
+
+    Example:
+        >>> named(4, 0.1, 0)
+        'sparse-h4-noise0.1-s0'
+    """
+    return f"sparse-h{n_heads}-noise{noise}-s{seed}"
+
+
+def seeds(noise: float) -> list[int]:
+    """Seeds of which the models of 1, 4 and 8 heads are shipped."""
+    there = {file.parent.name for file in (ROOT / "checkpoints").glob("sparse-h*/config.json")}
+    return [s for s in range(9) if {named(h, noise, s) for h in (1, *SEVERAL)} <= there]
+
+
+NOISES = tuple(noise for noise in (0.1, 0.4, 0.8) if seeds(noise))
+"""Noise variances of which models are shipped."""
+
+
+def single_of(name: str) -> str:
+    """The model of one head of the same noise and seed.
+
+    Example:
+        >>> single_of("sparse-h4-noise0.1-s1")
+        'sparse-h1-noise0.1-s1'
+    """
+    return re.sub("-h[0-9]+-", "-h1-", name)
+
+
+def shipped(noise: float, heads: tuple[int, ...] = (1, *SEVERAL)) -> dict[str, str]:
+    """Names of the models of a noise variance, by number of heads and seed: "h4 s0"."""
+    return {f"h{h} s{seed}": named(h, noise, seed) for h in heads for seed in seeds(noise)}
+
+
+NOTE = "two seeds, three asked"
+"""What the verdicts of C9 to C16 have to be read with."""
+
+
+def trained(name: str) -> Checkpoint:
+    """A shipped model."""
+    return load(ROOT / "checkpoints" / name)
+
+
+def prompts_of(noise: float, n_prompts: int, *, context_length: int | None = None) -> Prompts:
+    """Prompts of the task that all models of a noise variance have, none of which they were trained
+    or followed on."""
+    task = trained(named(1, noise, 0)).config.task
+    return unseen(task, n_prompts, length=context_length)
+
+
+def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.DataFrame:
+    """Frames below each other, each with the name of what it is of."""
+    return pd.concat([frame.assign(**{column: name}) for name, frame in frames.items()])
+
+
+def best_later_on(name: str, scored: Prompts) -> np.ndarray:
+    """All heads of the first layer and the best of each later one, chosen on these prompts
+    alone."""
+    return best_head_later(ablate_heads(trained(name).model, scored).rise)

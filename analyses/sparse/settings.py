@@ -6,33 +6,57 @@ analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --
 among those of `make analyses`.
 """
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 
-from analyses.lib import RESULTS, claims
-from analyses.lib.measured import provenance
+from analyses.lib import claims
+from analyses.lib.measured import parsed, parser_of, provenance
 from analyses.lib.records import save
 from analyses.sparse import questions as ask
-from analyses.sparse.fairness import TASK
-from analyses.sparse.questions import Pair
-from analyses.sparse.rivals import learners
-from analyses.sparse.setting import ratio, typical_ratio
+from analyses.sparse.fairness import LEARNERS, TASK, moments, of_task
+from analyses.sparse.setting import best, best_lasso, best_ridge, ratio, told, typical_ratio, unseen
 from mechinterp import ExperimentConfig, ICLTransformer, Prompts, TaskConfig
 from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
 from mechinterp.analysis.probing.feature_descent import IDEAL, RAW
 from mechinterp.analysis.stats import halves, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 
 PROMPTS, OVER_TRAINING = 8192, 1024
 """Heads are chosen on the first half and everything is measured on the second; rows of before have half as many."""
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 Row = dict[str, object]
+LASSO_PROMPTS = 512
+FIXED = {"gd_fixed": "gd", "algorithm_fixed": "algorithm", "lista": "lista"}
+"""Learners of as few steps as layers allow, their sizes fitted on prompts of their own."""
+
+
+@cache
+def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
+    """Excess risk of each measured prompt, by learner; lasso has the last of them."""
+    _, prompts = halves(unseen(task, n_prompts).to(torch.float64))
+    found = {"ridge": best_ridge(prompts), "lasso": best_lasso(prompts[-LASSO_PROMPTS:])}
+    found["gd"] = best(gradient_descent(prompts, steps=128), prompts)
+    found["algorithm"] = best(preprocess_then_optimise(prompts, steps=128), prompts)
+    return found | fixed(task, layers, n_prompts)
+
+
+@cache
+def fixed(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
+    """The same of FIXED."""
+    _, prompts = halves(unseen(task, n_prompts).to(torch.float64))
+    gram, r, _ = moments(prompts)
+    found = {}
+    for column, name in FIXED.items():
+        w = LEARNERS[name].path(gram, r, of_task(name, task, layers))
+        found[column] = best([(w * prompts.x_query).sum(1, keepdim=True)], prompts)
+    return found
 
 
 def same_but_steps(one: Checkpoint, own: ExperimentConfig) -> bool:
@@ -65,7 +89,7 @@ def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
 
 def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
     """C9: risk over that of a single head where the context has 2 d_x pairs."""
-    prompts = ask.prompts_of(task, n_prompts, length=2 * task.d_x)
+    prompts = unseen(task, n_prompts, length=2 * task.d_x)
     pair, how = typical_ratio(ask.risks(model, prompts), ask.risks(single, prompts))
     row = told("to_single_2d", pair) | {"to_single_2d_by": how}
     return row | {"C9": claims()["sparse-C9-twice"].holds(*pair)}
@@ -129,7 +153,7 @@ def one_model(
         shorter: The same model trained for fewer steps, if there is one.
     """
     config, model = checkpoint.config, checkpoint.model
-    _, measured = halves(ask.prompts_of(config.task, n_prompts))
+    _, measured = halves(unseen(config.task, n_prompts))
     row: Row = {"model": checkpoint.name, "prompts": len(measured)} | described(config)
     if shorter is not None:
         errors = (ask.risks(one.model, measured) for one in (checkpoint, shorter))
@@ -143,7 +167,7 @@ def claims_of(
     model: ICLTransformer, single: ICLTransformer | None, config: ExperimentConfig, n_prompts: int
 ) -> Row:
     """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
-    scored, measured = halves(ask.prompts_of(config.task, n_prompts))
+    scored, measured = halves(unseen(config.task, n_prompts))
     full = ask.risks(model, measured)
     row = against(full, learners(config.task, config.model.n_layers, n_prompts))
     row["algorithm_to_gd"] = row["to_gd_fixed"] / row["to_algorithm_fixed"]
@@ -204,11 +228,6 @@ def joined(file: Path, new: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([old[~old.model.isin(new.model)], new], ignore_index=True)
 
 
-def told(name: str, pair: Pair) -> Row:
-    """A number and its standard error as two columns."""
-    return {name: pair[0], f"{name}_sem": pair[1]}
-
-
 def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
     """The tables of the models in a folder."""
     checkpoints = ask.trained(sorted(folder.iterdir()))
@@ -223,15 +242,11 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, quick="fewer prompts")
     parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts")
     parser.add_argument("--add", action="store_true", help="to the tables in --out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parsed(parser)
     n_prompts = 512 if arguments.quick else PROMPTS
-    arguments.out.mkdir(parents=True, exist_ok=True)
     files = measured(arguments.folder, n_prompts)
     if arguments.add:
         files = {name: joined(arguments.out / f"{name}.csv", new) for name, new in files.items()}

@@ -12,22 +12,18 @@ Run: python -m analyses.sparse.start (seconds: the records of the tables that ar
 --train to train again (two hours on one core; with --quick a few minutes).
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
 
 from analyses.lib import RESULTS, Measured, Record, record
-from analyses.lib.measured import write
+from analyses.lib.measured import parsed, parser_of, write
 from analyses.sparse import questions as ask
-from analyses.sparse.fairness import PLAN
-from analyses.sparse.models import named, prompts_of, trained
-from analyses.sparse.setting import RISK_AXIS, best, best_ridge, ratio
+from analyses.sparse import setting as at
+from analyses.sparse.fairness import FIT, PLAN, of_task
 from analyses.sparse.settings import PROMPTS, claims_of
-from analyses.sparse.steps import FIT, of_task
 from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
 from mechinterp.analysis.probing.linear import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
@@ -39,7 +35,7 @@ from mechinterp.training.sweep_file import load_sweep
 
 NOISE, ETA, SIZE = 0.1, 0.5, 0.5
 ARMS = ("built, alone", "built, with other heads", "at random")
-TRAINED = named(8, NOISE, 0)
+TRAINED = at.named(8, NOISE, 0)
 RIVALS = ("trained", "ridge", "algorithm")
 """The shipped model of 8 heads; ridge and Algorithm 1 at their best."""
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
@@ -67,7 +63,7 @@ def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> Weigh
 
 
 def shipped_config(steps: int) -> ExperimentConfig:
-    base = trained(TRAINED).config
+    base = at.trained(TRAINED).config
     model = ModelConfig(
         n_layers=4, n_heads=16, d_head=16, d_model=33, score=base.model.score, context_only=True
     )
@@ -109,9 +105,13 @@ def follow(config: ExperimentConfig, etas: Sequence[float], told: Told) -> pd.Da
 
 
 def train_shipped(quick: bool) -> pd.DataFrame:
-    prompts = prompts_of(NOISE, 512 if quick else 4096)
+    prompts = at.prompts_of(NOISE, 512 if quick else 4096)
     path = preprocess_then_optimise(prompts, steps=128)
-    risks = (ask.risks(trained(TRAINED).model, prompts), best_ridge(prompts), best(path, prompts))
+    risks = (
+        ask.risks(at.trained(TRAINED).model, prompts),
+        at.best_ridge(prompts),
+        at.best(path, prompts),
+    )
 
     def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         errors = ask.risks(model, prompts)
@@ -122,7 +122,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
             row[f"r2 {name}"] = float(found.r2[1, -1])
             row[f"r2 {name} sem"] = float(found.r2_sem[1, -1])
         for name, theirs in zip(RIVALS, risks, strict=True) if at_end else ():
-            row[f"to {name}"], row[f"to {name} sem"] = ratio(errors, theirs)
+            row[f"to {name}"], row[f"to {name} sem"] = at.ratio(errors, theirs)
         return row
 
     return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, told)
@@ -130,7 +130,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
 
 def train_expected(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
-    prompts = ask.prompts_of(config.task, FOLLOWED)
+    prompts = at.unseen(config.task, FOLLOWED)
 
     def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         risk, sem = map(float, mean_and_sem(ask.risks(model, prompts)))
@@ -166,24 +166,20 @@ def paired(ends: dict[str, pd.Series], value: str, error: str) -> dict[str, ask.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, quick="a hundredth of the steps")
     parser.add_argument("--train", action="store_true", help="train again")
-    parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parsed(parser)
     if arguments.train:
         tables = [train_shipped(arguments.quick), train_expected(arguments.quick)]
     else:
         tables = [pd.read_csv(RESULTS / file) for file in FILES.values()]
-    arguments.out.mkdir(parents=True, exist_ok=True)
     tables[1].to_csv(arguments.out / FILES["expected"], index=False, float_format="%.6g")
     pages = {}
     for task, column, data in zip(FILES, ("risk", "followed_risk"), tables, strict=True):
         wide = data.pivot(index="step", columns="arm", values=[column, f"{column}_sem"])
-        curves, errors = (wide[part].to_dict("series") for part in (column, f"{column}_sem"))
+        curves = {arm: (wide[column][arm], wide[f"{column}_sem"][arm]) for arm in ARMS}
         title = f"Excess risk from the construction on, task: {task}"
-        axes = {"x_title": "step", "errors": errors} | RISK_AXIS
+        axes = {"x_title": "step"} | at.RISK_AXIS
         pages[task] = figures.lines(wide.index.to_numpy(), curves, title=title, **axes)
     note = "" if arguments.train else "records of tables measured earlier"
     found = Measured(tables[0], pages, records(*tables))

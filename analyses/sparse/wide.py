@@ -12,11 +12,10 @@ import pandas as pd
 
 from analyses.lib import Measured, Record, records
 from analyses.sparse.heads import spread, spread_records
-from analyses.sparse.models import frames_of, trained
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
-from analyses.sparse.setting import TARGETS, against, ratio, rivals
-from mechinterp import Prompts, generator_for, p_probe, probe_layers, sample_prompts
+from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
+from mechinterp import Prompts, p_probe, probe_layers
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.probing.feature_descent import RAW
 from mechinterp.analysis.stats import mean_and_sem
@@ -58,8 +57,7 @@ def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
 
 
 def measure(quick: bool) -> Measured:
-    task, generator = trained(NAME).config.task, generator_for(1, "eval", 0)
-    prompts = sample_prompts(task, 400 if quick else 4096, generator=generator)
+    prompts = unseen(trained(NAME).config.task, 400 if quick else 4096)
     found = risks(prompts)
     rows = [(name, *map(float, mean_and_sem(values))) for name, values in found.items()]
     of_heads = prompts[: 32 if quick else 1024]

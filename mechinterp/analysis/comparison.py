@@ -108,8 +108,7 @@ class Comparison(Result):
         losses = self.to_frame().groupby("setting", sort=False)["loss"]
         return figures.bars(
             list(losses.groups),
-            {"loss": losses.mean().to_numpy()},
-            errors={"loss": losses.sem().fillna(0.0).to_numpy()},
+            {"loss": (losses.mean().to_numpy(), losses.sem().fillna(0.0).to_numpy())},
             title="Mean loss of each setting, with its standard error over models",
             y_title="loss (y²)",
         )

@@ -41,7 +41,7 @@ from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.training.linear_components import linear_snapshots
 from mechinterp.analysis.training.milestones import milestones
-from mechinterp.analysis.training.norms_over_training import history_of
+from mechinterp.analysis.training.over_training import history_of
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.models.run.evaluation import usual_number

@@ -1,6 +1,6 @@
 """Estimates over prompts, with their standard errors."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from mechinterp.icl.prompts import Prompts
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 """Of a prediction: its square must lie in float32."""
 RESAMPLES = 200
+Samples = TypeVar("Samples", Prompts, np.ndarray)
 
 
 def require_moderate(predictions: Tensor) -> None:
@@ -41,9 +42,7 @@ def mean_and_sem(
     return np.asarray(values.mean(0)), np.asarray(sem)
 
 
-def estimates(
-    **pairs: tuple[np.ndarray | float, np.ndarray | float],
-) -> dict[str, Any]:
+def estimates(**pairs: tuple[np.ndarray | float, np.ndarray | float]) -> dict[str, Any]:
     """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
 
     Example:
@@ -120,10 +119,25 @@ def best_factor(
         (2.0, 0.0)
     """
     factor, sem = ratio_and_sem(
-        (prediction * target).mean(1).double().numpy(),
-        prediction.square().mean(1).double().numpy(),
+        (prediction * target).mean(1).double().numpy(), prediction.square().mean(1).double().numpy()
     )
     return float(factor), float(sem)
+
+
+def rank_correlation(
+    first: Float[np.ndarray, " unit"], second: Float[np.ndarray, " unit"]
+) -> float:
+    """Spearman's correlation; NaN if one of them is the same everywhere.
+
+    Example:
+        >>> round(rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([1.0, 8.0, 27.0])), 12)
+        1.0
+    """
+    from scipy.stats import rankdata  # takes a good part of a start-up
+
+    ranks = rankdata(first), rankdata(second)
+    constant = any(np.ptp(rank) == 0 for rank in ranks)
+    return float("nan") if constant else float(np.corrcoef(*ranks)[0, 1])
 
 
 def resampled(n_units: int) -> list[Float[np.ndarray, " unit"]]:
@@ -152,34 +166,33 @@ def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarra
     return np.asarray(sizes[len(values) - few :].sum(0) > sizes.sum(0) / 2)
 
 
-def halves(prompts: Prompts) -> tuple[Prompts, Prompts]:
+def halves(samples: Samples) -> tuple[Samples, Samples]:
     """The first half, to choose on, and the rest, to measure on: of prompts that are drawn one is as good as another.
 
     Raises:
-        ValueError: If there are fewer than four prompts.
+        ValueError: If there are fewer than four.
+    Example:
+        >>> halves(np.arange(5))
+        (array([0, 1]), array([2, 3, 4]))
     """
-    middle = _half_of(len(prompts))
-    return prompts[:middle], prompts[middle:]
+    if len(samples) < 4:
+        raise ValueError(
+            f"There must be at least 4 prompts to choose and to measure on, got {len(samples)}."
+        )
+    middle = len(samples) // 2
+    return samples[:middle], samples[middle:]
 
 
 def random_halves(n_prompts: int, splits: int) -> Bool[np.ndarray, "half prompt"]:
-    """Each half of several random halvings: a row says which prompts are in it; the row after it is the other half.
+    """The halves of the prompts in several random orders: a row says which are in it; the row after it is the other half.
 
     Raises:
-        ValueError: If there are fewer than four prompts, or no halving.
+        ValueError: If there are fewer than four prompts, or no order.
     """
-    middle = _half_of(n_prompts)
     if splits < 1:
         raise ValueError(f"splits must be >= 1, got {splits}.")
     generator = np.random.default_rng(0)
-    ranks = np.array([generator.permutation(n_prompts) for _ in range(splits)])
-    first = ranks < middle
-    return np.stack([first, ~first], axis=1).reshape(2 * splits, n_prompts)
-
-
-def _half_of(n_prompts: int) -> int:
-    if n_prompts < 4:
-        raise ValueError(
-            f"There must be at least 4 prompts to choose and to measure on, got {n_prompts}."
-        )
-    return n_prompts // 2
+    orders = (generator.permutation(n_prompts).argsort() for _ in range(splits))
+    return np.array(
+        [np.isin(np.arange(n_prompts), half) for order in orders for half in halves(order)]
+    )

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mechinterp.cli.hints import hints_of
 from mechinterp.cli.options import (
-    CountOption,
-    LengthOption,
+    Asked,
     PathArgument,
-    SeedOption,
     about_paths,
     complain,
     load_checkpoint,
     reads_checkpoints,
     run_of,
-    runs_checkpoints,
     say_of,
     shown_path,
+    takes,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
+from mechinterp.cli.training import JsonOption, device_of, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
@@ -29,22 +28,17 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.foreign.options import Hints
 
 
-@runs_checkpoints
+@takes(asked=Asked, hints=hints_of, device=device_of)
 def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
     ],
-    n_prompts: CountOption = None,
-    seed: SeedOption = 0,
-    context_length: LengthOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="A new table, .parquet or .csv: a row for each checkpoint."),
     ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-    wide: WideOption = False,
     *,
+    asked: Asked,
     hints: "Hints",
     device: str,
 ) -> None:
@@ -60,17 +54,18 @@ def classify(
     documents: list[dict] = []
     groups = runs_among(checkpoint_paths(paths))
     found_paths = [path for group in groups for path in group]
-    steps = _steps(groups, hints, context_length, device)
+    length, wide, as_json = asked.context_length, asked.wide, asked.as_json
+    steps = _steps(groups, hints, length, device)
     headers: set[str] = set()
-    with progress_bars(quiet=quiet) as progress:
+    with progress_bars(quiet=asked.quiet) as progress:
         for path in progress(found_paths, "classifying"):
             try:
                 with about_paths(path):
                     checkpoint, numbers = steps.get(path) or (
-                        load_checkpoint(path, hints, context_length, device=device),
+                        load_checkpoint(path, hints, length, device=device),
                         {},
                     )
-                    found = _classified(checkpoint, context_length, n_prompts, seed)
+                    found = _classified(checkpoint, asked)
                     documents.append(to_json("classify", checkpoint, found) | numbers)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
@@ -106,15 +101,13 @@ def _steps(
     return found
 
 
-def _classified(
-    checkpoint: "Checkpoint", context_length: int | None, n_prompts: int | None, seed: int
-) -> "Classified":
+def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
     from mechinterp.analysis.one_layer.classify import classify as classified
 
     task = None  # the checkpoint's own, of which it is known what is assumed
-    if context_length not in (None, checkpoint.task.context_length):
-        task = replace(checkpoint.task, context_length=context_length)
-    return classified(checkpoint, task, n_prompts=n_prompts, seed=seed)
+    if asked.context_length not in (None, checkpoint.task.context_length):
+        task = replace(checkpoint.task, context_length=asked.context_length)
+    return classified(checkpoint, task, n_prompts=asked.n_prompts, seed=asked.seed or 0)
 
 
 def _show_classification(

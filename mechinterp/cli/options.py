@@ -46,8 +46,7 @@ LengthOption = Annotated[
 ]
 
 SeedOrNoneOption = Annotated[
-    int | None,
-    typer.Option("--seed", min=0, help="Seed of the evaluation prompts; 0 if left out."),
+    int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; 0 if left out.")
 ]
 LENGTH = "task.context_length"
 TOO_LARGE = "needs more memory than there is."

@@ -110,8 +110,7 @@ def sweep(
 
 def predict_jumps(
     what: Annotated[
-        str,
-        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+        str, typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file.")
     ],
     assignments: SetOption = None,
     out: Annotated[

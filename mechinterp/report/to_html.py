@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import cell
 from mechinterp.checkpoints.io.errors import visible
 from mechinterp.report.glossary import PAPERS, WORDS
@@ -75,7 +75,7 @@ def page(
         papers=PAPERS,
         files="/".join(files),
         title_height=TITLE_HEIGHT,
-        looks={"templates": figures.templates(), "scales": figures.scales()},
+        looks={"templates": figures.templates(), "scales": heatmaps.scales()},
         style=_text("style.css"),
         script=_text("page.js"),
         plotly_js=Markup(get_plotlyjs()),

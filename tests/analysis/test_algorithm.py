@@ -91,6 +91,7 @@ def exact() -> AlgorithmEvidence:
     return name_algorithm(rotated(FALLING, seed=0), PROMPTS, task=DENSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
 def test_chebyshevs_iteration_is_gradient_descent(seed: int):
     """Its six steps reach from .5 to 7.6, for eigenvalues from .1 to 2; on rare prompts with larger ones it diverges."""
@@ -117,6 +118,7 @@ def test_an_exact_model_is_explained_to_rounding_in_every_setting(exact: Algorit
     assert (exact.resampled, exact.frequency.tolist()) == (("gradient_descent",), [1.0])
 
 
+@pytest.mark.slow
 def test_leads_are_differences_of_the_r2_and_paired(exact: AlgorithmEvidence):
     ridge, newton = row(exact, "ridge_like"), row(exact, "newton")
     lead, sem = exact.lead(ridge, newton)
@@ -146,6 +148,7 @@ def test_tables_and_picture(exact: AlgorithmEvidence):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(3), keep=lambda seed: seed == 0))
 def test_random_weights_have_no_structure(seed: int):
     config = ExperimentConfig(
@@ -228,6 +231,7 @@ def unnormalised(weights: Weights, length: int) -> Weights:
     return summed.with_tensors({"attn.W_O": weights.W_O / length})
 
 
+@pytest.mark.slow
 def test_steps_of_sums_over_the_pairs_grow_with_their_number():
     weights = unnormalised(rotated(FALLING, seed=0), DENSE.context_length)
     found = name_algorithm(weights, PROMPTS, task=DENSE)
@@ -283,6 +287,7 @@ def descent(prompts: Prompts) -> Tensor:
     return gradient_descent(prompts, steps=3, eta=0.5)[1:]
 
 
+@pytest.mark.slow
 def test_functions_of_prompts_are_sources():
     found = name_algorithm(descent, PROMPTS, task=DENSE)
     assert (found.label, found.n_layers) == ("gradient_descent", 3)
@@ -310,6 +315,7 @@ def test_the_posterior_mean_of_a_pool_is_a_function():
     assert other.label == "ridge_like"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "control",
     # Polynomials contain gradient descent, and have no form of their own.
@@ -347,6 +353,7 @@ def test_an_order_of_the_pairs_is_no_batch_learner():
     assert control.r2["recursive least squares with forgetting"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.05, 0.8])
 def test_a_scaled_read_out_is_judged_by_its_absolute_gain(factor: float):
     found = name_algorithm(lambda prompts: factor * descent(prompts), PROMPTS, task=DENSE)
@@ -356,6 +363,7 @@ def test_a_scaled_read_out_is_judged_by_its_absolute_gain(factor: float):
     assert (found.label == "gradient_descent") == (factor == 1.05) == (gain < 0.005), found.reason
 
 
+@pytest.mark.slow
 def test_steps_of_one_algorithm_and_then_of_another_get_no_label():
     """Descent, then Algorithm 1, within .005 of descent after every layer."""
 
@@ -371,6 +379,7 @@ def test_steps_of_one_algorithm_and_then_of_another_get_no_label():
     assert (found.label, found.why) == ("undetermined", "learner"), found.reason
 
 
+@pytest.mark.slow
 def test_ridge_by_another_penalty_in_each_prompt_is_another_learner():
     """Near to ridge, and what is left is the same under other signs of the coordinates."""
 
@@ -410,6 +419,7 @@ def test_noise_of_weights_keeps_a_share_of_one_over_d(task: TaskConfig):
         assert max(draws) < HALF
 
 
+@pytest.mark.slow
 def test_where_a_task_has_no_symmetry_only_rounding_is_noise():
     """The posterior mean of a pool for a little less noise, within .5%."""
     task = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
@@ -420,6 +430,7 @@ def test_where_a_task_has_no_symmetry_only_rounding_is_noise():
     assert "no symmetry" in found.reason
 
 
+@pytest.mark.slow
 def test_sums_of_tasks_of_a_pool_are_not_asked():
     """(beta_1 + beta_2) / sqrt 2 is no task of the pool, as no sparse vectors' sum is sparse."""
     pool = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)

@@ -51,6 +51,7 @@ def test_a_row_of_a_setting_holds_the_models_of_one_pattern(found: Comparison):
     assert settings["loss_sem"][1:].isna().all()
 
 
+@pytest.mark.slow
 def test_losses_are_on_prompts_that_models_share(found: Comparison, models: list[Checkpoint]):
     expected = shared_losses(
         dict(zip(NAMES, models, strict=True)), models[0].config.task, n_prompts=1280

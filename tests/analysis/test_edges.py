@@ -13,8 +13,9 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
-from mechinterp.analysis.patching.edges import COMPONENTS, HeadEdges, _spearman, attribute_edges
+from mechinterp.analysis.patching.edges import COMPONENTS, HeadEdges, attribute_edges
 from mechinterp.analysis.patching.positions import first_prediction
+from mechinterp.analysis.stats import rank_correlation
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.plain_modules import hook_module
@@ -243,12 +244,16 @@ def test_a_layer_without_norms_is_a_sum():
 
 
 def test_rank_correlation():
-    assert _spearman(np.array([1.0, 5, 2, 9]), np.array([0.1, 0.3, 0.2, 7])) == pytest.approx(1)
-    assert _spearman(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
-    assert np.isnan(_spearman(np.zeros(3), np.arange(3.0)))
+    assert rank_correlation(
+        np.array([1.0, 5, 2, 9]), np.array([0.1, 0.3, 0.2, 7])
+    ) == pytest.approx(1)
+    assert rank_correlation(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
+    assert np.isnan(rank_correlation(np.zeros(3), np.arange(3.0)))
     # Equal values share a rank: heads without an effect are in no order.
-    assert _spearman(np.array([0.0, 0, 1]), np.array([0.0, 0, 1])) == pytest.approx(1)
-    assert _spearman(np.array([0.0, 0, 1]), np.array([0.0, 1, 2])) == pytest.approx(0.866, abs=1e-3)
+    assert rank_correlation(np.array([0.0, 0, 1]), np.array([0.0, 0, 1])) == pytest.approx(1)
+    assert rank_correlation(np.array([0.0, 0, 1]), np.array([0.0, 1, 2])) == pytest.approx(
+        0.866, abs=1e-3
+    )
 
 
 @pytest.mark.slow

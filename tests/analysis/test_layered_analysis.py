@@ -81,6 +81,7 @@ def test_permuted_heads_permute_the_table(found: LayeredClassification):
     assert np.ptp(expected[1]) > 0.01
 
 
+@pytest.mark.slow
 def test_importance_is_the_share_of_the_layers_rises(found: LayeredClassification):
     positive = found.increase.clip(min=0)
     has_rise = positive.sum(1) > 0

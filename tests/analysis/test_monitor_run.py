@@ -75,6 +75,7 @@ def test_analyses_of_snapshots_agree(runs):
     )
 
 
+@pytest.mark.slow
 def test_pages_have_the_same_sections_and_tables(runs, tmp_path: Path):
     asked = ["head-snapshots", "training"]
     pages = [
@@ -89,6 +90,7 @@ def test_pages_have_the_same_sections_and_tables(runs, tmp_path: Path):
     assert names[0] == names[1] == {"snapshots.csv", "history.csv"}
 
 
+@pytest.mark.slow
 def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "docs" / "how" / "module.md").read_text(encoding="utf-8")
     (example,) = (

@@ -62,6 +62,7 @@ def test_one_head_holds_each_direction(runs, std, cosine, norm):
     assert np.median(misses) < cosine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "median", "worst"), [(1e-2, 1e-6, 1e-2), (1e-3, 1e-10, 1e-6)])
 def test_plateaus_are_principal_component_regression(runs, std, median, worst):
     distance = np.array([found.pcr_distance for _, found in runs[std]])

@@ -58,6 +58,7 @@ def test_a_head_of_zeros_has_no_effect_and_no_error():
     assert (0, 1) not in found.memorises + found.generalises
 
 
+@pytest.mark.slow
 def test_standard_errors_of_heads_are_those_of_repeated_samples():
     runs = [prior_heads(layer(), TASK, n_prompts=200, seed=seed) for seed in range(40)]
     for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):

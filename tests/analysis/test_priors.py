@@ -71,6 +71,7 @@ def test_the_numbers_are_those_of_the_definition():
     assert list(row[["risk", "risk_dmmse", "risk_ridge"]]) == pytest.approx(risks)
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_repeated_samples():
     def model(prompts: Prompts) -> Tensor:
         return 0.8 * prompts.y.mean(1)

@@ -169,7 +169,11 @@ def saves(make: Callable[[], object]) -> Write:
 HOSTILE: dict[str, tuple[str, Write, str]] = {
     "code": (".pt", lambda f: torch.save(weights(f), f), "asks for (io|_io|builtins).open, and no code of a file is run"),
     "nested code": (".pt", lambda f: torch.save({"model": {"a": [weights(f)]}}, f), "must hold a state dict"),
-    "plain pickle": (".pt", lambda f: f.write_bytes(pickle.dumps(weights(f))), "a plain pickle"),
+    "a tensor alone": (".pt", saves(lambda: torch.ones(2)), "must hold a state dict"),
+    "numbers as names": (".pt", saves(lambda: {1: torch.ones(2)}), "must hold a state dict"),
+    "no tensors": (".pt", saves(dict), "must hold a state dict"),
+    "noise": (".pt", lambda f: f.write_text("x"), "as torch.save writes them; got another file"),
+    "plain pickle": (".pt", lambda f: f.write_bytes(pickle.dumps(weights(f))), "a plain pickle, of which arrays of numpy"),
     "plain pickle 0": (".bin", lambda f: f.write_bytes(pickle.dumps(Touch(f.with_name("ran")), 0)), "another file"),
     "old torch": (
         ".pth",
@@ -223,6 +227,11 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "lzma": (".pt", lambda f: repacked(f, lambda _, d: d, zipfile.ZIP_LZMA), "stored or deflated, got compression 14"),
     "no pickle": (".pt", npz(b"x", name="archive/data/0"), "got an archive with 0 pickles"),
     "not an array": (".npz", npz(b"x", name="W_Q.txt"), r"must hold \.npy arrays, got W_Q\.txt"),
+    "pickled npy": (
+        ".npy",
+        lambda f: np.save(f, np.array([Touch(f.with_name("ran"))], dtype=object), allow_pickle=True),
+        "must hold plain numbers, got object",
+    ),
     "npy noise": (".npz", npz(b"x"), "not a readable npz file"),
     "npy of 2**40": (".npz", npz(npy("(1099511627776,)")), "must lie in 4398046511104 bytes, got 0"),
     "npy of nothing": (".npz", npz(npy("(0, 1099511627776)", data=b"x")), "must lie in 0 bytes, got 1"),
@@ -263,6 +272,7 @@ def test_a_hostile_file_ends_in_one_line(tmp_path: Path, suffix: str, write: Wri
             read(file)
         assert str(error.value).startswith(f"{file}: ")
         assert str(error.value).isprintable()
+        assert "weights_only" not in str(error.value)  # as PyTorch's own message recommends
     assert [there.name for there in tmp_path.iterdir()] == [file.name]
 
 

@@ -8,7 +8,6 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.errors import CheckpointError
@@ -135,15 +134,7 @@ REFUSED = {
         lambda f: torch.save(torch.nn.Linear(2, 2), f),
         r"asks for torch\.nn\.modules\.linear\.Linear.*torch\.save\(model\.state_dict\(\), FILE\)",
     ),
-    "an old file": (
-        lambda f: torch.save(STATE, f, _use_new_zipfile_serialization=False),
-        r"in its old format; save it again with PyTorch >= 1\.6",
-    ),
     "TorchScript": (scripted, r"a TorchScript archive.*torch\.jit\.load\(FILE\)\.state_dict\(\)"),
-    "tensors in a plain pickle": (
-        lambda f: f.write_bytes(pickle.dumps(STATE)),
-        "a plain pickle, of which arrays of numpy are read",
-    ),
 }
 
 
@@ -154,64 +145,22 @@ def test_refusals_name_what_it_is(tmp_path: Path, write, words: str):
         load(tmp_path / "x.pt")
 
 
-def grouped() -> State:
-    state = dict(STATE)
-    for x in "kv":
-        state[f"attn.{x}_proj.weight"] = state[f"attn.{x}_proj.weight"][:4]
-    return state
-
-
-OTHERS: dict[str, tuple[dict[str, Tensor], str]] = {
-    "grouped keys": (grouped(), "grouped or multi-query attention is not read: got 8 rows of qu"),
-    "words": (
-        {f"blocks.0.{n}": t for n, t in STATE.items()} | {"tok_emb.weight": torch.ones(99, 4)},
-        r"a model of word tokens \(tok_emb\.weight \[99, 4\]\)",
-    ),
-    "relative positions": (
-        STATE | {"attn.RPE.relative_embedding.weight": torch.ones(8, 1)},
-        "relative positions are not read, got attn.RPE",
-    ),
-    "an unknown part": (
-        STATE | {"knob.weight": torch.ones(3)},
-        r"knob\.weight is not among the tensors of such a model; say what it is by --map",
-    ),
-    "a head that is missing": (
-        {n: t for n, t in LAYOUTS["modules of heads"](HEADS).items() if ".0." not in n},
-        "heads must be numbered from 0 on",
-    ),
-}
-
-
+@pytest.mark.slow
 def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path):
-    known = {
-        "q_proj": torch.randn(6, 6),
-        "k_proj": torch.randn(6, 6),
-        "v_proj": torch.randn(6, 6),
-        "o_proj": torch.randn(6, 6),
-        "read_in": torch.randn(6, 4),
-        "read_out": torch.randn(1, 6),
-    }
+    known = {f"{x}_proj": torch.randn(6, 6) for x in "qkvo"}
+    known |= {"read_in": torch.randn(6, 4), "read_out": torch.randn(1, 6)}
+    said = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
     torch.save({f"{theirs[n]}.weight": t for n, t in known.items()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
-        load(tmp_path / "x.pt", n_heads=2)
+        load(tmp_path / "x.pt", **said)
     listed = str(refused.value).partition("KNOWN being one of ")[2].removesuffix(".").split(", ")
     assert set(known) <= set(listed)
     assert all(name == "mask" or piece_of(name) for name in listed)
     rows = [f"{mine}={name}" for name, mine in theirs.items()]
-    found = load(tmp_path / "x.pt", n_heads=2, map=rows)
+    found = load(tmp_path / "x.pt", map=rows, **said)
     torch.save({f"{n}.weight": t for n, t in known.items()}, tmp_path / "y.pt")
-    same = load(tmp_path / "y.pt", n_heads=2)
-    assert found.weights.tensors.keys() == same.weights.tensors.keys()
-    for name, tensor in same.weights.tensors.items():
-        assert torch.equal(found.weights.tensors[name], tensor), name
-
-
-@pytest.mark.parametrize(("state", "words"), OTHERS.values(), ids=OTHERS)
-def test_models_of_another_kind_are_named(tmp_path: Path, state: State, words: str):
-    torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt", n_heads=2)
+    same(found.weights.tensors, load(tmp_path / "y.pt", **said).weights.tensors)
 
 
 @pytest.mark.slow

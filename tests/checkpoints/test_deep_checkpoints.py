@@ -99,12 +99,8 @@ def test_broken_files_are_refused(folder: Path):
     good = load_file(file)
     name = "blocks.1.attn.W_K"
     bad = {
-        f"{name} is missing": {n: t for n, t in good.items() if n != name},
         r"unembed.W_U must have shape \(6, 2\), got \(6, 1\)": good
         | {"unembed.W_U": good["unembed.W_U"][:, :1].contiguous()},
-        "W_in must hold finite numbers, got 30 NaN": good
-        | {"W_in": torch.full_like(good["W_in"], torch.nan)},
-        "must hold floating-point numbers, got torch.int32": good | {name: good[name].int()},
         "the weights must have one dtype": good | {name: good[name].double()},
     }
     for message, tensors in bad.items():

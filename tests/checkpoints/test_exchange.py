@@ -2,8 +2,6 @@
 
 import json
 import math
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,19 +127,11 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
     assert assumed.pop("model.attend_to_self") is False
     assert assumed.pop("task.covariance.rho") == 0
     assert assumed.pop("train.steps") == 500_001
+    fields = "covariance.eigenvalues beta_var query_noise supports shared_beta sparsity nonzeros"
+    fields += " n_sequences n_tasks task_seed"
     assert {name for name in assumed if not name.startswith("train.")} == {
-        *("task.covariance.eigenvalues", "task.beta_var", "task.query_noise", "task.supports"),
-        *(
-            "task.shared_beta",
-            "task.sparsity",
-            "task.nonzeros",
-            "task.n_sequences",
-            "task.n_tasks",
-            "task.task_seed",
-            "model.score",
-            "model.score_slope",
-        ),
-        *("normalization", "step", "seed"),
+        *(f"task.{name}" for name in fields.split()),
+        *("model.score", "model.score_slope", "normalization", "step", "seed"),
     }
     assert checkpoint.history is None
     convert(checkpoint, "native", tmp_path / "native")
@@ -186,35 +176,23 @@ BAD_STATES: dict[str, tuple[dict[str, Tensor | None], str]] = {
         "got entries up to 0.5",
     ),
     "embedding": ({"embed.W_E": torch.ones(2, 5)}, "embed.W_E must be zero (tokens are vectors"),
-    "NaN bias": ({ATTN + "b_O": torch.full((5,), torch.nan)}, "b_O must hold finite numbers"),
     "long bias": ({ATTN + "b_Q": torch.ones(2, 5)}, "b_Q must have shape (2, 4), got (2, 5)"),
     "read-out bias": ({"unembed.b_U": torch.ones(2)}, "unembed.b_U must be zero (the model has no"),
     "MLP": ({"blocks.0.mlp.W_out": torch.ones(20, 5)}, "W_out must be zero (the model has no MLP)"),
     "norm": ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
-    "last norm": ({"ln_final.b": torch.zeros(5)}, "must have no LayerNorm, got ln_final.b"),
     "two layers": ({"blocks.1.attn.W_Q": W_Q}, "must have one layer, got 2"),
-    "other tensor": ({"head.weight": W_Q}, "head.weight is not among the tensors"),
     "no mask": ({ATTN + "mask": ONES}, "mask must be causal, mask.tril(-1) or mask.tril(), got an"),
     "window": ({ATTN + "mask": ONES.tril(-1).triu(-3)}, "got another of shape [16, 16]"),
     "flat mask": ({ATTN + "mask": ONES[0]}, "got another of shape [16]"),
-    "x read": (
-        {"unembed.W_U": torch.ones(5, 2)},
-        "unembed.W_U must read the y entries as they are",
-    ),
     "scaled": ({"unembed.W_U": 2 * READ_OUT}, "W_U must read the y entries as they are"),
     "true position": (
         {"pos_embed.W_pos": torch.ones(16, 5, dtype=torch.bool)},
         "must be zero (tokens are vectors (x, y), to which no position is added), got entries up to 1",
     ),
     "flat read-out": ({"unembed.W_U": torch.ones(5)}, "W_U must read the y entries as they are"),
-    "too many responses": (
-        {"unembed.W_U": torch.eye(5)},
-        "unembed.W_U must read the y entries as they are",
-    ),
+    "too many responses": ({"unembed.W_U": torch.eye(5)}, "W_U must read the y entries as they"),
     "no W_K": ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
-    "flat W_K": ({ATTN + "W_K": W_Q[0]}, "W_K must have three axes, head first, got shape (5, 4)"),
     "narrow W_K": ({ATTN + "W_K": W_Q[:, :, :3]}, "W_K must have shape (2, 5, 4), got (2, 5, 3)"),
-    "NaN": ({ATTN + "W_Q": W_Q * torch.nan}, "W_Q must hold finite numbers, got 40 NaN"),
 }
 
 
@@ -289,61 +267,6 @@ def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Pat
     assert load(tmp_path / "native").weights.circuits.attend_to_self
     with pytest.raises(CheckpointError, match="attend_to_self must be the file's True, got False"):
         load(file, attend_to_self=False)
-
-
-def write(text: str) -> Callable[[Path], object]:
-    return lambda file: file.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (write(""), "without running code, as torch.save writes them; got an empty file"),
-        (write("x"), "without running code, as torch.save writes them; got another file"),
-        (
-            lambda file: torch.save(Path("x"), file),
-            "asks for pathlib.PosixPath, and no code of a file is run",
-        ),
-        (
-            lambda file: torch.save({}, file, _use_new_zipfile_serialization=False),
-            "again with PyTorch",
-        ),
-        (lambda file: file.write_bytes(pickle.dumps({})), "a plain pickle, of which arrays of"),
-        (lambda file: torch.save(torch.ones(2), file), "must hold a state dict"),
-        (lambda file: torch.save({"model": {"a": [1]}}, file), "must hold a state dict"),
-        (lambda file: torch.save({"model": {"a": torch.ones(2)}}, file), "of a format known here"),
-        (lambda file: torch.save({1: torch.ones(2)}, file), "must hold a state dict"),
-        (lambda file: torch.save({}, file), "must hold a state dict"),
-    ],
-)
-def test_a_file_of_something_else_is_refused(
-    tmp_path: Path, spoil: Callable[[Path], object], words: str
-):
-    file = tmp_path / "state.pt"
-    spoil(file)
-    with pytest.raises(CheckpointError) as error:
-        load(file)
-    assert str(error.value).startswith(f"{file}: ")
-    assert words in str(error.value)
-    # PyTorch's own message recommends weights_only=False.
-    assert "weights_only" not in str(error.value)
-
-
-class Greeting:
-    """Pickled, it creates a file when it is read."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self):
-        return (open, (str(self.file), "w"))
-
-
-def test_a_file_cannot_run_code(tmp_path: Path):
-    torch.save({"W": Greeting(tmp_path / "ran")}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"asks for io\.open, and no code of a file is run"):
-        load(tmp_path / "state.pt")
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """A native folder is what Hugging Face's tools expect: their own loaders read it, and it goes through a save unchanged."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_model
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import from_dict
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -42,20 +39,3 @@ def test_safetensors_loads_every_tensor_strictly():
     assert not unexpected
     found = checkpoint.model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_a_checkpoint_goes_through_a_save_unchanged(tmp_path: Path):
-    first = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
-    first.save_pretrained(tmp_path / "copy")
-    second = Checkpoint.from_pretrained(tmp_path / "copy")
-    assert (second.config, second.step) == (first.config, first.step)
-    assert torch.equal(second.weights.circuits.QK, first.weights.circuits.QK)
-    assert torch.equal(second.weights.circuits.OV, first.weights.circuits.OV)
-    assert second.history.equals(first.history)
-    assert list(second.snapshots) == list(first.snapshots)
-
-
-def test_a_save_overwrites_nothing():
-    checkpoint = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
-    with pytest.raises(CheckpointError, match="already holds a checkpoint; it is not overwritten"):
-        checkpoint.save_pretrained("checkpoints/softmax-h2-s1")

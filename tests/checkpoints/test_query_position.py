@@ -22,6 +22,7 @@ from mechinterp import (
     write_report,
 )
 from mechinterp.models.hooked.query_position import query_positions
+from tests.checkpoints.test_plain_modules import Split
 
 TASK = TaskConfig(d_x=3, context_length=6)
 PAIRS = TASK.context_length + 1
@@ -44,15 +45,6 @@ class Interleaved(nn.Module):
         tokens = torch.stack([xs, wide], dim=2).flatten(1, 2)
         output = self.backbone(inputs_embeds=self.read_in(tokens)).last_hidden_state
         return self.read_out(output)[:, ::2, 0]
-
-
-class Split(nn.Module):
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, tokens):
-        return self.module(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])
 
 
 class Encoder(nn.Module):
@@ -225,7 +217,7 @@ def test_where_the_query_comes_first_nothing_else_is_taken_for_it(prompts):
         p_probe(hooked, prompts, variant="map")
 
 
-@pytest.mark.parametrize("n_pos", [2, 3, 7, 8, 9, 26])
+@pytest.mark.parametrize("n_pos", [2, 3, 8, 13])
 def test_every_position_is_found(n_pos):
     task = TaskConfig(d_x=TASK.d_x, context_length=n_pos - 1)
     few, module = sample_prompts(task, 2, seed=0), made(Encoder)
@@ -280,10 +272,11 @@ class Descent(nn.Module):
         return -1 - self.behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 3])
-def test_paths_and_steps_are_those_at_the_query(behind):
+def test_paths_and_steps_are_those_at_the_query(prompts, behind):
     hooked = hook_module(made(Descent, behind), task=TASK)
-    evidence = name_algorithm(hooked)
+    evidence = name_algorithm(hooked, prompts)
     assert evidence.path_answered
     # The step of the algorithm is what each layer adds.
     replaced = intervene_on_steps(hooked, evidence).replaced_r2
@@ -371,6 +364,7 @@ class SumsOutside(nn.Module):
         return self.read_out(stream)
 
 
+@pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
     for analysis in (probe_layers, prune, p_probe_of, intervene_on_steps_of):

@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import interpret
-from mechinterp.checkpoints.foreign.options import COLUMNS
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
-from mechinterp.config import SCORES
 from mechinterp.models.heads import AttentionWeights
 
 pytestmark = pytest.mark.usefixtures("small_null")
@@ -181,17 +179,3 @@ def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
         convert(load(file), "native", tmp_path / "out")
     convert(load(file, score="softmax"), "native", tmp_path / "out")
     assert classify(load(tmp_path / "out")).pattern == "kernel_regression"
-
-
-@pytest.mark.parametrize(
-    ("hint", "message"),
-    [
-        ({"score": "sigmoid"}, f"score must be one of {'; '.join(SCORES)}, got 'sigmoid'"),
-        ({"score_slope": 0}, "score_slope must be a positive number, got 0"),
-        ({"columns": "xy"}, f"columns must be one of {'; '.join(COLUMNS)}, got 'xy'"),
-    ],
-)
-def test_hints_out_of_range(tmp_path: Path, hint: dict, message: str):
-    with pytest.raises(ValueError, match="must be") as error:
-        load(tmp_path / "x.npz", **hint)
-    assert message in str(error.value)

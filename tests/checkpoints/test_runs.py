@@ -205,6 +205,7 @@ def test_classify_writes_steps_and_losses(tmp_path: Path, run):
     assert frame.sort_values("step")["pattern"].iloc[-1] == "debiased_gd"
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
     folder = write_run(tmp_path / "mine")
     done = run(

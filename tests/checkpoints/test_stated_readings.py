@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.label_rules import agreed_label
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
@@ -108,17 +109,20 @@ def test_noise_stated_beside_one_layer_of_attention(tmp_path: Path):
     assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
 
 
-def test_readings_are_compared_on_as_many_prompts_each(tmp_path: Path):
+def test_readings_are_compared_on_as_many_prompts_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
+    monkeypatch.setattr(interpret, "N_PRODUCTS", 2**24)
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        f"attn.heads.{h}.{x}.weight": (64, 3) for h in range(8) for x in ("key", "query", "value")
+        f"attn.heads.{h}.{x}.weight": (8, 3) for h in range(2) for x in ("key", "query", "value")
     }
-    shapes |= {"attn.proj.weight": (3, 512), "attn.proj.bias": (3,), "fc1.weight": (128, 3)}
-    shapes |= {"fc1.bias": (128,), "fc2.weight": (3, 128), "fc2.bias": (3,)}
+    shapes |= {"attn.proj.weight": (3, 16), "attn.proj.bias": (3,), "fc1.weight": (16, 3)}
+    shapes |= {"fc1.bias": (16,), "fc2.weight": (3, 16), "fc2.bias": (3,)}
     state = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
     torch.save(state, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax", task={"context_length": 60, "noise_var": 0})
+    found = load(tmp_path / "x.pt", score="softmax", task={"context_length": 10, "noise_var": 0})
     assert {each.said["residual"] for each in found.readings} == {True, False}
 
 

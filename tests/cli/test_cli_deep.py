@@ -123,13 +123,13 @@ def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):
     changes = dict(assignment.split("=") for assignment in SHORT)
     entry = {
         "preset": "sparse-h1",
-        "set": {name: int(value) for name, value in changes.items()},
-        "grid": {"model.n_heads": [1, 4], "task.noise_var": [0.1, 0.4]},
+        "set": {"model.n_layers": 2} | {name: int(value) for name, value in changes.items()},
+        "grid": {"model.n_heads": [1, 4]},
     }
     file = tmp_path / "sweep.json"
     file.write_text(json.dumps(entry))
     assert run("sweep", file, "--out", tmp_path / "run").code == 0
     frame = pd.read_parquet(tmp_path / "run" / "results.parquet")
-    assert frame["pattern"].tolist() == ["unstructured"] * 4
-    assert frame["model.n_heads"].tolist() == [1, 1, 4, 4]
+    assert frame["pattern"].tolist() == ["unstructured"] * 2
+    assert frame["model.n_heads"].tolist() == [1, 4]
     assert frame["eval_loss"].between(0.1, 10).all()

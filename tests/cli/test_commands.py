@@ -123,6 +123,7 @@ def test_train_names_its_folder_and_set_changes_fields(
     assert (config.train.steps, config.task.covariance.rho) == (3, 0.5)
 
 
+@pytest.mark.slow
 def test_train_resumes(run: Run, trained: Path):
     before = (trained / "model.safetensors").stat().st_mtime_ns
     again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
+from functools import lru_cache
 from inspect import Parameter, Signature, signature
 from io import StringIO
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import mechinterp
 from mechinterp import cli
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -182,8 +184,13 @@ def _short(preset: str, steps: int) -> ExperimentConfig:
     return override(PRESETS[preset], *shorter)
 
 
-def _checkpoint(subject: str, hints: Hints, dtype: torch.dtype):
-    checkpoint = load(path_of(subject), **hints)
+@lru_cache(maxsize=8)
+def _loaded(path: Path, hints: str) -> Checkpoint:
+    return load(path, **json.loads(hints))
+
+
+def _checkpoint(subject: str, hints: Hints, dtype: torch.dtype) -> Checkpoint:
+    checkpoint = _loaded(path_of(subject), json.dumps(hints))
     return replace(checkpoint, weights=checkpoint.weights.to(dtype))
 
 

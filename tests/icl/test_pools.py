@@ -94,6 +94,7 @@ def test_without_noise_the_tasks_that_fit_are_alike(dtype: torch.dtype):
     torch.testing.assert_close(near, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_large_pool_in_parts_is_the_pool_in_one():
     task = TaskConfig(d_x=2, context_length=8, n_tasks=2**17, noise_var=0.1)
     pool, prompts = task_pool(task), sample_prompts(task, 70, dtype=torch.float64)

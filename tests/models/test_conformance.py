@@ -84,12 +84,14 @@ LAYERED = {
     "GPT-2 with fewer positions than entries": {**GPT2, "n_positions": 9},
     "itself": {"attend_to_self": True},
     "all tokens read all": {"attend_to_self": True, "context_only": True},
+    "read-in, linear": {"context_only": True, "score": "linear/L", "d_model": 7},
+    "rectified": {"context_only": True, "score": "relu/L"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sampled(LAYERED, keep=lambda name: name in ["norm, MLP, biases", "GPT-2", "itself"])
+    "name", sampled(LAYERED, keep=lambda name: name in ["GPT-2", "itself", "read-in, linear"])
 )
 def test_models_with_norms_and_mlps_pass_all_checks(name: str):
     assert check_compatible(random_model(**LAYERED[name])).failures == {}
@@ -115,8 +117,9 @@ def test_what_does_not_apply_is_told():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s0", "softmax-h8-s0"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("softmax-h1-s0", torch.float64), ("softmax-h8-s0", torch.float32)]
+)
 def test_shipped_models_pass_all_checks(name: str, dtype: torch.dtype):
     assert check_compatible(load(CHECKPOINTS / name).model.to(dtype)).failures == {}
 

@@ -1,14 +1,10 @@
 """Models built by hand predict after every layer what their algorithm predicts there."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.load import load
-from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
@@ -124,16 +120,6 @@ def test_noise_has_the_size_asked_for():
     assert torch.equal(again.W_Q, noisy.W_Q)
     assert not torch.equal(with_noise(weights, 0.03, seed=2).W_Q, noisy.W_Q)
     assert torch.equal(with_noise(weights, 0.0, seed=1).W_O, weights.W_O)
-
-
-def test_a_rotated_model_is_a_native_checkpoint(tmp_path: Path, prompts: Prompts):
-    weights = with_noise(rotated(BUILT["preconditioned"][0], seed=0), 0.03, seed=0)
-    model = ModelConfig(
-        n_layers=4, n_heads=1, d_head=7, d_model=7, score="linear/L", context_only=True
-    )
-    save(tmp_path / "model", ExperimentConfig(task=TASK, model=model), weights, step=0)
-    found = load(tmp_path / "model").predictor.predict(prompts)
-    assert_close_to_rounding(found, predict_deep(weights, prompts))
 
 
 def test_bad_arguments():

@@ -77,9 +77,9 @@ GPT2_LIKE = {
 }
 PRE_NORM = {"norm": "before", "final_norm": True, "d_mlp": 7}
 POST_NORM = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
-MADE = pytest.mark.parametrize(
-    "architecture", [GPT2_LIKE, PRE_NORM, POST_NORM], ids=["gpt2-like", "pre-norm", "post-norm"]
-)
+LAYERED = {"gpt2-like": GPT2_LIKE, "pre-norm": PRE_NORM, "post-norm": POST_NORM}
+MADE = pytest.mark.parametrize("architecture", LAYERED.values(), ids=LAYERED)
+EACH = pytest.mark.parametrize("architecture", [{}, *LAYERED.values()], ids=["plain", *LAYERED])
 
 
 def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
@@ -124,7 +124,7 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict
 
 
 @pytest.mark.slow
-@MADE
+@EACH
 def test_hook_map_is_what_a_cache_holds(architecture: dict):
     model = random_model(**architecture)
     frame = hook_map(model).set_index("name")
@@ -253,7 +253,7 @@ def causal(n: int) -> Tensor:
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
 
 
-@MADE
+@EACH
 def test_layers_start_and_stop_where_they_are_told(architecture: dict):
     model = random_model(**architecture)
     tokens = model.tokens(drawn(model))
@@ -269,7 +269,7 @@ def test_layers_start_and_stop_where_they_are_told(architecture: dict):
     assert torch.equal(model(last, start_at_layer=2), whole)
 
 
-@MADE
+@EACH
 @pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
 def test_hooks_change_neither_the_callers_tokens_nor_what_comes_after(architecture: dict):
     model = random_model(**architecture)
@@ -292,7 +292,7 @@ def _overwrite(values: Tensor, hook: object) -> None:
     values[:] = 7
 
 
-@MADE
+@EACH
 def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architecture: dict):
     model = random_model(**architecture)
     tokens = model.tokens(drawn(model))
@@ -316,7 +316,7 @@ def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architect
         assert_close_to_rounding(cache[name, 1], before[name, 1])
 
 
-@MADE
+@EACH
 @pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
 def test_gradients_reach_every_parameter_and_hook(architecture: dict):
     model = random_model(**architecture)
@@ -409,7 +409,7 @@ def test_gates_are_learned_through_the_layers(gpt2: Checkpoint, some_prompts: Pr
     assert learn_gates(gpt2, some_prompts, steps=2).to_frame().shape[0] == 12
 
 
-@MADE
+@EACH
 def test_a_model_comes_back_from_its_weights(architecture: dict):
     model = random_model(**architecture)
     prompts = drawn(model)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import generator_for
-from mechinterp.models.compatibility.model import replace_at, sample_inputs
+from mechinterp.models.compatibility.model import sample_inputs
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
 
@@ -34,20 +34,6 @@ def test_mask_is_strict_after_copying(way):
         assert not cache["pattern", layer].triu(0).any()
         assert (cache["pattern", layer][..., -1, :-1] > 0).all()
     assert torch.equal(copied(inputs), model(inputs))
-
-
-def test_masking_is_zeroing_is_dropping():
-    model = random_model(n_layers=1)
-    inputs, _ = sample_inputs(model)
-    logits, cache = model.run_with_cache(inputs)
-    for head in range(3):
-        hook = replace_at((slice(None), slice(None), head), 0.0)
-        masked = model.run_with_hooks(inputs, fwd_hooks=[("blocks.0.attn.hook_z", hook)])
-        result = cache["z", 0][:, :, head] @ model.W_O[0, head]
-        torch.testing.assert_close(logits - result @ model.W_U, masked, rtol=1e-12, atol=1e-12)
-        # In the last layer, the read-out being linear, no second forward pass is needed.
-        attributions = cache.logit_attrs(cache.stack_head_results()[head : head + 1], tokens=1)[0]
-        torch.testing.assert_close(logits[..., 1] - attributions, masked[..., 1])
 
 
 def test_zero_mlp_adds_nothing_and_lets_one_be_added():
@@ -105,29 +91,6 @@ def test_numbers_stand_for_prompts_within_the_block_only():
         raise InterruptedError
     with pytest.raises(ValueError, match=r"got torch\.int64"):
         model(clean_ids)
-
-
-@pytest.mark.slow
-def test_hook_map_is_what_a_cache_holds():
-    model = random_model()
-    model.set_use_split_qkv_input(True)
-    frame = hook_map(model).set_index("name")
-    assert list(frame.index) == list(model.hook_dict)
-    inputs, _ = sample_inputs(model)
-    for row in ("", "set_use_attn_result", "set_use_zero_mlp", "set_use_hook_mlp_in"):
-        if row:
-            getattr(model, row)(True)
-        _, cache = model.run_with_cache(inputs)
-        assert set(frame.index[frame["switch"] == row]) <= set(cache)
-    shared = frame.index[frame["switch"] == "set_use_attn_in"]
-    assert list(shared) == [f"blocks.{layer}.attn.hook_attn_in" for layer in range(len(shared))]
-    assert set(frame.index) - set(cache) == set(shared)
-    sizes = {"batch": 3, "pos": 7}
-    for name in set(frame.index) - set(shared):
-        expected = [sizes.get(size, size) for size in frame.loc[name, "shape"]]
-        assert expected == list(cache[name].shape)
-    assert frame.loc["blocks.1.attn.hook_v_input", "switch"] == "set_use_split_qkv_input"
-    assert model.cfg.device == "cpu"
 
 
 class LargestInMemory(TorchDispatchMode):

@@ -76,6 +76,7 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     )
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     checkpoint = load(deep)
     generator = generator_for(0, "eval", 0)

@@ -149,6 +149,7 @@ def test_a_new_analysis_is_one_function_and_one_line(
     assert "size" in default_names(checkpoint)
 
 
+@pytest.mark.slow
 def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
     run("analyse", "sise", path).assert_refused("An analysis must be one of classify, ", "'sise'")

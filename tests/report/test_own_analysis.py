@@ -86,6 +86,7 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
     assert usual.equals(run_analysis(NAME, load(PATH), n_prompts=4096, seed=0).to_frame())
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_process_of_its_own(folder: Path):
     command = [sys.executable, "-m", "mechinterp", "analyse", NAME, str(PATH), "--n-prompts", "8"]
     ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)

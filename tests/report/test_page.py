@@ -207,6 +207,7 @@ def pad_head(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([values, torch.zeros_like(values[:1])])
 
 
+@pytest.mark.slow
 def test_the_page_names_the_papers_and_explains_its_words(page: Page):
     assert set(page.attributes("href")) >= set(PAPERS.values())
     told = Path("docs/words.md").read_text(encoding="utf-8")
@@ -296,6 +297,7 @@ def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path
     assert page.text.index(f"Loss on its task: {loss}") < page.text.index("Circuits")
 
 
+@pytest.mark.slow
 def test_the_balance_of_a_pair_is_explained_where_there_is_a_pair(
     pair: tuple[Checkpoint, Page], single: tuple[Checkpoint, Page]
 ):

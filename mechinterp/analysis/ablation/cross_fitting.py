@@ -113,10 +113,7 @@ class MaskedErrors:
         return np.stack([self._refitted[key] for key in keys], axis=1)
 
     def rises(
-        self,
-        scored: Bool[np.ndarray, " prompt"],
-        layers: Sequence[int],
-        gone: Sequence[Head] = (),
+        self, scored: Bool[np.ndarray, " prompt"], layers: Sequence[int], gone: Sequence[Head] = ()
     ) -> Float[np.ndarray, "layer head"]:
         """Rise of the excess risk when each head of some layers is masked beside those that are gone."""
         heads = [(layer, head) for layer in layers for head in range(self.predictor.n_heads)]

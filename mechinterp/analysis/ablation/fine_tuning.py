@@ -70,8 +70,7 @@ class FineTuning(Result):
         """The ratio over steps."""
         return figures.lines(
             self.step,
-            dict(zip(MODELS, self.ratio, strict=True)),
-            errors=dict(zip(MODELS, self.ratio_sem, strict=True)),
+            figures.named(MODELS, self.ratio, self.ratio_sem),
             title="Excess risk while trained further, over the full model's",
             x_title="steps since pruning",
             y_title="ratio",

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import halves
 from mechinterp.display import Result, frame_of, head_axes
@@ -86,7 +86,7 @@ class HeadGates(Result):
     def plot(self) -> go.Figure:
         """How facilitating, minus how interfering, each head is."""
         title = "Gates: facilitating (1), irrelevant (0), interfering (-1)"
-        return figures.layers_by_heads(self.scores[0] - self.scores[2], title=title)
+        return heatmaps.layers_by_heads(self.scores[0] - self.scores[2], title=title)
 
 
 def learn_gates(

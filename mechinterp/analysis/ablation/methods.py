@@ -141,8 +141,10 @@ class Ablations(Result):
         """Effective number of heads of each layer, by every method."""
         return figures.bars(
             [f"layer {layer}" for layer in range(len(self.methods[0].rise))],
-            {f"{one.method} ablation": one.effective_heads for one in self.methods},
-            errors={f"{one.method} ablation": one.effective_heads_sem for one in self.methods},
+            {
+                f"{one.method} ablation": (one.effective_heads, one.effective_heads_sem)
+                for one in self.methods
+            },
             title="Effective number of heads of each layer",
             y_title="effective heads",
         )

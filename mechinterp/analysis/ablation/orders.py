@@ -69,8 +69,7 @@ class PruningCurves(Result):
         """Excess risk over the number of heads that are kept, a curve per order."""
         return figures.lines(
             self.n_kept,
-            dict(zip(self.orders, self.risk, strict=True)),
-            errors=dict(zip(self.orders, self.risk_sem, strict=True)),
+            figures.named(self.orders, self.risk, self.risk_sem),
             title="Excess risk against the number of heads that are kept",
             x_title="heads kept",
             y_title="excess risk (y²)",

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.display import Result
@@ -50,7 +50,7 @@ class PairAblation(Result):
 
     def plot(self) -> go.Figure:
         """Interaction of every two heads."""
-        return figures.heatmap(
+        return heatmaps.heatmap(
             self.interaction,
             title="Interaction: rise with both heads masked minus the sum of their rises",
             rows=self.names,

@@ -13,7 +13,7 @@ from mechinterp import figures
 from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result, frame_of, head_axes, with_sem
+from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -82,12 +82,12 @@ class PriorHeads(Result):
 
     def plot(self) -> go.Figure:
         """Rise of the distance to dMMSE on tasks of the pool beside that to ridge on new ones, head by head."""
-        names = [f"L{layer}H{head}" for layer, head in np.ndindex(self.dmmse_rise.shape)]
-        shown = {"dMMSE, pool tasks": "dmmse_rise", "ridge, new tasks": "ridge_rise"}
         return figures.bars(
-            names,
-            {name: getattr(self, field).ravel() for name, field in shown.items()},
-            errors={name: getattr(self, f"{field}_sem").ravel() for name, field in shown.items()},
+            head_names(self.dmmse_rise.shape),
+            {
+                "dMMSE, pool tasks": (self.dmmse_rise.ravel(), self.dmmse_rise_sem.ravel()),
+                "ridge, new tasks": (self.ridge_rise.ravel(), self.ridge_rise_sem.ravel()),
+            },
             title="Rise of the distance to dMMSE and to ridge when a head is masked",
             y_title="rise of distance (y²)",
         )

@@ -130,11 +130,7 @@ def pruning_of(
         full_refit_risk=mean_and_sem(errors.refitted([[]])[:, 0]),
     )
     return Pruning(
-        kept=kept,
-        rise=rise,
-        chosen=choices.chosen,
-        **full,
-        **asdict(cost(errors, choices)),
+        kept=kept, rise=rise, chosen=choices.chosen, **full, **asdict(cost(errors, choices))
     )
 
 

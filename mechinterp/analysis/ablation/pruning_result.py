@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.cross_fitting import Cost
 from mechinterp.analysis.ablation.orders import PruningCurves
 from mechinterp.analysis.number_format import digits, with_error
@@ -185,8 +185,10 @@ class Pruning(Cost, Result):
         frame = pd.DataFrame(bars.values())
         figure = figures.bars(
             list(bars),
-            {how: frame[name].to_numpy(dtype=float) for how, name in names.items()},
-            errors={how: frame[f"{name}_sem"].to_numpy(dtype=float) for how, name in names.items()},
+            {
+                how: tuple(frame[[name, f"{name}_sem"]].to_numpy(dtype=float).T)
+                for how, name in names.items()
+            },
             title="Excess risk of the model pruned by rules",
             y_title="excess risk (y²)",
         )
@@ -201,7 +203,7 @@ class Pruning(Cost, Result):
             for rule, each in (self.pruned or {"": self}).items()
             for layer, row in enumerate(each.chosen)
         }
-        return figures.heatmap(
+        return heatmaps.heatmap(
             np.array(list(rows.values())),
             title="Share of the choices on halves of the prompts that keep a head",
             rows=list(rows),

@@ -8,11 +8,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem, resampled
-from mechinterp.display import Result, frame_of, head_axes, with_sem
+from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
@@ -103,7 +103,7 @@ class HeadAblation(Result):
     @property
     def head_names(self) -> list[str]:
         """L0H0, L0H1, ... in the order of the raveled arrays."""
-        return [f"L{layer}H{head}" for layer, head in np.ndindex(self.rise.shape)]
+        return head_names(self.rise.shape)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head; the median first where few prompts carry a rise."""
@@ -132,7 +132,7 @@ class HeadAblation(Result):
         """Rise of the excess risk: layers by heads, or with one layer a bar per head."""
         title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
         if len(self.rise) > 1:
-            return figures.layers_by_heads(self.rise, title=title, unit="y²")
+            return heatmaps.layers_by_heads(self.rise, title=title, unit="y²")
         return rises_by_method([self], title)
 
     def plot_factor(self) -> go.Figure:
@@ -145,20 +145,19 @@ class HeadAblation(Result):
         title = "Excess risk with a head masked, over the full model's, log₁₀"
         bound = np.log10(self.null_risk / self.full_risk)
         limit = float(min(np.abs(factor).max(), bound)) or float(bound)
-        return figures.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
+        return heatmaps.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
-        return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+        return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
 def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
     """Rise of the excess risk when a head is masked, a group of bars per head."""
     return figures.bars(
         methods[0].head_names,
-        {f"{one.method} ablation": one.rise.ravel() for one in methods},
-        errors={f"{one.method} ablation": one.rise_sem.ravel() for one in methods},
+        {f"{one.method} ablation": (one.rise.ravel(), one.rise_sem.ravel()) for one in methods},
         title=title,
         y_title="rise of excess risk (y²)",
     )

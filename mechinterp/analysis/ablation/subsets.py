@@ -66,8 +66,7 @@ class SubsetAblation(Result):
         """Shapley value of each head."""
         return figures.bars(
             [f"L0H{head}" for head in range(len(self.shapley))],
-            {"Shapley value": self.shapley},
-            errors={"Shapley value": self.shapley_sem},
+            {"Shapley value": (self.shapley, self.shapley_sem)},
             title=f"Shapley value: fall of the excess risk a head brings ({self.method} ablation)",
             y_title="fall of excess risk (y²)",
         )

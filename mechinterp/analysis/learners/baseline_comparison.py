@@ -80,9 +80,7 @@ def task_doubt(
 
 
 def task_loss(
-    prediction: Float[Tensor, "batch d_y"],
-    ridge: Float[Tensor, "batch d_y"],
-    prompts: Prompts,
+    prediction: Float[Tensor, "batch d_y"], ridge: Float[Tensor, "batch d_y"], prompts: Prompts
 ) -> TaskLoss:
     """The loss of a model beside those of ridge regression and of predicting 0.
 

@@ -23,13 +23,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import (
-    Learner,
-    Source,
-    is_learner,
-    learner_of,
-    predictor_of,
-)
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.models.run.task import require_task
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
@@ -82,8 +76,7 @@ class Baselines(Result):
         errors = np.array([self.model_risk_sem, *self.risk_sem[shown]])
         return figures.bars(
             ["the model", *(self.learners[index] for index in shown)],
-            {"excess risk": risks},
-            errors={"excess risk": errors},
+            {"excess risk": (risks, errors)},
             title="Excess risk of the model, and of learners at their best on the same prompts",
             y_title="excess risk (y²)",
         )

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.patching.pairing import with_task_vectors
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.icl.pools import Pool, dmmse, require_pool
@@ -68,8 +69,7 @@ class Closeness:
         """Relative distance over the second axis, on prompts of the pool and on new ones."""
         return figures.lines(
             values,
-            {f"{kind} tasks": self.relative[i] for i, kind in enumerate(KINDS)},
-            errors={f"{kind} tasks": self.relative_sem[i] for i, kind in enumerate(KINDS)},
+            figures.named((f"{kind} tasks" for kind in KINDS), self.relative, self.relative_sem),
             levels=[0.5],
             title=title,
             x_title=x_title,
@@ -79,15 +79,14 @@ class Closeness:
     def plot_risks(self, values: Int[np.ndarray, " value"], title: str, x_title: str) -> go.Figure:
         """Excess risks of the model, dMMSE and ridge over the second axis, on both kinds of prompts."""
         named = {"model": "risk", "dMMSE": "risk_dmmse", "ridge": "risk_ridge"}
-        each = {
+        risks = {
             f"{who}, {kind} tasks": (getattr(self, name)[i], getattr(self, f"{name}_sem")[i])
             for i, kind in enumerate(KINDS)
             for who, name in named.items()
         }
         return figures.lines(
             values,
-            {name: risk for name, (risk, _) in each.items()},
-            errors={name: sem for name, (_, sem) in each.items()},
+            risks,
             title=title,
             x_title=x_title,
             y_title="excess risk (y²)",
@@ -124,7 +123,7 @@ class Setting:
             rows = torch.randint(
                 len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0)
             )
-            full = with_tasks(full, self.pool[rows])
+            full = with_task_vectors(full, self.pool[rows].to(full.x))
         prompts = [replace(full, x=full.x[:, :length], y=full.y[:, :length]) for length in lengths]
         return Sample(
             prompts,
@@ -188,19 +187,6 @@ def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray,
     pairs = [ratio_and_sem(top, bottom) for top, bottom in zip(*columns, strict=True)]
     ratio, sem = (np.array(each, dtype=float).reshape(shape) for each in zip(*pairs, strict=True))
     return ratio, sem
-
-
-def with_tasks(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) -> Prompts:
-    """The prompts with other task vectors, and the same covariates and noise."""
-    change = beta.to(prompts.x) - prompts.beta
-    at_query = (prompts.x_query[:, None] @ change)[:, 0]
-    return replace(
-        prompts,
-        y=prompts.y + prompts.x @ change,
-        y_query=prompts.y_query + at_query,
-        y_query_clean=prompts.y_query_clean + at_query,
-        beta=prompts.beta + change,
-    )
 
 
 def setting_of(

@@ -98,17 +98,11 @@ class LearnerFits(Result):
         if np.isnan(self.r2[at, best]):
             return "The model predicts 0 on every prompt."
         name = self.learners[best]
-        fitted = (
-            f", {FITTED[name]} = {with_error(self.factor[at, best], self.factor_sem[at, best])}"
-            if name in FITTED
-            else ""
-        )
+        factor = with_error(self.factor[at, best], self.factor_sem[at, best])
+        fitted = f", {FITTED[name]} = {factor}" if name in FITTED else ""
         clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
-        closest = (
-            "Closest to"
-            if self.r2[at, best] >= NEAR
-            else "No learner fitted here is close, the nearest is"
-        )
+        near = self.r2[at, best] >= NEAR
+        closest = "Closest to" if near else "No learner fitted here is close, the nearest is"
         return (
             f"{closest} {name}{fitted}: {explained(self.r2[at, best], self.r2_sem[at, best])}, "
             f"rms {with_error(self.rms[at, best], self.rms_sem[at, best])} at L = {self.trained_length}; "
@@ -163,14 +157,13 @@ class LearnerFits(Result):
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
         names = (figures.MODEL, *self.learners)
-        losses, errors = (
+        losses = [
             np.column_stack([getattr(self, f"model_{name}"), getattr(self, name)]).T
             for name in with_sem("loss")
-        )
+        ]
         return figures.lines(
             self.context_length,
-            dict(zip(names, losses, strict=True)),
-            errors=dict(zip(names, errors, strict=True)),
+            figures.named(names, *losses),
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
@@ -180,8 +173,7 @@ class LearnerFits(Result):
         """Root mean square distance from the model to each fitted learner over the context length."""
         return figures.lines(
             self.context_length,
-            dict(zip(self.learners, self.rms.T, strict=True)),
-            errors=dict(zip(self.learners, self.rms_sem.T, strict=True)),
+            figures.named(self.learners, self.rms.T, self.rms_sem.T),
             title="Distance from the model to each learner",
             x_title="context length L",
             y_title="rms of model − learner (y)",

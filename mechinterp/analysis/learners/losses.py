@@ -48,8 +48,7 @@ class SharedLosses(Result):
         """Loss of every model over the context length."""
         return figures.lines(
             self.context_length,
-            dict(zip(self.models, self.loss.T, strict=True)),
-            errors=dict(zip(self.models, self.loss_sem.T, strict=True)),
+            figures.named(self.models, self.loss.T, self.loss_sem.T),
             title=f"Loss over context length, {self.n_prompts} shared prompts each",
             x_title="context length L",
             y_title="loss (y²)",

@@ -304,8 +304,7 @@ class AlgorithmEvidence(Result):
         path_r2, sem = self.path_r2, self.path_r2_sem
         return figures.lines(
             np.arange(1, self.n_layers + 1),
-            {self.members[m]: path_r2[m] for m in self.drawn},
-            errors={self.members[m]: sem[m] for m in self.drawn},
+            {self.members[m]: (path_r2[m], sem[m]) for m in self.drawn},
             title="How near the stream after each layer is to what each algorithm predicts there",
             x_title="layers run",
             y_title="R²",

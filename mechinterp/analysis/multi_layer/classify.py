@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
@@ -27,7 +27,7 @@ from mechinterp.analysis.result import Table, figures_of, records, sentences_of,
 from mechinterp.analysis.stats import best_factor, mean_and_sem
 from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
-from mechinterp.display import frame_of, head_axes
+from mechinterp.display import frame_of, head_axes, head_names
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import assumed_of, task_for
 
@@ -157,9 +157,7 @@ class LayeredClassification(Classified):
         """One row per head."""
         frame = frame_of(self, "increase", "increase_sem", "importance", **head_axes(self.increase))
         frame = frame.rename(columns={"increase": "excess_risk_increase", "increase_sem": "sem"})
-        frame.insert(
-            2, "label", [f"L{layer}H{head}" for layer, head in np.ndindex(self.increase.shape)]
-        )
+        frame.insert(2, "label", head_names(self.increase.shape))
         return frame
 
     def plot(self) -> go.Figure:
@@ -167,14 +165,14 @@ class LayeredClassification(Classified):
         title = "Rise of the excess risk when a head is masked"
         limit, largest = self.loss.zero - self.loss.model, float(np.abs(self.increase).max())
         if not 0 < limit < largest:
-            return figures.layers_by_heads(self.increase, title=title, unit="y²")
+            return heatmaps.layers_by_heads(self.increase, title=title, unit="y²")
         title = f"{title} (full colour: no better than predicting 0)"
-        return figures.layers_by_heads(self.increase, title=title, unit="y²", limit=limit)
+        return heatmaps.layers_by_heads(self.increase, title=title, unit="y²", limit=limit)
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = "Importance: share of the layer's rise when a head is masked"
-        return figures.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+        return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
 def classify_layers(

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.random_models import random_models
-from mechinterp.display import Result, counted
+from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
@@ -63,10 +63,9 @@ class CompositionScores(Result):
 
     def plot(self) -> go.Figure:
         """A heatmap for each input: rows are heads that write, columns later heads that read; 0 is random weights."""
-        n_layers, n_heads = self.score.shape[1:3]
-        names = [f"L{layer}H{head}" for layer in range(n_layers) for head in range(n_heads)]
+        names, n_heads = head_names(self.score.shape[1:3]), self.score.shape[2]
         above = self.score - self.random[:, None, None, None, None]
-        matrices = figures.Matrices(
+        matrices = heatmaps.Matrices(
             above.reshape(3, len(names), len(names))[:, :-n_heads, n_heads:],
             names[:-n_heads],
             names[n_heads:],
@@ -75,7 +74,7 @@ class CompositionScores(Result):
             names=[f"into {each}" for each in INPUTS],
         )
         title = "Composition scores above those of random weights"
-        return figures.head_heatmaps(matrices, title=title)
+        return heatmaps.head_heatmaps(matrices, title=title)
 
 
 def composition_scores(source: Source) -> CompositionScores:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result
 from mechinterp.memory import require_memory
@@ -103,21 +103,21 @@ class LayeredCircuits(Result):
         """The OV circuits of a layer's heads, with a slider over the layers: rows are what is written."""
         return self._by_layer("OV", self._ov)
 
-    def _qk(self, layer: int) -> figures.Matrices:
+    def _qk(self, layer: int) -> heatmaps.Matrices:
         unit, part = ("", CLEAR_PART) if self.of_weights_alone else ("1/x²", 1.0)
         names = self.coordinates
-        return figures.Matrices(
+        return heatmaps.Matrices(
             self.QK[layer], names, names, "query", "key", unit=unit, kind="QK", part=part
         )
 
-    def _ov(self, layer: int) -> figures.Matrices:
+    def _ov(self, layer: int) -> heatmaps.Matrices:
         OV, alone = self.OV[layer].swapaxes(1, 2), bool(self.of_weights_alone)
         rows, part = (self.coordinates, CLEAR_PART) if alone else (responses(self.OV.shape[3]), 1.0)
-        return figures.Matrices(
+        return heatmaps.Matrices(
             OV, rows, self.coordinates, "written", "read", kind="OV", strips=not alone, part=part
         )
 
-    def _by_layer(self, what: str, *kinds: Callable[[int], figures.Matrices]) -> go.Figure:
+    def _by_layer(self, what: str, *kinds: Callable[[int], heatmaps.Matrices]) -> go.Figure:
         """Each layer on colour scales of its own, where they end in the title."""
         layers = [[kind(layer) for kind in kinds] for layer in range(len(self.QK))]
         frames = {
@@ -129,7 +129,7 @@ class LayeredCircuits(Result):
             + " and ".join(f"±{digits(each.limit)}" for each in drawn)
             for layer, drawn in enumerate(layers)
         ]
-        figure = figures.head_heatmaps(*layers[0], title="")
+        figure = heatmaps.head_heatmaps(*layers[0], title="")
         return figures.with_slider(figure, frames, label="layer", titles=titles)
 
 

@@ -21,7 +21,7 @@ from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.step_effects import QueryRun, held, step_image
 from mechinterp.analysis.stats import r2_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -62,27 +62,17 @@ class StepInterventions(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer, and one for all."""
-        nothing = [np.nan]
-        return pd.DataFrame(
-            {
-                "layer": self.layers,
-                "replaced_r2": self.replaced_r2,
-                "replaced_r2_sem": self.replaced_r2_sem,
-                "control_r2": self.control_r2,
-                "control_r2_sem": self.control_r2_sem,
-                "exchanged_r2": [*self.exchanged_r2, *nothing],
-                "exchanged_r2_sem": [*self.exchanged_r2_sem, *nothing],
-            }
-        )
+        frame = frame_of(self, *with_sem("replaced_r2", "control_r2"), layer=self.layers)
+        exchanged = ("exchanged_r2", "exchanged_r2_sem")
+        return frame.assign(**{name: [*getattr(self, name), np.nan] for name in exchanged})
 
     def plot(self) -> go.Figure:
         """R^2 after replacing each layer, and all."""
         return figures.bars(
             list(self.layers),
-            {"the algorithm's step": self.replaced_r2, "another prompt's": self.control_r2},
-            errors={
-                "the algorithm's step": self.replaced_r2_sem,
-                "another prompt's": self.control_r2_sem,
+            {
+                "the algorithm's step": (self.replaced_r2, self.replaced_r2_sem),
+                "another prompt's": (self.control_r2, self.control_r2_sem),
             },
             title=f"The prediction with steps of {self.algorithm} in place of what layers add",
             y_title="R² on the untouched model",

@@ -8,10 +8,11 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.display import Result, counted
+from mechinterp.analysis.stats import rank_correlation
+from mechinterp.display import Result, counted, head_names
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -57,7 +58,7 @@ class AttentionPatterns(Result):
         """head 0, ... of one layer, L0H0, ... of several."""
         if self.n_layers == 1:
             return [f"head {head}" for head in self.head]
-        return [f"L{layer}H{head}" for layer, head in zip(self.layer, self.head, strict=True)]
+        return head_names((self.n_layers, len(self.layer) // self.n_layers))
 
     def __repr__(self) -> str:
         n_prompts, n_heads, n_keys = self.pattern.shape
@@ -90,11 +91,8 @@ class AttentionPatterns(Result):
 
     def _rank(self, head: int) -> float:
         """Mean over prompts of the rank correlation of weights and likeness."""
-        both = (self.pattern[:, head], self.similarity)
-        ranks = [pd.DataFrame(values.T).rank().to_numpy() for values in both]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            each = [np.corrcoef(a, b)[0, 1] for a, b in zip(*(r.T for r in ranks), strict=True)]
-        return float(np.mean(each))
+        pairs = zip(self.pattern[:, head], self.similarity, strict=True)
+        return float(np.mean([rank_correlation(*pair) for pair in pairs]))
 
     def tables(self) -> dict[str, Table]:
         """Every weight."""
@@ -108,10 +106,7 @@ class AttentionPatterns(Result):
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
         columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
-        columns |= {
-            "attention": self.pattern.ravel(),
-            "similarity": self.similarity[prompt, key],
-        }
+        columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
         n_responses = self.y.shape[2]
         for response in range(n_responses):
             name = "y" if n_responses == 1 else f"y_{response}"
@@ -121,7 +116,7 @@ class AttentionPatterns(Result):
     def plot(self) -> go.Figure:
         """Attention of each head to each token, the most alike to the query last, with a slider over the prompts."""
         n_prompts, n_heads, n_keys = self.pattern.shape
-        figure = figures.heatmap(
+        figure = heatmaps.heatmap(
             self.pattern[0],
             title="",
             rows=self.head_names,
@@ -146,10 +141,12 @@ class AttentionPatterns(Result):
     def plot_similarity(self) -> go.Figure:
         """Attention against how alike token and query are, with a slider over the prompts."""
         n_prompts, n_heads, _ = self.pattern.shape
-        names = enumerate(self.head_names)
-        last = {name: (self.similarity[-1], self.pattern[-1, head]) for head, name in names}
-        figure = figures.points(
-            last, title="", x_title="⟨x token, x query⟩ (x²)", y_title="attention weight"
+        figure = figures.runs(
+            {name: {name: (np.zeros(0), np.zeros(0))} for name in self.head_names},
+            title="",
+            x_title="⟨x token, x query⟩ (x²)",
+            y_title="attention weight",
+            markers=True,
         )
         figure.update_traces(
             hovertemplate="weight %{y:.4f}<br>%{text}<extra>%{fullData.name}</extra>"

@@ -14,7 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.random_models import random_models
 from mechinterp.analysis.stats import estimates, mean_and_sem
-from mechinterp.display import Result, frame_of, head_axes, with_sem
+from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
@@ -73,15 +73,12 @@ class AttentionEntropy(Result):
     def plot(self) -> go.Figure:
         """Entropy of every head beside that of random weights; a dotted line is uniform attention."""
         frame = self.to_frame()
-        groups = {"model": frame["entropy"].to_numpy()}
-        errors = {"model": frame["entropy_sem"].to_numpy()}
+        columns = {"model": ["entropy", "entropy_sem"]}
         if np.isfinite(self.random).all():
-            groups["random weights"] = frame["random_entropy"].to_numpy()
-            errors["random weights"] = frame["random_entropy_sd"].to_numpy()
+            columns["random weights"] = ["random_entropy", "random_entropy_sd"]
         figure = figures.bars(
-            [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)],
-            groups,
-            errors=errors,
+            head_names(self.entropy.shape),
+            {name: tuple(frame[both].to_numpy().T) for name, both in columns.items()},
             title="Entropy of the query's attention; dotted: uniform attention",
             y_title="entropy (nats)",
         )
@@ -91,11 +88,7 @@ class AttentionEntropy(Result):
 
 
 def attention_entropy(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> AttentionEntropy:
     """Entropy of each head's attention from the query, beside uniform attention and random initial weights.
 

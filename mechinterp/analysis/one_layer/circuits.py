@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.multi_layer.head_circuits import (
     LayeredCircuits,
     coordinates,
@@ -84,28 +84,28 @@ class Circuits(Result):
 
     def plot(self) -> go.Figure:
         """The part of every QK circuit that acts, and every OV circuit below it."""
-        return figures.head_heatmaps(self._qk, self._ov, title="QK and OV circuits")
+        return heatmaps.head_heatmaps(self._qk, self._ov, title="QK and OV circuits")
 
     def plot_qk(self) -> go.Figure:
         """The part of every QK circuit that acts: rows are the query's x, columns a key's x and y."""
-        return figures.head_heatmaps(self._qk, title="QK circuits")
+        return heatmaps.head_heatmaps(self._qk, title="QK circuits")
 
     def plot_ov(self) -> go.Figure:
         """Every OV circuit as a strip: rows are the predicted responses, columns a token's coordinates."""
-        return figures.head_heatmaps(self._ov, title="OV circuits")
+        return heatmaps.head_heatmaps(self._ov, title="OV circuits")
 
     @property
-    def _qk(self) -> figures.Matrices:
+    def _qk(self) -> heatmaps.Matrices:
         columns = coordinates(*self._sizes)
         rows = columns[: self._sizes[0]]
         QK = self.QK[:, : len(rows)]
-        return figures.Matrices(QK, rows, columns, "query", "key", unit="1/x²", kind="QK")
+        return heatmaps.Matrices(QK, rows, columns, "query", "key", unit="1/x²", kind="QK")
 
     @property
-    def _ov(self) -> figures.Matrices:
+    def _ov(self) -> heatmaps.Matrices:
         rows, columns = responses(self._sizes[1]), coordinates(*self._sizes)
         OV = self.OV.swapaxes(1, 2)
-        return figures.Matrices(OV, rows, columns, "", "token", kind="OV", strips=True)
+        return heatmaps.Matrices(OV, rows, columns, "", "token", kind="OV", strips=True)
 
     @property
     def _sizes(self) -> tuple[int, int]:

@@ -17,9 +17,7 @@ from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form
 from mechinterp.analysis.one_layer.pca_components import Components
-from mechinterp.analysis.one_layer.substitution import (
-    Faithfulness,
-)
+from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.analysis.verdict import Verdict, spelled_out

@@ -12,19 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_loss
+from mechinterp.analysis.learners.baseline_comparison import task_loss
 from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.effective_step import Scales, scales_of
-from mechinterp.analysis.one_layer.head_statistics import (
-    Form,
-    Heads,
-    form_of,
-    read_groups,
-    read_heads,
-)
+from mechinterp.analysis.one_layer.head_statistics import Form, form_of, read_groups, read_heads
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
     agreed_label,
@@ -33,22 +27,17 @@ from mechinterp.analysis.one_layer.label_rules import (
 )
 from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
 from mechinterp.analysis.one_layer.pca_components import Components, components
-from mechinterp.analysis.one_layer.random_null import Null, is_bare, null_of
-from mechinterp.analysis.one_layer.substitution import (
-    Faithfulness,
-    faithfulness,
-    idealised,
-)
+from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
+from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.readings import Reading
-from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import assumed_of, require_task
 from mechinterp.models.scores import is_normalised, kernel_text
-from mechinterp.models.weights import model_of_layer
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -209,8 +198,15 @@ def _classified(
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
     factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
     bare = is_bare(weights)
-    null = null_of(task, _shape(weights), form=form.kind, bare=bare)
-    p_values = _p_values(null, groups, scales, substitution, loss)
+    null = null_of(task, random_shape(weights), form=form.kind, bare=bare)
+    p_values = null.p_values(
+        qk_diagonal_best=groups.qk_diagonal.max(),
+        ov_last_entry_best=groups.ov_last_entry.max(),
+        omega_spread=scales.omega_spread,
+        zero_sum=scales.zero_sum,
+        substitution_r2=substitution.r2,
+        task_r2=loss.r2,
+    )
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
     used = _components(form, scales, task, limits)
     evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
@@ -230,7 +226,10 @@ def _classified(
         learner=learner,
         components=used,
         p_values=p_values,
-        head_p_values=_head_p_values(null, heads),
+        head_p_values={
+            name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
+            for name in ("qk_diagonal", "ov_last_entry")
+        },
         random_ranges=null.ranges,
         n_random=null.n_models,
         kernel=kernel_text(weights.score, weights.score_slope),
@@ -322,32 +321,3 @@ def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) ->
             raise ValueError(f"The task's {name} must be the model's, {own}, got {other}.")
     if n_prompts < 2:
         raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")
-
-
-def _head_p_values(null: Null, heads: Heads) -> dict[str, np.ndarray]:
-    return {
-        name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
-        for name in ("qk_diagonal", "ov_last_entry")
-    }
-
-
-def _shape(weights: AttentionWeights) -> ModelConfig:
-    """The architecture of the random models that the heads are held against."""
-    model = model_of_layer(weights)
-    return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
-
-
-def _p_values(
-    null: Null, groups: Heads, scales: Scales, substitution: Faithfulness, loss: TaskLoss
-) -> dict[str, float]:
-    best = {
-        f"{name}_best": float(getattr(groups, name).max())
-        for name in ("qk_diagonal", "ov_last_entry")
-    }
-    values = best | {
-        "omega_spread": scales.omega_spread,
-        "zero_sum": scales.zero_sum,
-        "substitution_r2": substitution.r2,
-        "task_r2": loss.r2,
-    }
-    return {name: null.p_value(name, value) for name, value in values.items()}

@@ -19,6 +19,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
 from mechinterp.models.scores import is_normalised
+from mechinterp.models.weights import model_of_layer
 from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
@@ -41,6 +42,10 @@ class Null:
         above = len(values) - np.searchsorted(values, value, side="left")
         extreme = below if name in SMALL_IS_STRUCTURE else above
         return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
+
+    def p_values(self, **values: float) -> dict[str, float]:
+        """The fraction for each number, by its name."""
+        return {name: self.p_value(name, value) for name, value in values.items()}
 
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
@@ -106,6 +111,12 @@ def _statistics(
         "substitution_r2": r2,
         "task_r2": task_r2,
     }
+
+
+def random_shape(weights: AttentionWeights) -> ModelConfig:
+    """The architecture of the random models that heads are held against."""
+    model = model_of_layer(weights)
+    return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
 
 
 def is_bare(weights: AttentionWeights) -> bool:

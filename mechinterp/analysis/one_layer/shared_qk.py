@@ -58,10 +58,7 @@ def common_matrix(
 
 
 def spread_over_heads(
-    sizes: Float[Tensor, "*models head"],
-    mu: Float[Tensor, "*models head d_y"],
-    *,
-    serving: float,
+    sizes: Float[Tensor, "*models head"], mu: Float[Tensor, "*models head d_y"], *, serving: float
 ) -> Float[Tensor, "*models"]:
     """max/min of sizes minus 1 over the heads that serve a response, the largest over responses.
 

@@ -68,10 +68,7 @@ def _other(near: Nearby, n: int) -> str:
 
 
 def _smoother(
-    form: Form,
-    omega: Float[np.ndarray, " head"],
-    mu: Float[np.ndarray, "head d_y"],
-    kernel: str,
+    form: Form, omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, "head d_y"], kernel: str
 ) -> str:
     similar = "x_lᵀΩx" if form.kind == "common" else "x_l·x"
     if len(omega) == 1:

@@ -7,8 +7,8 @@ a metric moves when the later head alone reads the clean prompt's write, while e
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, Literal
+from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,21 +20,20 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
-from mechinterp.analysis.stats import estimates, mean_and_sem, resampled
+from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted
+from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.hooks import Hooks
-from mechinterp.models.hooked.masks import resid_name, z_name
+from mechinterp.models.hooked.masks import resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.hooked.written import require_sum, written
+from mechinterp.models.hooked.written import require_sum
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
-Component = Literal["q", "k", "v"]
-COMPONENTS: tuple[Component, ...] = ("q", "k", "v")
+COMPONENTS = ("q", "k", "v")
 LISTED = 12
 N_PAIRS = 32
 """Pairs of prompts, if nobody says how many; every edge takes a run on them."""
@@ -99,10 +98,9 @@ class HeadEdges(Result):
         top = self.to_frame().head(LISTED)
         return figures.bars(
             [edge_name(row) for row in top.itertuples()],
-            {"estimated": top["estimate"].to_numpy(), "patched": top["patched"].to_numpy()},
-            errors={
-                "estimated": top["estimate_sem"].to_numpy(),
-                "patched": top["patched_sem"].to_numpy(),
+            {
+                name: (top[column].to_numpy(), top[f"{column}_sem"].to_numpy())
+                for name, column in (("estimated", "estimate"), ("patched", "patched"))
             },
             title="Effect of edges between heads",
             y_title="change of the metric",
@@ -158,7 +156,7 @@ def attribute_edges(
     if isinstance(hooked.model, ModuleHooks):
         query_positions(hooked, clean)
         require_sum(hooked.model, hooked.inputs(clean))
-    pair = _Pair.of(hooked, clean, corrupted, metric)
+    pair = Pair.of(hooked, clean, corrupted, metric)
     estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
     found = estimates(
         estimate=mean_and_sem(estimate),
@@ -169,69 +167,29 @@ def attribute_edges(
     return HeadEdges(ig_steps, **found)
 
 
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """The two sets of prompts as the model reads them, with what its heads do on each."""
-
-    hooked: HookedPredictor
-    clean: Tensor
-    corrupted: Tensor
-    moved: tuple[Float[Tensor, "batch pos head d_model"], ...]
-    """Of each layer what each head writes on the clean prompts minus that on the corrupted ones."""
-    metric: Metric
-
-    @classmethod
-    def of(
-        cls, hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None
-    ) -> "_Pair":
-        with torch.no_grad():
-            inputs = hooked.inputs(clean), hooked.inputs(corrupted)
-            shapes = [list(each.shape) for each in inputs]
-            if shapes[0] != shapes[1] or shapes[0][0] < 2:
-                raise ValueError(
-                    f"clean and corrupted tokens must have one shape, of at least 2 prompts, got {shapes[0]} and {shapes[1]}."
-                )
-            names = [z_name(layer) for layer in range(hooked.n_layers)]
-            runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
-            target = hooked.prediction(runs[0][0], clean)
-            moved = tuple(
-                written(hooked.model, layer, runs[0][1][name] - runs[1][1][name])
-                for layer, name in enumerate(names)
-            )
-        metric = nearness(hooked, target) if metric is None else metric
-        return cls(hooked, *inputs, moved, metric)
-
-    @torch.no_grad()
-    def gained(self) -> Float[np.ndarray, " batch"]:
-        """Metric of the clean minus that of the corrupted prompts."""
-        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
-        return (clean - corrupted).double().numpy(force=True)
-
-
 def _estimates(
-    pair: _Pair, ig_steps: int
+    pair: Pair, ig_steps: int
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """For each prompt the effects to first order."""
     hooked = pair.hooked
     gradients = _mean_gradients(pair, ig_steps)
     effects = _no_effects(pair)
-    for layer, moved in enumerate(pair.moved):
-        for later in range(layer + 1, hooked.n_layers):
-            for index, component in enumerate(COMPONENTS):
-                effect = einsum(
-                    moved,
-                    gradients[_read_name(later, component)],
-                    "batch pos head d_model, batch pos later d_model -> batch head later",
-                )
-                effects[:, index, layer, :, later] = effect.double().numpy(force=True)
+    for layer, later in combinations(range(hooked.n_layers), 2):
+        for index, component in enumerate(COMPONENTS):
+            effect = einsum(
+                pair.moved[layer],
+                gradients[_read_name(later, component)],
+                "batch pos head d_model, batch pos later d_model -> batch head later",
+            )
+            effects[:, index, layer, :, later] = effect.double().numpy(force=True)
     return effects
 
 
-def _mean_gradients(pair: _Pair, ig_steps: int) -> dict[str, Tensor]:
+def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
     """Gradient of each prompt's metric at the stream as every head reads it, mean over points on the way to the clean
     prompts: [batch, pos, head, d_model] by the name of what is read."""
     later = range(1, pair.hooked.n_layers)
-    names = [_read_name(layer, component) for layer in later for component in COMPONENTS]
+    names = [_read_name(*each) for each in product(later, COMPONENTS)]
     shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
     totals: dict[str, Tensor] = {}
     for share in shares:
@@ -265,7 +223,7 @@ def _run(
 
 @torch.no_grad()
 def _patches(
-    pair: _Pair, progress: ProgressCallback
+    pair: Pair, progress: ProgressCallback
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """For each prompt what patching an edge changes.
 
@@ -299,9 +257,7 @@ def _put(own: Tensor, hook: object, *, head: int, values: Tensor) -> Tensor:
     return own
 
 
-def _no_effects(
-    pair: _Pair,
-) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
+def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """NaN for all pairs of heads."""
     shape = (pair.hooked.n_layers, pair.hooked.n_heads)
     return np.full((len(pair.clean), len(COMPONENTS), *shape, *shape), np.nan)
@@ -312,18 +268,10 @@ def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float,
     edges = np.isfinite(patched[0])
     found = np.stack([estimate[:, edges], patched[:, edges]])
     again = [
-        _spearman(*np.tensordot(shares, found, axes=(0, 1))) for shares in resampled(len(patched))
+        rank_correlation(*np.tensordot(shares, found, axes=(0, 1)))
+        for shares in resampled(len(patched))
     ]
-    return _spearman(*found.mean(1)), float(np.std(again, ddof=1))
-
-
-def _spearman(first: Float[np.ndarray, " edge"], second: Float[np.ndarray, " edge"]) -> float:
-    # Here and not above: who imports this file need not wait for it.
-    from scipy.stats import rankdata
-
-    ranks = rankdata(first), rankdata(second)
-    constant = any(np.ptp(rank) == 0 for rank in ranks)
-    return float("nan") if constant else float(np.corrcoef(*ranks)[0, 1])
+    return rank_correlation(*found.mean(1)), float(np.std(again, ddof=1))
 
 
 def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:

@@ -1,13 +1,17 @@
 """Pairs of prompts for patching: clean ones, and corrupted ones that differ from them in the task vector alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.written import written
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 
@@ -16,12 +20,7 @@ Metric = Callable[[Tensor], Tensor]
 
 
 def clean_and_corrupted(
-    source: Source,
-    clean: Prompts | None,
-    corrupted: Prompts | None,
-    *,
-    n_prompts: int,
-    seed: int,
+    source: Source, clean: Prompts | None, corrupted: Prompts | None, *, n_prompts: int, seed: int
 ) -> tuple[Prompts, Prompts]:
     """Prompts of the model's own task, and the same covariates and noise with other task vectors.
 
@@ -66,3 +65,42 @@ def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Met
         return -(hooked.read(output) - target).square().sum(-1)
 
     return metric
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The two sets of prompts as the model reads them, with what its heads do on each."""
+
+    hooked: HookedPredictor
+    clean: Tensor
+    corrupted: Tensor
+    moved: tuple[Float[Tensor, "batch pos head d_model"], ...]
+    """Of each layer what each head writes on the clean prompts minus that on the corrupted ones."""
+    metric: Metric
+
+    @classmethod
+    def of(
+        cls, hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None
+    ) -> "Pair":
+        with torch.no_grad():
+            inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+            shapes = [list(each.shape) for each in inputs]
+            if shapes[0] != shapes[1] or shapes[0][0] < 2:
+                raise ValueError(
+                    f"clean and corrupted tokens must have one shape, of at least 2 prompts, got {shapes[0]} and {shapes[1]}."
+                )
+            names = [z_name(layer) for layer in range(hooked.n_layers)]
+            runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
+            target = hooked.prediction(runs[0][0], clean)
+            moved = tuple(
+                written(hooked.model, layer, runs[0][1][name] - runs[1][1][name])
+                for layer, name in enumerate(names)
+            )
+        metric = nearness(hooked, target) if metric is None else metric
+        return cls(hooked, *inputs, moved, metric)
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric of the clean minus that of the corrupted prompts."""
+        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
+        return (clean - corrupted).double().numpy(force=True)

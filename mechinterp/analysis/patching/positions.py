@@ -60,12 +60,13 @@ class PositionPatching(Result):
         per_layer = [f"L{layer}" for layer in range(len(self.effect))]
         heads = range(self.effect.shape[2]) if self.effect.ndim == 3 else ()
         names = [f"{layer}H{head}" for layer in per_layer for head in heads] or per_layer
-        curves = np.moveaxis(self.effect, 1, -1).reshape(len(names), -1)
-        errors = np.moveaxis(self.effect_sem, 1, -1).reshape(len(names), -1)
+        curves = [
+            np.moveaxis(values, 1, -1).reshape(len(names), -1)
+            for values in (self.effect, self.effect_sem)
+        ]
         return figures.lines(
             np.arange(self.effect.shape[1]),
-            dict(zip(names, curves, strict=True)),
-            errors=dict(zip(names, errors, strict=True)),
+            figures.named(names, *curves),
             title=f"Change of the metric when {self.activation} at one position is patched",
             x_title="position (the last is the query)",
             y_title="change of the metric",

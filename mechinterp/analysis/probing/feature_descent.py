@@ -106,8 +106,7 @@ class DescentCurves(Result):
         """Excess risk over steps, a curve per kind of features."""
         return figures.lines(
             np.arange(self.risk.shape[1]),
-            dict(zip(self.features, self.risk, strict=True)),
-            errors=dict(zip(self.features, self.risk_sem, strict=True)),
+            figures.named(self.features, self.risk, self.risk_sem),
             title="Excess risk of gradient descent on the features of a layer",
             x_title="steps",
             y_title="excess risk (y²)",

@@ -58,8 +58,7 @@ class LayerProbes(Result):
         names = [f"position {pos}" for pos in self.positions]
         return figures.lines(
             np.arange(len(self.risk)),
-            dict(zip(names, self.risk.T, strict=True)),
-            errors=dict(zip(names, self.risk_sem.T, strict=True)),
+            figures.named(names, self.risk.T, self.risk_sem.T),
             title="What a linear probe of the stream gets wrong, before each layer and at the end",
             x_title="layers run",
             y_title="excess risk (y²)",

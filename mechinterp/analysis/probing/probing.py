@@ -97,12 +97,13 @@ class Probing(Result):
     def plot_r2(self) -> go.Figure:
         """R^2 of each probe after each layer, with its control."""
         probes = {"response": self.response, **self.structures}
-        kinds = [(n, k) for n in probes for k in ("r2", "control_r2")]
-        labels = {kind: f"{kind[0]}{', control' if kind[1] != 'r2' else ''}" for kind in kinds}
         return figures.lines(
             np.arange(len(self.response.risk)),
-            {labels[name, k]: getattr(probes[name], k)[:, -1] for name, k in kinds},
-            errors={labels[name, k]: getattr(probes[name], f"{k}_sem")[:, -1] for name, k in kinds},
+            {
+                f"{name}{of}": (getattr(each, r2)[:, -1], getattr(each, f"{r2}_sem")[:, -1])
+                for name, each in probes.items()
+                for r2, of in (("r2", ""), ("control_r2", ", control"))
+            },
             title="R² of linear probes of the stream at the query",
             x_title="layers run",
             y_title="R²",

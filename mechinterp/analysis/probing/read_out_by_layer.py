@@ -98,18 +98,18 @@ class ReadOutByLayer(Result):
         """R2 after each whole layer, of both read-outs, a pair of curves for each target."""
         whole = self.head < 0
         titles = {"y": "y", "model": "its prediction", "ridge": "ridge's"}
-        curves: dict[str, np.ndarray] = {}
-        errors: dict[str, np.ndarray] = {}
-        for of, how in (("fitted", "fitted"), ("own", "own")):
-            for row, target in enumerate(TARGETS):
-                name = f"{titles[target]}, {how}"
-                curves[name] = getattr(self, f"{of}_r2")[row, whole]
-                errors[name] = getattr(self, f"{of}_r2_sem")[row, whole]
-        kept = {name: values for name, values in curves.items() if np.isfinite(values).any()}
+        curves = {
+            f"{titles[target]}, {how}": (r2[row, whole], sem[row, whole])
+            for how, r2, sem in (
+                ("fitted", self.fitted_r2, self.fitted_r2_sem),
+                ("own", self.own_r2, self.own_r2_sem),
+            )
+            for row, target in enumerate(TARGETS)
+            if np.isfinite(r2[row, whole]).any()
+        }
         figure = figures.lines(
             self.layers_run[whole],
-            kept,
-            errors=errors,
+            curves,
             title="What a linear read-out of the stream at the query finds",
             x_title="layers run",
             y_title="R²",

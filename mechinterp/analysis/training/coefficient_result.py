@@ -12,17 +12,17 @@ from mechinterp import figures
 from mechinterp.display import Result
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LearningCoefficient(Result):
     """An estimate of the local learning coefficient, with how it was drawn."""
 
-    estimate: float
+    estimate: float = math.nan
     """lambda_hat, no unit; NaN if the weights are no minimum."""
-    sem: float
+    sem: float = math.nan
     """Standard error over chains, autocorrelation included; NaN if the weights are no minimum."""
     exact: float | None
     """The known value at a minimum of this loss; None where it is not known."""
-    is_minimum: bool
+    is_minimum: bool = False
     """Whether neither descent nor the draws find a lower loss nearby."""
     reason: str
     """Why the weights are no minimum; empty if they are."""
@@ -30,11 +30,11 @@ class LearningCoefficient(Result):
     """Why the exact value is not known; empty if it is."""
     per_chain: Float[np.ndarray, " chain"]
     """The estimate of each chain; NaN if the weights are no minimum."""
-    acceptance: float
+    acceptance: float = math.nan
     """Part of the draws that were accepted."""
-    r_hat: float
+    r_hat: float = math.nan
     """Spread of all half-chains over that within them; 1 where they agree."""
-    effective_draws: float
+    effective_draws: float = math.nan
     """Independent draws with the same error of the mean."""
     excess: Float[np.ndarray, "chain draw"]
     """n_beta (L - L*) at each draw; without draws if descent alone has shown that the weights are no minimum."""
@@ -52,7 +52,7 @@ class LearningCoefficient(Result):
     """Which entries are drawn; all others stay fixed."""
     over: str
     """What the loss is a mean over."""
-    moved: float
+    moved: float = 0.0
     """Distance that the weights were moved to the minimum before, unit of the weights; 0 unless asked for."""
     curve: tuple["LearningCoefficient", ...] = ()
     """The same at other n_beta, as asked for."""
@@ -118,8 +118,7 @@ class LearningCoefficient(Result):
         each = sorted([self, *self.curve], key=lambda one: one.n_beta)
         return figures.lines(
             np.array([one.n_beta for one in each]),
-            {"estimate": np.array([one.estimate for one in each])},
-            errors={"estimate": np.array([one.sem for one in each])},
+            {"estimate": (np.array([o.estimate for o in each]), np.array([o.sem for o in each]))},
             title="Learning coefficient over n_beta",
             x_title="n_beta (1/y²)",
             y_title="learning coefficient",

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.training.coefficient_result import LearningCoefficient
-from mechinterp.analysis.training.histories import with_snapshots
+from mechinterp.analysis.training.histories import snapshots_of
 from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
 from mechinterp.analysis.training.learning_coefficient import (
     is_trained_on_moments,
@@ -23,7 +23,6 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.display import counted
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
@@ -99,8 +98,10 @@ class CoefficientSnapshots(KeptSteps):
         names = {"all heads": "", "live heads alone": "live_"}
         return figures.lines(
             self.step.astype(float),
-            {name: frame[f"{prefix}estimate"].to_numpy() for name, prefix in names.items()},
-            errors={name: frame[f"{prefix}sem"].to_numpy() for name, prefix in names.items()},
+            {
+                name: (frame[f"{prefix}estimate"].to_numpy(), frame[f"{prefix}sem"].to_numpy())
+                for name, prefix in names.items()
+            },
             title="Learning coefficient at minima, and its levels (dotted)",
             x_title="step",
             y_title="learning coefficient",
@@ -146,9 +147,7 @@ def coefficient_snapshots(
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
         ([False, True], [0, 4])
     """
-    checkpoint = checkpoint_of(
-        with_snapshots(source, "coefficient_snapshots"), "coefficient_snapshots"
-    )
+    checkpoint = snapshots_of(source, "coefficient_snapshots")
     if not is_trained_on_moments(checkpoint):
         raise ValueError(
             "coefficient_snapshots needs linear attention that was trained on moments."

@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
@@ -73,7 +73,7 @@ class DeepSnapshots(KeptSteps):
     def plot(self) -> go.Figure:
         """Importance, layers by heads, with a slider over the steps."""
         title = "Importance: share of the layer's rise"
-        figure = figures.layers_by_heads(
+        figure = heatmaps.layers_by_heads(
             self.importance[-1], title=title, unit="share", limit=1.0, signed=False
         )
         return self._heatmaps(figure, self.importance[:, None], title)

@@ -191,13 +191,8 @@ def _estimate(
     )
     if found.reason:
         return found
-    return replace(
-        found,
-        is_minimum=True,
-        estimate=float(excess.mean()),
-        sem=mean_error(excess),
-        per_chain=excess.mean(1),
-    )
+    estimate, sem = float(excess.mean()), mean_error(excess)
+    return replace(found, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
 
 
 def _before_drawing(
@@ -209,16 +204,10 @@ def _before_drawing(
     norm = float(np.linalg.norm(gradient))
     lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / n_beta:.3g}"
     return LearningCoefficient(
-        estimate=math.nan,
-        sem=math.nan,
         exact=loss.exact,
-        is_minimum=False,
         reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
         unknown=loss.unknown,
         per_chain=np.full(chains.n_chains, math.nan),
-        acceptance=math.nan,
-        r_hat=math.nan,
-        effective_draws=math.nan,
         excess=np.zeros((chains.n_chains, 0)),
         n_beta=n_beta,
         localisation=localisation,
@@ -227,7 +216,6 @@ def _before_drawing(
         fall=fall,
         sampled=loss.sampled,
         over=loss.over,
-        moved=0.0,
     )
 
 

@@ -13,13 +13,13 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, with_snapshots
+from mechinterp.analysis.training.histories import kept_steps, snapshots_of
 from mechinterp.analysis.training.jump_forecast import jump_forecast
 from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights, why_no_circuits
@@ -140,7 +140,7 @@ class LinearSnapshots(KeptSteps):
         ]
         rows = [f"head {head}" for head in range(values.shape[1])]
         limit = float(np.abs(values).max()) or 1.0
-        figure = figures.heatmap(values[-1], title=title, rows=rows, columns=columns, limit=limit)
+        figure = heatmaps.heatmap(values[-1], title=title, rows=rows, columns=columns, limit=limit)
         return self._heatmaps(figure, values[:, None], title)
 
 
@@ -161,7 +161,7 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
         >>> linear_snapshots(load("checkpoints/linear-separate-s2"))
         LinearSnapshots(101; at the end principal component regression on 3 of 4 components)
     """
-    checkpoint = checkpoint_of(with_snapshots(source, "linear_snapshots"), "linear_snapshots")
+    checkpoint = snapshots_of(source, "linear_snapshots")
     config, model = checkpoint.config, checkpoint.config.model
     if model.score != "linear/L" or not model.one_attention:
         got = why_no_circuits(model) or f"score {model.score}"

@@ -57,8 +57,7 @@ class Milestones(Result):
         """The step from which each part of the pattern holds."""
         return figures.bars(
             PATTERNS,
-            {"step": self.to_frame()["step"].to_numpy()},
-            errors={"step": np.zeros(len(PATTERNS))},
+            {"step": (self.to_frame()["step"].to_numpy(), np.zeros(len(PATTERNS)))},
             title="Step from which each part of the pattern holds",
             y_title="step",
         )

@@ -1,19 +1,110 @@
-"""Losses and head scales during training, from a checkpoint's history."""
+"""Losses during training, with the scales or the norms of heads, from a checkpoint's history."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import LoggedSteps, logged_steps, with_history
-from mechinterp.display import frame_of
+from mechinterp.analysis.training.histories import with_history
+from mechinterp.analysis.training.run_over_training import RunOverTraining
+from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was trained, in words."""
+
+    eval_on: str = "fixed prompts"
+    """What eval_loss is the loss on."""
+    how: str = ""
+    """Optimiser, step size and rows of the history, a sentence; empty if that is not known."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """The sentence, if there is one."""
+        return [self.how] if self.how else []
+
+
+NOT_KNOWN = Training()
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LoggedSteps(Result):
+    """Losses of one model at its logged steps."""
+
+    step: Int[np.ndarray, " row"]
+    """Number of updates."""
+    loss: Float[np.ndarray, " row"]
+    """Mean training loss since the last row, NaN at step 0; unit y^2."""
+    eval_loss: Float[np.ndarray, " row"]
+    """Loss on a fixed set of prompts that training never sees, or on the population where training is on that; unit y^2."""
+    training: Training = NOT_KNOWN
+    """How the model was trained."""
+
+    def __repr__(self) -> str:
+        last = f"{self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f}"
+        return f"{type(self).__name__}({last})"
+
+    def _over_steps(
+        self, curves: Mapping[str, np.ndarray], title: str, y_title: str, **how: Any
+    ) -> go.Figure:
+        """Curves over the logged steps but step 0, which has no place on a logarithmic axis."""
+        later = self.step > 0
+        shown = {name: values[later] for name, values in curves.items()}
+        return figures.lines(
+            self.step[later], shown, title=title, x_title="step", y_title=y_title, log_x=True, **how
+        )
+
+    @property
+    def ended(self) -> str:
+        """How many steps, and where the loss ends."""
+        return f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²."
+
+
+def logged_steps(history: pd.DataFrame, source: Source | pd.DataFrame) -> dict[str, Any]:
+    """The fields of `LoggedSteps`, from a history and the checkpoint that it may be of."""
+    per_step = history.drop_duplicates("step")
+    losses = {name: per_step[name].to_numpy() for name in ("step", "loss", "eval_loss")}
+    return {**losses, "training": training_of(source)}
+
+
+def training_of(source: Source | pd.DataFrame) -> Training:
+    """How a checkpoint of this package was trained; of other files and of a history alone that is not known.
+
+    Example:
+        >>> from mechinterp import load
+        >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
+        'Exact gradient flow on the population, as long as descent of step size 0.031;'
+    """
+    train = getattr(source, "training", None)
+    if train is None:
+        return NOT_KNOWN
+    rows = f"a row every {train.log_every} steps"
+    if train.optimizer == "adam":
+        return Training(
+            "fixed prompts",
+            f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; {rows}.",
+        )
+    how = {
+        "gradient_flow": "Exact gradient flow on the population, as long as descent of",
+        "gradient_descent": "Full-batch gradient descent of",
+    }[train.optimizer]
+    return Training(
+        "the population",
+        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the data trained on at the step itself, "
+        "eval_loss that of the population; both are exact.",
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -110,4 +201,114 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
     return TrainingDynamics(
         **logged_steps(history, source),
         **{name: table.to_numpy() for name, table in tables.items()},
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class NormsOverTraining(LoggedSteps):
+    """Losses and norms of the heads of a model at its logged steps."""
+
+    qk_norm: Float[np.ndarray, "row layer head"]
+    """Frobenius norm of the head's QK, the scale in it."""
+    ov_norm: Float[np.ndarray, "row layer head"]
+    """Frobenius norm of the head's OV."""
+
+    COLUMNS: ClassVar = {
+        f"{name}_{what}": f"{name} at the {text}."
+        for name in NORMS
+        for what, text in (
+            ("first", "first logged step"),
+            ("factor", "last logged step over that at the first"),
+        )
+    }
+
+    def sentences(self) -> list[str]:
+        """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
+        told = [self.ended]
+        for name, what in NORMS.items():
+            factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
+            listed = ", ".join(f"{factor:.3g}" for factor in factors)
+            told.append(
+                f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
+                f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
+            )
+        return told + self.training.sentences
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per logged step, layer and head."""
+        heads = head_axes(self.qk_norm[0])
+        return frame_of(self, "loss", "eval_loss", *NORMS, step=self.step, **heads)
+
+    def norm_frame(self) -> pd.DataFrame:
+        """One row per head: its norms at the first and the last logged step, and the factor between them."""
+        layer, head = (index.ravel() for index in np.indices(self.qk_norm.shape[1:]))
+        columns = {"layer": layer, "head": head}
+        for name in NORMS:
+            first, last = getattr(self, name)[[0, -1]].reshape(2, -1)
+            columns |= {f"{name}_first": first, name: last, f"{name}_factor": last / first}
+        return pd.DataFrame(columns)
+
+    def tables(self) -> dict[str, Table]:
+        """Norms before and after, and every logged step."""
+        return {
+            "norms": Table(self.norm_frame(), "Norms of the heads, first and last"),
+            "history": Table(self.to_frame(), "Logged steps", brief=False),
+        }
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Losses, then norms layer by layer."""
+        return {
+            "eval_loss": self.plot(),
+            "loss": self._losses("loss", "Training loss, mean since the row before"),
+            **{name: self.plot_norm(name) for name in NORMS},
+        }
+
+    def plot(self) -> go.Figure:
+        """Loss on prompts that training never sees."""
+        return self._losses(
+            "eval_loss", "Loss during training, on prompts that training never sees"
+        )
+
+    def plot_norm(self, name: str) -> go.Figure:
+        """Root mean square over the heads of a layer of `qk_norm` or `ov_norm`, a curve per layer."""
+        curves = np.sqrt(np.square(getattr(self, name)).mean(2)).T
+        layers = {f"layer {layer}": curve for layer, curve in enumerate(curves)}
+        norm = f"orm of {NORMS[name]}"
+        return self._over_steps(layers, f"N{norm} during training, layer by layer", f"n{norm}")
+
+    def _losses(self, name: str, title: str) -> go.Figure:
+        # One figure each: a training loss with spikes would leave no room for the other.
+        return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
+
+
+def history_of(
+    source: Source | pd.DataFrame,
+) -> TrainingDynamics | NormsOverTraining | RunOverTraining:
+    """Losses during training, with the scales of the heads of one layer of attention or the norms of any others.
+
+    A logged row has the mean training loss since the row before, and eval_loss on prompts that training never sees, or
+    of the population where training is on that. Norms are Frobenius norms, that of QK with the scale in it; a curve is
+    their root mean square over the heads of a layer.
+
+    Args:
+        source: A checkpoint, or its history.
+    Raises:
+        ValueError: If there is no history.
+    Example:
+        >>> from mechinterp import load
+        >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]
+        (4, 4)
+    """
+    given = isinstance(source, pd.DataFrame)
+    history: pd.DataFrame = source if given else with_history(source, "training")
+    if "eval_loss_sem" in history:
+        return RunOverTraining(history)
+    if "omega" in history:
+        return training_dynamics(source)
+    per_step = history.drop_duplicates("step")
+    shape = (len(per_step), int(history["layer"].max()) + 1, int(history["head"].max()) + 1)
+    ordered = history.sort_values(["step", "layer", "head"], kind="stable")
+    return NormsOverTraining(
+        **logged_steps(history, source),
+        **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
     )

@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from mechinterp import figures
+from mechinterp import figures, heatmaps
 from mechinterp.display import Result, frame_of
 from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
@@ -89,7 +89,7 @@ class Plateaus(Result):
 
     def plot_learned(self) -> go.Figure:
         """Learned fraction of every direction at every plateau."""
-        return figures.heatmap(
+        return heatmaps.heatmap(
             self.learned,
             title="Part of each direction that is learned at each plateau",
             rows=[f"plateau {row}" for row in range(len(self.learned))],

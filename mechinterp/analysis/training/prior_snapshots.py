@@ -16,8 +16,7 @@ from mechinterp.analysis.learners.closeness import (
     setting_of,
 )
 from mechinterp.analysis.learners.priors import CLEAR
-from mechinterp.analysis.training.histories import with_snapshots
-from mechinterp.checkpoints.checkpoint import checkpoint_of
+from mechinterp.analysis.training.histories import snapshots_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -96,7 +95,7 @@ def prior_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots, or as `compare_priors` does.
     """
-    trained = checkpoint_of(with_snapshots(checkpoint, "prior_snapshots"), "prior_snapshots")
+    trained = snapshots_of(checkpoint, "prior_snapshots")
     setting = setting_of(trained, task, pool, "prior_snapshots")
     lengths = lengths_of(trained, setting.task, context_lengths)
     samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]

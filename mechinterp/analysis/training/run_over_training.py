@@ -70,8 +70,7 @@ class RunOverTraining(Result):
         per_step = self.history.drop_duplicates("step")
         return figures.lines(
             per_step["step"].to_numpy(),
-            {"eval_loss": per_step["eval_loss"].to_numpy()},
-            errors={"eval_loss": per_step["eval_loss_sem"].to_numpy()},
+            {"eval_loss": tuple(per_step[["eval_loss", "eval_loss_sem"]].to_numpy().T)},
             title="Loss during training, on the same prompts at every step",
             x_title="step",
             y_title="loss (y²)",

@@ -9,9 +9,8 @@ import plotly.graph_objects as go
 from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, with_snapshots
+from mechinterp.analysis.training.histories import kept_steps, snapshots_of
 from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
-from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -98,7 +97,7 @@ def training_snapshots(
         >>> training_snapshots(load("checkpoints/softmax-h2-s0"))
         Snapshots(10, unstructured to debiased_gd)
     """
-    trained = checkpoint_of(with_snapshots(checkpoint, "training_snapshots"), "training_snapshots")
+    trained = snapshots_of(checkpoint, "training_snapshots")
     if not trained.predictor.is_one_attention:
         raise ValueError(
             "training_snapshots needs one layer of attention; deep_snapshots (mechinterp analyse head-snapshots) takes the others."

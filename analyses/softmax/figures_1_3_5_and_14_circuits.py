@@ -1,21 +1,39 @@
-"""Figures 1 and 3: circuits of models of one and two heads, and how two and four heads moved during training.
+"""Figures 1, 3, 5 and 14: circuits of one and two heads, and how heads moved during training.
 
-He et al. 2025, arXiv 2503.12734, figures 1 and 3. Run: python -m analyses softmax/figures_1_and_3_trained_heads
+He et al. 2025, arXiv 2503.12734, figures 1 and 3, and circuits at snapshots, of two heads and of a
+model with a dummy head, figures 5 and 14. Run: python -m analyses softmax/figures_1_3_5_and_14_circuits
 (seconds)
 """
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
-from analyses.lib import Measured, checkpoint, records, shipped
+from analyses.lib import Measured, Record, checkpoint, records, shipped
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import circuits, milestones
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
+STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
 
 
 def of_heads(values: np.ndarray) -> dict[str, float]:
     return {f"head {head}": float(value) for head, value in enumerate(values)}
+
+
+def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
+    """Circuits at snapshots, and how early the pattern is there."""
+    with_dummy = [n for n in shipped("softmax-h[348]-s*") if "dummy" in label(n).labels]
+    frames, pages = [], {}
+    for name in (TWO, with_dummy[0]):
+        for step in STEPS:
+            found = circuits(checkpoint(name).snapshots[step])
+            frames.append(found.to_frame().assign(model=name, step=step, part="snapshots"))
+            pages |= circuit_pages(name, step)
+    early = {name: checkpoint(name).snapshots[2000] for name in shipped("softmax-h2-s*")}
+    clear = {name: circuits(weights).qk_diagonal.min() for name, weights in early.items()}
+    asked = {"early-pattern": clear, "O1e-some": {"models": len(with_dummy)}}
+    return pd.concat(frames), pages, records("softmax-", asked)
 
 
 def measure(quick: bool) -> Measured:
@@ -38,4 +56,6 @@ def measure(quick: bool) -> Measured:
     pages = {"groups": four[FOUR].plot_groups()}
     pages |= circuit_pages(ONE) | circuit_pages(TWO) | scale_pages(TWO) | scale_pages(FOUR)
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
-    return Measured(data, pages, records("softmax-", asked))
+    kept, more, claims = snapshots()
+    data = pd.concat([data.assign(part="training"), kept])
+    return Measured(data, pages | more, records("softmax-", asked) + claims)

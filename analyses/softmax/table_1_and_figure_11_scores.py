@@ -1,7 +1,10 @@
-"""Table 1: omega, mu and their product for eight score functions, two heads.
+"""Table 1 and figure 11: omega, mu and their product for eight score functions, two heads; and losses
+over the context length, beside debiased GD.
 
-He et al. 2025, arXiv 2503.12734, table 1; C0 = f'(0). Losses share 200,000 prompts.
-Run: python -m analyses softmax/table_1_score_scales (a minute; --quick fewer prompts)
+He et al. 2025, arXiv 2503.12734, table 1 and figure 11; C0 = f'(0). Losses of the table share 200,000
+prompts, those of the figure 20,000 per length. There debiased GD takes each model's own step, 2 C0
+omega mu, or the best one. Run: python -m analyses softmax/table_1_and_figure_11_scores (two minutes;
+--quick fewer prompts)
 """
 
 from functools import partial
@@ -17,6 +20,9 @@ from mechinterp.theory.softmax import debiased_risk, debiased_step_size
 
 FAMILIES, SLOPES = ("affine", "square"), (0.5, 0.8, 1.0)
 SCORES = ("softmax", "tanh", *(f"{family}-{C}" for family in FAMILIES for C in SLOPES))
+# Of the first two the step is exact to first order.
+NAMES = ("softmax-h2-s0", "affine-1.0-h2-s0", "tanh-h2-s0", "square-1.0-h2-s0")
+LENGTHS = tuple(range(10, 101, 10))
 
 
 def row(name: str) -> dict:
@@ -29,6 +35,28 @@ def row(name: str) -> dict:
     slope = score_derivative_at_zero(score.score, score.score_slope, context_length=40)
     sums = {"omega": omega.mean(), "mu": mu.mean(), "product": slope * float((omega * mu).sum())}
     return {"model": name, "pattern": classify(model).pattern} | sums
+
+
+def figure_11(quick: bool) -> Measured:
+    """Losses of four score functions over the context length."""
+    models = {name: checkpoint(name) for name in NAMES}
+    steps = {name: float(classify(model).scales.eta[0]) for name, model in models.items()}
+    own = {f"debiased GD, step of {name}": eta for name, eta in steps.items()}
+    own["debiased GD, best step"] = debiased_step_size(**SETTING)
+    models |= {name: partial(debiased_gd, eta=eta) for name, eta in own.items()}
+    n_prompts = 1000 if quick else 20_000
+    found = shared_losses(models, TaskConfig(), context_lengths=LENGTHS, n_prompts=n_prompts)
+    at = LENGTHS.index(40)
+    loss = dict(zip(found.models, found.loss[at], strict=True))
+    own = {name: loss[name] / loss[f"debiased GD, step of {name}"] - 1 for name in steps}
+    exact, others = NAMES[:2], NAMES[2:]
+    asked = {
+        "first-order": {name: abs(own[name]) for name in exact},
+        "others": {name: abs(own[name]) for name in others},
+        "below": {name: own[name] for name in others},
+    }
+    claims = records("softmax-A1-nominal-", asked, over={"prompts": n_prompts})
+    return Measured(found.to_frame(), {"losses": found.plot()}, claims)
 
 
 def measure(quick: bool) -> Measured:
@@ -45,7 +73,9 @@ def measure(quick: bool) -> Measured:
         made += score_records(score, frames[-1], n_prompts)
     data = pd.concat(frames)
     both = {row.model: float(row.pattern == "debiased_gd") for row in data.itertuples()}
-    return Measured(data, {}, [record("softmax-A1-signs", both), *order_records(data), *made])
+    claims, more = [record("softmax-A1-signs", both), *order_records(data), *made], figure_11(quick)
+    data = pd.concat([data.assign(part="table 1"), more.data.assign(part="figure 11")])
+    return Measured(data, more.figures, [*claims, *more.claims])
 
 
 def score_records(score: str, rows: pd.DataFrame, n_prompts: int) -> list[Record]:

@@ -1,0 +1,172 @@
+"""Heatmaps of matrices: of one, of the layers and heads of a model, and of each of its heads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+
+from mechinterp.figures import MODEL_COLOR, TEMPLATES, finish
+
+SIGNED_SCALE = "RdBu"
+UNSIGNED_SCALE = "Blues"
+LIGHT_SCALES = {"signed": SIGNED_SCALE, "unsigned": UNSIGNED_SCALE}
+DARK_SCALES = {
+    "signed": ("#ffb199", "#e8684a", "#9c3a26", "#14171c", "#215a8c", "#4393d0", "#a6d4f7"),
+    "unsigned": ("#14171c", "#1d3f5e", "#2f77b0", "#6db3e6", "#d3ebfc"),
+}
+PANEL, PANEL_GAP, LEAST_BAR = 190, 90, 90
+"""Pixels: of a matrix of a head, between two of them, and of a bar of colours."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """A matrix for each head, on one colour scale with white at 0."""
+
+    values: Float[np.ndarray, "head row column"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    row_title: str = ""
+    column_title: str = ""
+    unit: str = ""
+    kind: str = ""
+    """What they are of the heads: QK, OV."""
+    names: Sequence[str] = ()
+    """What stands above each; head 0, head 1, ... of its kind if left out."""
+    strips: bool = False
+    """Whether rows are as low as they can be, of matrices with few."""
+    part: float = 1.0
+    """Of all entries, by size, those on whose largest colours end."""
+
+    @property
+    def limit(self) -> float:
+        """Where the colours end, on both sides of 0."""
+        return float(np.nanquantile(np.abs(self.values), self.part)) or 1.0
+
+    @property
+    def titles(self) -> Sequence[str]:
+        """What stands above each."""
+        return self.names or [f"{self.kind} head {n}".strip() for n in range(len(self.values))]
+
+    @property
+    def changing(self) -> list[dict[str, object]]:
+        """Of the heatmap of each head what a slider changes."""
+        return [{"z": z, "zmin": -self.limit, "zmax": self.limit} for z in self.values.round(6)]
+
+
+def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
+    """Signed heatmaps of the heads side by side, one kind of matrices below the other, each on a scale of its own."""
+    per_row = min(max(len(kind.values) for kind in kinds), 4)
+    counts = [-(-len(kind.values) // per_row) for kind in kinds]
+    strips = [20 + 22 * len(kind.rows) if kind.strips else PANEL for kind in kinds]
+    heights = np.repeat(strips, counts)
+    area = int(heights.sum()) + PANEL_GAP * (len(heights) - 1)
+    figure = make_subplots(
+        rows=len(heights),
+        cols=per_row,
+        specs=[
+            [{} if row * per_row + column < len(kind.values) else None for column in range(per_row)]
+            for kind, count in zip(kinds, counts, strict=True)
+            for row in range(count)
+        ],
+        row_heights=heights.tolist(),
+        subplot_titles=[name for kind in kinds for name in kind.titles],
+        horizontal_spacing=0.06,
+        vertical_spacing=PANEL_GAP / area if len(heights) > 1 else 0,
+    )
+    figure.update_yaxes(autorange="reversed", showticklabels=False)
+    first = 0
+    for kind, count in zip(kinds, counts, strict=True):
+        above, own = (
+            int(heights[rows].sum()) + PANEL_GAP * size
+            for rows, size in ((slice(first), first), (slice(first, first + count), count - 1))
+        )
+        bar = {
+            "title": {"text": kind.unit},
+            "y": 1 - (above + own / 2) / area,
+            "len": max(own, LEAST_BAR) / area,
+        }
+        places = f"<br>{kind.row_title} %{{y}}<br>{kind.column_title} %{{x}}<br>%{{z:.4f}}"
+        for head, (name, drawn) in enumerate(zip(kind.titles, kind.changing, strict=True)):
+            figure.add_heatmap(
+                **drawn,
+                x=list(kind.columns),
+                y=list(kind.rows),
+                colorscale=SIGNED_SCALE,
+                showscale=head == 0,
+                colorbar=bar,
+                hovertemplate=f"{name}{places}<extra></extra>",
+                row=first + head // per_row + 1,
+                col=head % per_row + 1,
+            )
+        for row in range(first + 1, first + count + 1):
+            figure.update_yaxes(title_text=kind.row_title, showticklabels=True, row=row, col=1)
+        first += count
+        figure.update_xaxes(title_text=kind.column_title, title_standoff=2, row=first)
+    # The names of the heads stand above the heatmaps, plotly's buttons above the names.
+    return finish(figure, title, height=130 + area, top=80)
+
+
+def heatmap(
+    matrix: Float[np.ndarray, "row column"],
+    *,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    unit: str = "",
+    limit: float | None = None,
+    signed: bool = True,
+) -> go.Figure:
+    """One heatmap, signed with white at 0 or from 0 on.
+
+    Args:
+        limit: Where the colours end; the largest |entry|, if left out.
+    """
+    limit = float(np.abs(matrix).max()) or 1.0 if limit is None else limit
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=matrix,
+        x=list(columns),
+        y=list(rows),
+        colorscale=SIGNED_SCALE if signed else UNSIGNED_SCALE,
+        zmin=-limit if signed else 0,
+        zmax=limit,
+        colorbar={"title": {"text": unit}},
+        hovertemplate="%{y}%{x}<br>%{z:.4g}<extra></extra>",
+    )
+    figure.update_yaxes(autorange="reversed")
+    return finish(figure, title, height=120 + 24 * max(len(rows), 8))
+
+
+def layers_by_heads(
+    matrix: Float[np.ndarray, "layer head"],
+    *,
+    title: str,
+    unit: str = "",
+    limit: float | None = None,
+    signed: bool = True,
+) -> go.Figure:
+    """One heatmap with a cell for each head of each layer; arguments as in `heatmap`."""
+    n_layers, n_heads = matrix.shape
+    return heatmap(
+        matrix,
+        title=title,
+        rows=[f"L{layer}" for layer in range(n_layers)],
+        columns=[f"H{head}" for head in range(n_heads)],
+        unit=unit,
+        limit=limit,
+        signed=signed,
+    )
+
+
+def scales() -> dict[str, dict[str, object]]:
+    """Colours of heatmaps and of the curve of the model on a light and on a dark page; 0 is the page's own ground."""
+    named = {
+        name: [[place / (len(colors) - 1), color] for place, color in enumerate(colors)]
+        for name, colors in DARK_SCALES.items()
+    }
+    light = {name: go.Heatmap(colorscale=scale).colorscale for name, scale in LIGHT_SCALES.items()}
+    found = {"light": light, "dark": named}
+    return {look: {**found[look], "model": MODEL_COLOR[look]} for look in TEMPLATES}
