@@ -28,7 +28,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
 
-
 BEYOND_SIZES = tuple(each.name for each in fields(TaskConfig) if each.name not in ("d_x", "d_y"))
 """What weights do not show of a task."""
 
@@ -230,7 +229,6 @@ class Predictor:
 
 Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
-
 
 Learner = Callable[[Prompts], Tensor]
 """A function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer."""
