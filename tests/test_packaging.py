@@ -103,37 +103,24 @@ def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
     assert sum(file.compress_size for file in inside) < 3e6
 
 
-def test_every_bundled_model_is_loaded_by_its_name(installed: Path, tmp_path: Path):
-    code = "import sys; from mechinterp import load; print(*(load(n).name for n in sys.argv[1:]))"
-    assert run(installed, tmp_path, "-c", code, *bundled()).split() == bundled()
+def test_the_installed_package_loads_every_bundled_model_by_its_name(
+    installed: Path, tmp_path: Path
+):
+    code = (
+        "import sys, mechinterp as mi; print(mi.__file__, *(mi.load(n).name for n in sys.argv[1:]))"
+    )
+    where, *names = run(installed, tmp_path, "-c", code, *bundled()).split()
+    assert Path(where).is_relative_to(installed)
+    assert names == bundled()
 
 
-def test_commands_take_a_name(installed: Path, tmp_path: Path):
-    arguments = ("-m", "mechinterp", "classify", "softmax-h2-s0", "linear-merged-s0", "--json")
-    documents = json.loads(run(installed, tmp_path, *arguments))
-    assert [document["pattern"] for document in documents] == ["debiased_gd", "linear_gd"]
-
-
-def test_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path):
-    where = run(installed, tmp_path, "-c", "import mechinterp; print(mechinterp.__file__)")
-    assert Path(where.strip()).is_relative_to(installed)
-
-
-def test_presets_are_inside(installed: Path, tmp_path: Path):
-    assert "softmax-h2" in run(installed, tmp_path, "-m", "mechinterp", "train", "--list").split()
-
-
-def test_classifies_a_checkpoint_by_path(installed: Path, tmp_path: Path):
-    arguments = ("-m", "mechinterp", "classify", str(CHECKPOINT), "--json")
-    (document,) = json.loads(run(installed, tmp_path, *arguments))
-    assert document["pattern"] == "debiased_gd"
-
-
-def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
-    out = tmp_path / "page"
-    arguments = ("report", str(CHECKPOINT), "--out", str(out), "--n-prompts", "64")
-    run(installed, tmp_path, "-m", "mechinterp", *arguments)
-    assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
+def test_commands_take_names_and_paths(installed: Path, tmp_path: Path):
+    models = ("softmax-h2-s0", "linear-merged-s0", str(CHECKPOINT))
+    documents = json.loads(
+        run(installed, tmp_path, "-m", "mechinterp", "classify", *models, "--json")
+    )
+    patterns = [document["pattern"] for document in documents]
+    assert patterns == ["debiased_gd", "linear_gd", "debiased_gd"]
 
 
 def test_console_script_is_declared(installed: Path):

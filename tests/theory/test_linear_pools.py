@@ -155,9 +155,9 @@ def test_a_trained_layer_ends_at_the_optimum_of_its_pool(optimizer: str):
     trained = train_linear(config)
     best = optimum_of(config.task)
     assert trained.history["eval_loss"].iloc[-1] == pytest.approx(best.pool_risk, rel=1e-4)
-    sequences = override(config, "train.optimizer=gradient_descent", "task.n_sequences=4000")
-    found = train_linear(sequences).history["eval_loss"].iloc[-1]
-    assert best.pool_risk < found < 1.2 * best.pool_risk
+    if optimizer == "gradient_descent":  # on a training set, too
+        found = train_linear(override(config, "task.n_sequences=4000")).history["eval_loss"]
+        assert best.pool_risk < found.iloc[-1] < 1.2 * best.pool_risk
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,7 @@ from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear import flow as module
-from mechinterp.training.linear.descent import (
-    full_batch_descent,
-    sample_moments,
-    training_set,
-)
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.linear.flow import flow
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)
@@ -165,23 +161,6 @@ def test_heads_end_at_the_level_of_their_number(n_heads, rank):
     run = flow(heads, MOMENTS, duration=2e4)
     level = FOUND.levels[min(4, n_heads * rank)]
     assert abs(run.loss[-1] - level) < 1e-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heads",
-    [
-        merged_heads(5, 4, std=0.1, seed=0),
-        separate_heads(5, 4, std=0.1, seed=0),
-        separate_heads(3, 4, std=0.1, seed=0, rank=2),
-    ],
-    ids=repr,
-)
-def test_conserved_quantities(heads):
-    path = to_the_end(heads).heads
-    conserved = path.conserved()
-    for quantity in conserved if isinstance(conserved, tuple) else (conserved,):
-        assert np.abs(quantity - quantity[0]).max() < 1e-8
 
 
 @pytest.mark.slow
@@ -395,32 +374,6 @@ def test_descent_with_small_steps_is_the_flow():
     exact = flow(heads, MOMENTS, duration=30.0, times=run.time)
     assert exact.loss[-1] < 0.8
     np.testing.assert_allclose(run.loss, exact.loss, atol=2e-3)
-
-
-@pytest.mark.slow
-def test_merged_descent_is_that_of_a_network_on_z():
-    moments = sample_moments(training_set(TASK, 300, seed=0), basis=FOUND.vectors)
-    heads = merged_heads(8, 4, std=0.1, seed=0)
-    run = full_batch_descent(heads, moments, FOUND, learning_rate=0.02, steps=500)
-    prompts = next(iter(training_set(TASK, 300, seed=0)))
-    b = torch.einsum("bnd,bn->bd", prompts.x, prompts.y[..., 0]) / 31
-    z = torch.einsum("bi,bj->bij", b, prompts.x_query).flatten(1)
-    first, second = (
-        torch.nn.Linear(16, 8, bias=False).double(),
-        torch.nn.Linear(8, 1, bias=False).double(),
-    )
-    with torch.no_grad():
-        first.weight.copy_(torch.from_numpy(heads.U).flatten(1))
-        second.weight.copy_(torch.from_numpy(heads.v)[None])
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.02)
-    losses = []
-    for _ in range(501):
-        loss = (second(first(z)) - prompts.y_query).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    np.testing.assert_allclose(run.loss, losses, rtol=1e-8)
 
 
 def test_a_training_set_rests_near_the_levels():

@@ -7,20 +7,17 @@ import pytest
 import torch
 from numba import njit, types
 
-from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
+from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, AttentionWeights, stack
 from mechinterp.training import lanes
 from mechinterp.training.lanes import LANES, exponential, load, store
-from mechinterp.training.one_layer import pack as pack_module
-from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import (
     by_tensors,
     initial_weights,
     loss_and_gradients,
     membership,
 )
-from tests.conftest import predictions_of_each
 
 HEADS = (1, 2, 3, 8)
 
@@ -70,19 +67,6 @@ def test_kernel_equals_the_tensor_operations(score: str, d_y: int):
         assert getattr(gradients, name).abs().max() > 1e-3
     # The query's y slot is 0.
     assert not gradients.W_Q[:, task.d_x :].any()
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_kernel_equals_automatic_differentiation(score: str):
-    task = TaskConfig(d_x=3, d_y=2, context_length=7, supports=((0,), (1, 2)))
-    weights, prompts = stack(some_models(task, score=score)), some_prompts(task)
-    _, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
-    exact, doubled = weights.to(torch.float64), prompts.to(torch.float64)
-    leaves = {name: getattr(exact, name).requires_grad_() for name in NAMES}
-    predictions = predictions_of_each(exact.with_tensors(leaves), doubled, HEADS)
-    loss = (predictions - doubled.y_query[:, None]).square().mean((0, 2)).sum()
-    parts = torch.autograd.grad(loss, list(leaves.values()))
-    assert_close(gradients, weights.with_tensors(dict(zip(NAMES, parts, strict=True))), 1e-5)
 
 
 @pytest.mark.parametrize("n_prompts", [1, LANES - 1, LANES, LANES + 1, 3 * LANES])
@@ -190,23 +174,6 @@ def test_nan_stays_in_its_model(score: str):
         assert torch.equal(part[3:], sane_part[3:])
         rows = slice(task.d_x) if name == "W_Q" else slice(None)
         assert torch.isnan(part[1:3, rows]).all()
-
-
-@pytest.mark.slow
-def test_a_hundred_updates_equal_those_of_the_tensor_operations(monkeypatch: pytest.MonkeyPatch):
-    base = override(ExperimentConfig(), "train.steps=100", "train.n_eval_prompts=32")
-    models = {f"{n_heads}": override(base, f"model.n_heads={n_heads}") for n_heads in HEADS}
-    compiled, reference = Pack(models), Pack(models)
-    start = compiled.flat.clone()
-    compiled.advance()
-    monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
-    reference.advance()
-    assert compiled.finished
-    assert reference.finished
-    assert (compiled.flat - start).norm() > 0.01 * start.norm()
-    for name in HEADS:
-        weights = compiled.results()[f"{name}"].weights
-        assert_close(weights, reference.results()[f"{name}"].weights, 1e-5)
 
 
 def test_other_precisions_take_the_tensor_operations():

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.config import (
-    ExperimentConfig,
-    ModelConfig,
-    TaskConfig,
-    TrainConfig,
-    override,
-)
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.jobs import PackJob, pack_jobs, train_here, train_job
 from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs
@@ -101,12 +94,3 @@ def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
     assert [progress.n_models for progress in seen] == [1, 1]
     assert train_job(job).steps == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == list(MODELS)
-
-
-def test_a_state_of_other_models_is_refused(tmp_path: Path):
-    file = tmp_path / "training-0.safetensors"
-    Pack({"s1": MODELS["s1"]}).save(file)
-    with pytest.raises(CheckpointError, match=r"holds 's1', which is not part of this run\."):
-        pack_jobs({"s0": MODELS["s0"]}, tmp_path)
-    with pytest.raises(CheckpointError, match=r"another config: seed is 1 there, 7 here\."):
-        pack_jobs({"s1": override(SMALL, "seed=7")}, tmp_path)

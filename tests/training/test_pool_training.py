@@ -79,13 +79,3 @@ def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_a_pack_of_the
         pd.testing.assert_frame_equal(results[name].history, expected.history, check_exact=True)
     first, second = (results[name].history["eval_loss"] for name in ("mm3-s0", "other pool"))
     assert (first != second).all()
-
-
-@pytest.mark.slow
-def test_one_task_is_learned_from_its_loss(tmp_path: Path):
-    config = of_pools("norm and MLP")["m1"]
-    config = replace(config, train=replace(TRAIN, steps=600, batch_size=64, learning_rate=0.01))
-    train_models({"one": config}, tmp_path)
-    losses = load(tmp_path / "one").history["eval_loss"]
-    # beta.x_query is a linear function of the query: no pair is needed, and the noise alone is left.
-    assert losses.iloc[-1] < 0.2 * losses.iloc[0]

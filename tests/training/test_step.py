@@ -50,22 +50,6 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
         assert_close_to_rounding(getattr(gradients, name), gradient)
 
 
-def test_a_model_has_the_same_gradients_in_a_pack_as_alone():
-    task = TaskConfig(context_length=9)
-    prompts, models = some_prompts(task), random_models(task)
-    loss, gradients = loss_and_gradients(stack(models), prompts, membership(HEADS))
-    first = 0
-    for index, model in enumerate(models):
-        heads = slice(first, first + model.n_heads)
-        first = heads.stop
-        own = membership([model.n_heads])
-        alone_loss, alone = loss_and_gradients(model, prompts, own)
-        torch.testing.assert_close(loss[index], alone_loss[0], rtol=1e-12, atol=0)
-        for name in NAMES:
-            packed = getattr(gradients[heads], name)
-            assert_close_to_rounding(packed, getattr(alone, name))
-
-
 def test_membership_sums_the_heads_of_each_model():
     members = membership([1, 2, 1])
     assert members.owner.tolist() == [0, 1, 1, 2]
