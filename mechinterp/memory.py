@@ -56,8 +56,9 @@ def token_map_bytes(
 ) -> int:
     """What a prompt takes in linear attention: its tokens and their second moment, and a map for each layer."""
     columns = n_heads * d_head
-    maps = n_layers * d_token * (d_model + columns) + 8 * d_token * columns
-    return width * (3 * n_tokens * d_token + 2 * d_token**2 + maps + 2 * n_heads * d_model)
+    maps = n_layers * d_token * (d_model + 2 * columns)
+    layer = d_token * (6 * columns + 2 * d_model) + 2 * columns * d_model
+    return width * (3 * n_tokens * d_token + 2 * d_token**2 + maps + layer)
 
 
 def layers_bytes(

@@ -18,20 +18,8 @@ from tests.test_doors import deep_softmax, gpt2_file
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
 FLOORS = (
-    *(
-        "version",
-        "moved",
-        "rooms",
-        "fields",
-        "progress",
-        "config",
-        "presets",
-        "memory",
-        "paper",
-        "display",
-        "figures",
-        "heatmaps",
-    ),
+    *("version", "moved", "rooms", "fields", "progress", "config", "presets", "memory"),
+    *("paper", "display", "figures", "heatmaps"),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )
 """Files and folders of the package, lowest first; imports go down, or stay on a floor."""

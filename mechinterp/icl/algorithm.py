@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from einops import einsum
@@ -59,13 +60,18 @@ class Algorithm:
     covariates: Callable[..., Tensor] | None = None
     """What the query's x has become after each layer, [layer, batch, d_x], of the arguments of `run`; None where
     the layers leave x as it is."""
+    by_mode: bool = False
+    """Whether `step` multiplies each mode of S by a number, so that it takes the phi(s) of w = phi(S) b, [batch, d_x, 1], for
+    w, and 1 - s phi(s) for the gradient."""
     modes: Callable[[PromptMoments], Tensor] | None = None
     """Eigenvalues [..., mode] of what every step descends on, smallest first, where all steps
     descend on the same and may change places; None where each has its own."""
 
     def __post_init__(self) -> None:
         if self.run is None and self.step is not None:
-            object.__setattr__(self, "run", in_steps(self.step, self.scalars))
+            object.__setattr__(
+                self, "run", partial(_in_steps, self.step, self.scalars, self.by_mode)
+            )
 
     def names(self, n_layers: int) -> tuple[str, ...]:
         """Names of the scalars in order, such as eta_0, eta_1, gamma_0."""
@@ -135,7 +141,7 @@ class Algorithm:
         return given.split(counts)
 
 
-def filtered(moments: PromptMoments, phi: Sequence[Tensor]) -> Tensor:
+def filtered(moments: PromptMoments, phi: Sequence[Tensor] | Tensor) -> Tensor:
     """Predictions of w = phi_l(S) b, one phi(s) of [batch, d_x] per layer."""
     parts = "layer batch d_x, batch d_x d_y -> layer batch d_y"
     return einsum(torch.stack(list(phi)), moments.mode_predictions, parts)
@@ -147,26 +153,35 @@ def iterated(
     """Predictions <w_l, x_query> of w_{l+1} = update(l, w_l, b - S w_l), from w_0 = 0."""
     w, predictions = torch.zeros_like(moments.b), []
     for layer in range(n_layers):
-        w = update(layer, w, moments.b - moments.S @ w)
-        predictions.append((moments.prompts.x_query[:, None] @ w)[:, 0])
+        w = update(layer, w, moments.gradient(w))
+        predictions.append((moments.prompts.x_query[..., None] * w).sum(1))
     return torch.stack(predictions)
 
 
-def in_steps(step: Step, scalars: tuple[Scalar, ...]) -> Callable[..., Tensor]:
-    """A step in the layers of its first scalar; w stays as it is in others."""
+def _in_steps(
+    step: Step,
+    scalars: tuple[Scalar, ...],
+    by_mode: bool,
+    moments: PromptMoments,
+    n_layers: int,
+    *values: Tensor,
+) -> Tensor:
+    """A step in the layers of the first scalar; w stays as it is in others."""
+    layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
 
-    def run(moments: PromptMoments, n_layers: int, *values: Tensor) -> Tensor:
-        layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
+    def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
+        if layer not in layers:
+            return w
+        at = (value[min(layer - layers.start, len(value) - 1)] for value in values)
+        return step(moments, w, gradient, *at)
 
-        def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-            if layer not in layers:
-                return w
-            at = (value[min(layer - layers.start, len(value) - 1)] for value in values)
-            return step(moments, w, gradient, *at)
-
+    if not by_mode:
         return iterated(moments, n_layers, update)
-
-    return run
+    s = moments.eigenvalues[..., None]
+    phi = [torch.zeros_like(s)]
+    for layer in range(n_layers):
+        phi.append(update(layer, phi[-1], 1 - s * phi[-1]))
+    return filtered(moments, torch.stack(phi[1:])[..., 0])
 
 
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:

@@ -43,8 +43,8 @@ def _decay_step(
     return (1 - decay) * w + eta * gradient
 
 
-def _centred_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
-    return w + eta * (moments.centred.b - moments.centred.S @ w)
+def _centred(moments: PromptMoments, n_layers: int, eta: Tensor) -> Tensor:
+    return ALGORITHMS[0].run(moments.centred, n_layers, eta)
 
 
 def _curvature_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
@@ -171,13 +171,15 @@ CONTROLS = (
         None,
         (ETA, Scalar("decay", lambda moments: 0.1, where="once", lower=-torch.inf)),
         step=_decay_step,
+        by_mode=True,
     ),
-    Algorithm("centred descent", None, (ETA,), step=_centred_step),
+    Algorithm("centred descent", None, (ETA,), _centred),
     Algorithm(
         "descent by the largest eigenvalue",
         None,
         (Scalar("eta", lambda moments: 1.0),),
         step=_curvature_step,
+        by_mode=True,
     ),
     Algorithm("line search", None, (), step=_searched_step),
     Algorithm("conjugate gradients", None, (), _conjugate_gradients),

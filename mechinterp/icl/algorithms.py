@@ -46,7 +46,7 @@ def _preconditioned_step(
     moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, c: Tensor
 ) -> Tensor:
     values, vectors = moments.covariance
-    return w + (vectors * (eta / (values + c))) @ vectors.mT @ gradient
+    return w + ((gradient.mT @ vectors) * (eta / (values + c)) @ vectors.mT).mT
 
 
 def _newton(moments: PromptMoments, n_layers: int, alpha: Tensor) -> Tensor:
@@ -98,6 +98,7 @@ ALGORITHMS = (
         "gradient_descent",
         (ETA,),
         step=_descent_step,
+        by_mode=True,
         modes=lambda moments: moments.eigenvalues,
     ),
     Algorithm(

@@ -6,9 +6,33 @@ from functools import cached_property
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, covariance_matrix
+
+
+class _Product(torch.autograd.Function):
+    """A w with a fixed A; what is mapped over many w, as derivatives are, becomes one product with all of them."""
+
+    @staticmethod
+    def forward(A: Tensor, w: Tensor) -> Tensor:
+        return A @ w
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, outer: Tensor) -> tuple[None, Tensor]:
+        (A,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return None, _Product.apply(A.mT, outer)
+
+    @staticmethod
+    def vmap(info: object, in_dims: tuple[None, int], A: Tensor, w: Tensor) -> tuple[Tensor, int]:
+        columns = w.movedim(in_dims[1], -1)
+        product = _Product.apply(A, columns.flatten(-2))
+        return product.unflatten(-1, columns.shape[-2:]), columns.ndim - 1
 
 
 class PromptMoments:
@@ -17,15 +41,23 @@ class PromptMoments:
     The task is the one that a model was trained on, which the prompts need not be drawn from: of it
     come the covariance Sigma of preconditioned gradient descent and the penalty of the posterior
     mean.
-
-    Args:
-        scale: Factor on S and b: with L / L_0 they are sums over the pairs, divided by a fixed L_0.
     """
 
-    def __init__(self, prompts: Prompts, task: TaskConfig, scale: float = 1.0) -> None:
+    def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
         self.prompts = prompts.to(torch.float64)
         self.task = task
-        self.scale = scale
+        self.factor = 1.0
+
+    def times(self, factor: float) -> "PromptMoments":
+        """With S and b times a factor: with L / L_0 they are sums over the pairs, divided by a fixed L_0."""
+        scaled, (values, vectors) = PromptMoments(self.prompts, self.task), self._eigh
+        scaled.S, scaled.b, scaled._eigh = (
+            factor * self.S,
+            factor * self.b,
+            (factor * values, vectors),
+        )
+        scaled.factor = factor
+        return scaled
 
     @property
     def context_length(self) -> int:
@@ -39,18 +71,23 @@ class PromptMoments:
     @cached_property
     def S(self) -> Float[Tensor, "batch d_x d_x"]:
         """X^T X / L, unit x^2."""
-        return self.scale * self.prompts.x.mT @ self.prompts.x / self.context_length
+        return self.prompts.x.mT @ self.prompts.x / self.context_length
 
     @cached_property
     def b(self) -> Float[Tensor, "batch d_x d_y"]:
         """X^T y / L, unit x y."""
-        return self.scale * self.prompts.x.mT @ self.prompts.y / self.context_length
+        return self.prompts.x.mT @ self.prompts.y / self.context_length
+
+    def gradient(self, w: Float[Tensor, "batch d_x d_y"]) -> Float[Tensor, "batch d_x d_y"]:
+        """b - S w, on which descent goes; its derivatives are those with respect to w."""
+        return self.b - _Product.apply(self.S, w)
 
     @cached_property
     def centred(self) -> "PromptMoments":
         """Those of x and y minus their means over the context; the query is the same."""
         x, y = (side - side.mean(1, keepdim=True) for side in (self.prompts.x, self.prompts.y))
-        return PromptMoments(replace(self.prompts, x=x, y=y), self.task, self.scale)
+        centred = PromptMoments(replace(self.prompts, x=x, y=y), self.task)
+        return centred if self.factor == 1 else centred.times(self.factor)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "batch d_x"]:

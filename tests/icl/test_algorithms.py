@@ -294,7 +294,7 @@ def test_a_function_of_any_number_of_steps(moments: PromptMoments):
 
 
 def test_sums_in_place_of_means_are_larger_steps(prompts: Prompts):
-    twice = PromptMoments(prompts, TASK, scale=2.0)
+    twice = PromptMoments(prompts, TASK).times(2)
     found = run("gradient descent", twice, ETA, 4)
     plain = run("gradient descent", PromptMoments(prompts, TASK), [2 * eta for eta in ETA], 4)
     assert_close_to_rounding(found, plain)

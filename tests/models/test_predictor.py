@@ -54,6 +54,7 @@ TOKEN_MAP = {
     "linear, read-in": {**CONTEXT, **READ_IN, "score": "linear"},
     "linear/L, read-in": {**CONTEXT, **READ_IN, "score": "linear/L"},
     "one layer, read-in": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 1},
+    "four layers": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 4},
 }
 TAKEN_AWAY = {
     "softmax": CONTEXT,
@@ -117,7 +118,17 @@ def drawn(d_y: int = 2, n_prompts: int = 300) -> Prompts:
 def masks_of(n_layers: int) -> list[list[Head]]:
     last = n_layers - 1
     everything = [(layer, head) for layer in range(n_layers) for head in range(N_HEADS)]
-    return [[], [(0, 1)], [(last, 3)], [(0, 0), (0, 2), (last, 1)], everything[1:], everything]
+    middle = [(layer, 1) for layer in range(1, last)]
+    several = [(0, 0), (0, 2), (last, 1)]
+    return [
+        [],
+        [(0, 1)],
+        [(last, 3)],
+        several,
+        *([middle[:1], middle, several + middle] if middle else []),
+        everything[1:],
+        everything,
+    ]
 
 
 @torch.no_grad()

@@ -82,6 +82,8 @@ N_RANDOM = 19
 NULL_PROMPTS = 64
 DEPTHS = (1, 2, 3, 5, 6)
 """Layers, beside those of the algorithms, that a function without a path may have."""
+SPREAD = 3.0
+"""Standard errors that hardly a resample goes beyond."""
 HALF = 0.5
 """Most of a learner in what an algorithm leaves of a function."""
 
@@ -226,11 +228,11 @@ def _measured(
         return found
     path = path_of(model, own, seed)
     steps = None if path.read is None else replace(last, path=path.read)
-    walks = None if steps is None else _path_scores(steps, found)
-    function = _function_scores(last, found, walks)
+    walks = None if steps is None else _path_scores(steps, found, limits)
+    function = _function_scores(last, found, walks, limits)
     found = replace(found, function=function, path=walks, path_how=path.how)
     found = _with_member_tests(model, found, own, seed)
-    found = _with_claims(model, found, own, path, seed)
+    found = _with_claims(model, found, own, path, seed, limits)
     near = limits.moved(MARGIN).explained
     # Of functions, the last prediction has to be told from other learners too: no stream speaks for it.
     if model.predictor is None:
@@ -248,22 +250,33 @@ def _controls(found: Measured) -> tuple[Algorithm, ...]:
     return (*CONTROLS, *ONLINE) if broken_share(found.tests[ORDER]) > ROUNDING else CONTROLS
 
 
-def _path_scores(room: Room, found: Measured) -> Scores:
-    """Members and controls that predict after every layer."""
-    walking = [each for each in (*found.members, *_controls(found)) if each.has_path]
-    descent = found.members[0]
-    free = free_preconditioner(room, descent)
-    return room.scores(walking if free is None else [*walking, free])
+def _path_scores(room: Room, found: Measured, limits: AlgorithmLimits) -> Scores:
+    """Members that predict after every layer; and controls, if one of these may be near enough for a label."""
+    scores = room.scores([member for member in found.members if member.has_path])
+    if not _may_explain(scores, room.n_own, limits).any():
+        return scores
+    controls = [control for control in _controls(found) if control.has_path]
+    free = free_preconditioner(room, found.members[0])
+    return scores.joined(room.scores(controls if free is None else [*controls, free]))
 
 
-def _function_scores(room: Room, found: Measured, walks: Scores | None) -> Scores:
-    """Members, and controls where there is no path or a learner without one comes near."""
+def _may_explain(scores: Scores, n_own: int, limits: AlgorithmLimits) -> Bool[np.ndarray, " row"]:
+    """Whether a row explains enough of the model at its own length, be it of resampled prompts or under limits moved."""
+    r2, sem = scores.r2()[:, :n_own], scores.r2_sem()[:, :n_own]
+    moved = limits.moved(MARGIN).explained
+    return np.all((r2 >= moved) | (r2 + SPREAD * sem >= limits.explained), axis=1)
+
+
+def _function_scores(
+    room: Room, found: Measured, walks: Scores | None, limits: AlgorithmLimits
+) -> Scores:
+    """Members; and controls where there is no path, or a learner without one may be near enough for a label."""
     starts = {}
     if walks is not None:
         starts = dict(zip(walks.names, walks.scalars, strict=True))
     scores = room.scores(found.members, starts=starts, n_starts=2)
     pathless = [not member.has_path for member in found.members]
-    if walks is None or (scores.r2()[pathless, OWN] >= LOOSE).any():
+    if walks is None or _may_explain(scores, room.n_own, limits)[pathless].any():
         controls = list(_controls(found))
         if walks is None:
             controls += [at_depth(each, depth) for each in OF_ANY_DEPTH for depth in DEPTHS]
@@ -291,16 +304,21 @@ def _last(path: Predict, prompts: Prompts) -> Tensor:
 
 
 def _with_claims(
-    model: AlgorithmSource, found: Measured, own: Setting, path: Path, seed: int
+    model: AlgorithmSource,
+    found: Measured,
+    own: Setting,
+    path: Path,
+    seed: int,
+    limits: AlgorithmLimits,
 ) -> Measured:
     """With what the stream bears out of members that change x and come near to the path."""
     if found.path is None:
         return found
     held, replaced = {}, {}
-    least = found.path.r2()[:, : model.n_layers].min(1)
+    near = _may_explain(found.path, model.n_layers, limits)
     for member in found.members:
         label = str(member.label)
-        if member.covariates is None or least[found.path.names.index(label)] < LOOSE:
+        if member.covariates is None or not near[found.path.names.index(label)]:
             continue
         scalars = found.path.scalars[found.path.names.index(label)]
         held[label], replaced[label] = claims_r2(model, member, scalars, own, path, seed)
@@ -341,32 +359,34 @@ def _null_risk(
     if weights is None:
         return np.empty(0)
     generator, risks = generator_for(seed, "init", 1), []
+    matrices = sorted(weights.by_name.items())
+    values = {name: _singular_values(tensor) for name, tensor in matrices}
     for _ in range(N_RANDOM):
         drawn = {
-            name: _random_directions(tensor, generator)
-            for name, tensor in sorted(weights.by_name.items())
+            name: _random_directions(tensor, values[name], generator) for name, tensor in matrices
         }
-        random = AlgorithmSource(
-            predictor_of(weights.with_tensors(stacked(drawn, weights.n_layers))),
-            TaskConfig(),
-            weights.n_layers,
-        )
-        risks.append(relative_risk(random.predicted(prompts), prompts.y_query_clean))
+        random = predictor_of(weights.with_tensors(stacked(drawn, weights.n_layers)))
+        predictions = random.predict(prompts).detach().cpu().double()
+        risks.append(relative_risk(predictions, prompts.y_query_clean))
     return np.nan_to_num(np.array(risks), nan=np.inf)
 
 
-def _random_directions(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Matrices of the same singular values; of what is no matrix the entries in random order."""
+def _singular_values(tensor: Tensor) -> Tensor | None:
+    """Those of matrices; None of what is none."""
     if tensor.ndim < 2 or tensor.numel() == 0:
-        return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(
-            tensor.shape
-        )
-    values = torch.linalg.svdvals(tensor.cpu().double())
-    k = values.shape[-1]
+        return None
+    return torch.linalg.svdvals(tensor.cpu().double())
+
+
+def _random_directions(tensor: Tensor, values: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Matrices of these singular values; of what is no matrix the entries in random order."""
+    if values is None:
+        order = torch.randperm(tensor.numel(), generator=generator)
+        return tensor.flatten()[order].reshape(tensor.shape)
+    *axes, rows, columns = tensor.shape
+    shapes = [(*axes, n, values.shape[-1]) for n in (rows, columns)]
     left, right = (
-        torch.linalg.qr(
-            torch.randn(*tensor.shape[:-2], n, k, generator=generator, dtype=torch.float64)
-        ).Q
-        for n in tensor.shape[-2:]
+        torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
+        for shape in shapes
     )
     return (left * values[..., None, :] @ right.mT).to(tensor)

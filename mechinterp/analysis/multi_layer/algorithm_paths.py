@@ -96,7 +96,7 @@ def claims_r2(
     states = held(algorithm, scalars, prompts, source.task, source.n_layers)
     layers = range(source.n_layers)
     steps = sum(step_image(states, streams, layer) for layer in layers)
-    known = source.predicted(prompts)[1::2]
+    known = source.predicted(prompts[1::2])
     replaced = (streams[0, 1::2] + steps) @ path.read_out
     d_y, x = prompts.y.shape[2], prompts.x_query.double()
     missed = wanted = 0.0

@@ -96,7 +96,8 @@ class Room:
         if key not in self.known_moments:
             prompts = self.settings[setting].prompts
             prompts = prompts[1::2] if setting == next(iter(self.settings)) else prompts
-            self.known_moments[key] = PromptMoments(prompts, self.task, scale)
+            one = PromptMoments(prompts, self.task) if scale == 1 else self.moments(setting)
+            self.known_moments[key] = one if scale == 1 else one.times(scale)
         return self.known_moments[key]
 
     @cached_property
@@ -256,7 +257,7 @@ def free_preconditioner(room: Room, descent: Algorithm) -> Algorithm | None:
     A = A / A.diagonal().mean()
 
     def step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
-        return w + eta * A @ gradient
+        return w + eta * (gradient.mT @ A.mT).mT
 
     name = "descent with a free preconditioner"
     return Algorithm(name, None, descent.scalars, step=step, equivariant=False)
