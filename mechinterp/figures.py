@@ -99,7 +99,8 @@ def lines(
     if log_x:
         figure.update_xaxes(log_ticks([x]))
     if log_y:
-        figure.update_yaxes(log_ticks(values for values, _ in drawn.values()))
+        ends = [v + sign * (0 if e is None else e) for v, e in drawn.values() for sign in (-1, 1)]
+        figure.update_yaxes(log_ticks(ends))
     return finish(figure, title, height=HEIGHT)
 
 
@@ -315,7 +316,7 @@ def finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.F
         title={"text": title, "font": {"size": 15}},
         template=TEMPLATES["light"],
         # Below the axis: beside it, a legend leaves no room for the figure on a narrow page.
-        legend={"orientation": "h", "yanchor": "top", "y": -0.22},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.27},
         height=height,
         margin={"l": 60, "r": 20, "t": top, "b": 50},
     )

@@ -94,7 +94,7 @@ def docstrings(cls: type) -> Mapping[str, str]:
         for field, text in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 said[field.target.id] = text.value.value  # type: ignore[union-attr,attr-defined]
-    return {name: " ".join(text.split()) for name, text in said.items()}
+    return {name: " ".join(text.replace("`", "").split()) for name, text in said.items()}
 
 
 def _classes(result: object) -> Iterator[type]:

@@ -2,7 +2,7 @@
 
 To add one: write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in one of the rooms (leave out
 the arguments it has no use for), which draws by `evaluation_prompts`, and whose result has `to_frame` and `plot`, and
-add a line below. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`,
+add a line below, which says where it is. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`,
 `mechinterp analyse my_module:mine MODEL`.
 """
 
@@ -14,36 +14,8 @@ from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 
 from mechinterp.analysis import needs as has
-from mechinterp.analysis.ablation.gates import learn_gates
-from mechinterp.analysis.ablation.methods import ablate
-from mechinterp.analysis.ablation.orders import greedy_order
-from mechinterp.analysis.ablation.pairs import ablate_pairs
-from mechinterp.analysis.ablation.prior_heads import prior_heads
-from mechinterp.analysis.ablation.pruning_curves import prune_by_rules_and_orders
-from mechinterp.analysis.learners.baselines import baselines
-from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
-from mechinterp.analysis.multi_layer.composition import composition_scores
-from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
 from mechinterp.analysis.needs import Model, Needs, never, nothing
-from mechinterp.analysis.one_layer.attention import attention_patterns
-from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
-from mechinterp.analysis.one_layer.circuits import circuits
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.patching.edges import attribute_edges
-from mechinterp.analysis.probing.feature_descent import p_probe
-from mechinterp.analysis.probing.probing import probe
-from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.result import Finding
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
-from mechinterp.analysis.training.deep_snapshots import deep_snapshots
-from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
-from mechinterp.analysis.training.linear_components import linear_snapshots
-from mechinterp.analysis.training.milestones import milestones
-from mechinterp.analysis.training.over_training import history_of
-from mechinterp.analysis.training.prior_snapshots import prior_snapshots
-from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.models.run.evaluation import usual_number
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -52,13 +24,22 @@ from mechinterp.progress import ProgressCallback, no_progress
 class Analysis:
     """An analysis: its function, the models that it takes, and those whose page has it unasked."""
 
-    function: Callable[..., Finding]
+    home: str | Callable[..., Finding]
+    """The function, or the module of `mechinterp.analysis` that has it and its name: "probing.probing:probe"."""
     needs: Needs = nothing
     on_page: Needs = never
     many_runs: bool = False
     """Whether each prompt costs many runs, so that a page that is told a number takes no more than its own."""
     title: str = ""
     """Of its section; else its name."""
+
+    @property
+    def function(self) -> Callable[..., Finding]:
+        """The function, its module loaded when it is first used."""
+        if callable(self.home):
+            return self.home
+        module, _, name = self.home.partition(":")
+        return getattr(import_module(f"mechinterp.analysis.{module}"), name)
 
     @property
     def options(self) -> dict[str, Parameter]:
@@ -91,59 +72,74 @@ class Analysis:
 
 
 ANALYSES: dict[str, Analysis] = {
-    "classify": Analysis(classify, on_page=nothing, title="What it computes"),
-    "circuits": Analysis(circuits, has.own_weights, on_page=nothing),
+    "classify": Analysis("one_layer.classify:classify", on_page=nothing, title="What it computes"),
+    "circuits": Analysis("one_layer.circuits:circuits", has.own_weights, on_page=nothing),
     "attention": Analysis(
-        attention_patterns, has.patterns, on_page=nothing, title="Attention on prompts"
+        "one_layer.attention:attention_patterns",
+        has.patterns,
+        on_page=nothing,
+        title="Attention on prompts",
     ),
-    "attention-entropy": Analysis(attention_entropy, has.a_distribution),
-    "composition": Analysis(composition_scores, has.weights_of_layers),
-    "algorithm": Analysis(name_algorithm),
-    "algorithm-steps": Analysis(intervene_on_steps),
-    "baselines": Analysis(baselines, on_page=has.more_than_attention, title="Excess risk"),
-    "ablate": Analysis(ablate, on_page=nothing, title="Head ablation"),
-    "pairs": Analysis(ablate_pairs),
-    "order": Analysis(greedy_order),
-    "gates": Analysis(learn_gates),
-    "prune": Analysis(prune_by_rules_and_orders, on_page=has.more_than_attention, title="Pruning"),
-    "probe": Analysis(probe, on_page=has.more_than_attention, title="Probes"),
-    "p-probe": Analysis(p_probe),
-    "read-out-by-layer": Analysis(read_out_by_layer, on_page=has.more_than_attention),
+    "attention-entropy": Analysis(
+        "one_layer.attention_entropy:attention_entropy", has.a_distribution
+    ),
+    "composition": Analysis("multi_layer.composition:composition_scores", has.weights_of_layers),
+    "algorithm": Analysis("multi_layer.algorithm:name_algorithm"),
+    "algorithm-steps": Analysis("multi_layer.step_interventions:intervene_on_steps"),
+    "baselines": Analysis(
+        "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
+    ),
+    "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
+    "pairs": Analysis("ablation.pairs:ablate_pairs"),
+    "order": Analysis("ablation.orders:greedy_order"),
+    "gates": Analysis("ablation.gates:learn_gates"),
+    "prune": Analysis(
+        "ablation.pruning_curves:prune_by_rules_and_orders",
+        on_page=has.more_than_attention,
+        title="Pruning",
+    ),
+    "probe": Analysis("probing.probing:probe", on_page=has.more_than_attention, title="Probes"),
+    "p-probe": Analysis("probing.feature_descent:p_probe"),
+    "read-out-by-layer": Analysis(
+        "probing.read_out_by_layer:read_out_by_layer", on_page=has.more_than_attention
+    ),
     "edges": Analysis(
-        attribute_edges,
+        "patching.edges:attribute_edges",
         has.edges_to_patch,
         on_page=has.few_edges,
         many_runs=True,
         title="Edges between heads",
     ),
-    "fit": Analysis(fit_learners, on_page=has.one_attention, title="Which learner"),
-    "priors": Analysis(compare_priors, has.a_pool, on_page=nothing),
-    "prior-heads": Analysis(prior_heads, has.a_pool),
-    "prior-snapshots": Analysis(prior_snapshots, has.a_pool),
+    "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
+    "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
+    "prior-heads": Analysis("ablation.prior_heads:prior_heads", has.a_pool),
+    "prior-snapshots": Analysis("training.prior_snapshots:prior_snapshots", has.a_pool),
     "snapshots": Analysis(
-        training_snapshots,
+        "training.snapshots:training_snapshots",
         has.snapshots_of_attention,
         on_page=nothing,
         many_runs=True,
         title="Training, step by step",
     ),
     "head-snapshots": Analysis(
-        deep_snapshots,
+        "training.deep_snapshots:deep_snapshots",
         has.snapshots,
         on_page=has.snapshots_of_layers,
         many_runs=True,
         title="Training, step by step",
     ),
     "component-snapshots": Analysis(
-        linear_snapshots,
+        "training.linear_components:linear_snapshots",
         has.snapshots_of_components,
         on_page=nothing,
         title="Components, step by step",
     ),
-    "training": Analysis(history_of, has.a_history, on_page=nothing),
-    "milestones": Analysis(milestones, has.a_history_of_scales),
-    "learning-coefficient": Analysis(local_learning_coefficient),
-    "coefficient-snapshots": Analysis(coefficient_snapshots, has.snapshots),
+    "training": Analysis("training.over_training:history_of", has.a_history, on_page=nothing),
+    "milestones": Analysis("training.milestones:milestones", has.a_history_of_scales),
+    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
+    "coefficient-snapshots": Analysis(
+        "training.coefficient_snapshots:coefficient_snapshots", has.snapshots
+    ),
 }
 """In this order they stand on the page."""
 

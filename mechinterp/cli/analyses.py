@@ -13,14 +13,13 @@ from mechinterp.cli.options import (
     PromptsOption,
     SeedOption,
     about_paths,
-    hints_of,
+    asks_checkpoints,
     load_checkpoint,
     runs_checkpoints,
     say_of,
     shown_path,
-    takes,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
@@ -30,19 +29,19 @@ if TYPE_CHECKING:
     from mechinterp.progress import ProgressCallback
 
 
-@takes(asked=Asked, hints=hints_of, device=device_of)
+@asks_checkpoints
 def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Mask every head, and every subset of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
     show("ablate", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of, device=device_of)
+@asks_checkpoints
 def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
     """Say what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
     show("probe", path, asked, hints, device)
 
 
-@takes(asked=Asked, hints=hints_of, device=device_of)
+@asks_checkpoints
 def analyse(
     name: Annotated[
         str,
@@ -133,7 +132,7 @@ def show(
         say_of(path, to_text(analysis_of(name)[0], found, wide=asked.wide))
 
 
-@takes(asked=Asked, hints=hints_of, device=device_of)
+@asks_checkpoints
 def prune(
     path: PathArgument,
     rule: Annotated[

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mechinterp.cli.hints import hints_of
 from mechinterp.cli.options import (
     Asked,
     PathArgument,
     about_paths,
+    asks_checkpoints,
     complain,
     load_checkpoint,
     reads_checkpoints,
     run_of,
     say_of,
     shown_path,
-    takes,
 )
-from mechinterp.cli.training import JsonOption, device_of, say
+from mechinterp.cli.training import JsonOption, say
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.foreign.options import Hints
 
 
-@takes(asked=Asked, hints=hints_of, device=device_of)
+@asks_checkpoints
 def classify(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")

@@ -128,6 +128,8 @@ reads_checkpoints = takes(hints=hints_of)
 """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
 runs_checkpoints = takes(hints=hints_of, device=device_of)
 """The same, and --device as its argument `device`."""
+asks_checkpoints = takes(asked=Asked, hints=hints_of, device=device_of)
+"""The same, and the options of `Asked` as its argument `asked`."""
 
 
 def load_checkpoint(

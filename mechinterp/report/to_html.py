@@ -22,7 +22,7 @@ from mechinterp.report.text import joined, narrow
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # longer entries make a column of text
 TITLE_HEIGHT = 26
-SHOWN_SECTIONS = 7
+SHOWN_SECTIONS = 6
 """Sections whose first figure is shown, so that the page of a deep model is no longer than one can look through."""
 SHOWN_ROWS = 12
 """Rows up to which the first table of a section is shown; others unfold."""

@@ -29,7 +29,8 @@ def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Itera
     for value, frame in _parts(table):
         title, shown = table.title, frame.dropna(axis=1, how="all") if table.per else frame
         if not wide:
-            shown = shown.drop(columns=[name for name in table.quiet if name in shown])
+            empty = [name for name in shown if shown[name].eq("").all()]
+            shown = shown.drop(columns=[*empty, *(name for name in table.quiet if name in shown)])
         if len(frame) > ROWS and table.by and not wide:
             shown = shown.sort_values(table.by, ascending=False, kind="stable")
             title += f", largest {table.by.replace('_', ' ')} first"

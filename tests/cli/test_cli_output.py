@@ -88,7 +88,7 @@ SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--devic
         (("convert", H1, "--to", "transformer-lens", "--out"), "model.safetensors", 100),
         (("train", "softmax-h1", *SMALL, "--out"), "training-0.safetensors", 100),
     ],
-)  # fmt: skip
+)
 def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
     run: Run, tmp_path: Path, command: tuple, name: str, limit: int
 ):

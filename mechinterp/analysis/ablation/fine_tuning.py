@@ -44,10 +44,14 @@ class FineTuning(Result):
     weights: Weights
     """Of the pruned model after the last step."""
 
+    @property
+    def _last(self) -> list[str]:
+        """The ratio of each model at the end."""
+        pairs = zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
+        return [with_error(*pair) for pair in pairs]
+
     def __repr__(self) -> str:
-        pruned, full = (
-            with_error(*pair) for pair in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
-        )
+        pruned, full = self._last
         return (
             f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
             f"the full model itself {full})"
@@ -55,9 +59,7 @@ class FineTuning(Result):
 
     def sentences(self) -> list[str]:
         """What further training wins back, beside the full model trained as long."""
-        few, full = (
-            with_error(*pair) for pair in zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
-        )
+        few, full = self._last
         return [
             f"After {self.step[-1]} steps of further training {few} times (all heads, trained as long: {full})."
         ]

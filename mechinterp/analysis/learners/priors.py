@@ -16,6 +16,7 @@ from mechinterp.analysis.learners.closeness import (
     lengths_of,
     setting_of,
 )
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -30,6 +31,12 @@ OFF_THE_LINE = 0.5
 """Unexplained part from which a model is nothing between the two."""
 FORGETS, KNOWS = 2.0, 1.5
 """Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
+
+STRATEGIES = {
+    "memorises": "memorises them",
+    "generalises": "generalises as ridge regression does",
+    "neither": "neither memorises them nor generalises as ridge regression does",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,6 +78,22 @@ class PriorComparison(Result):
             for i, kind in enumerate(KINDS)
         ]
         return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
+
+    def sentences(self) -> list[str]:
+        """What it does with the pool, how near it is to dMMSE and ridge, and what it loses beside them."""
+        found, where = self.overall, ("tasks of the pool", "new tasks")
+        pairs = zip(found.relative, found.relative_sem, where, strict=True)
+        near = ", ".join(f"{with_error(value, sem)} on {of}" for value, sem, of in pairs)
+        rows = zip(found.risk, found.risk_dmmse, found.risk_ridge, where, strict=True)
+        risks = ", ".join(
+            f"{digits(own)} on {of} (dMMSE {digits(dmmse)}, ridge {digits(ridge)})"
+            for own, dmmse, ridge, of in rows
+        )
+        return [
+            f"With a pool of {self.n_tasks} tasks the model {STRATEGIES[self.strategy]}.",
+            f"Relative distance, 0 at the pool's posterior mean (dMMSE) and 1 at ridge regression: {near}.",
+            f"Excess risk (y²): {risks}.",
+        ]
 
     def tables(self) -> dict[str, Table]:
         """Means over the context lengths, and every length."""

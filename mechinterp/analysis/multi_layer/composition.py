@@ -41,11 +41,11 @@ class CompositionScores(Result):
 
     def __repr__(self) -> str:
         top: Any = next(self.to_frame().itertuples())
+        pairs = counted(int(np.isfinite(self.score).sum()), "pair")
         over = f"; of the weights alone, {self.passed_over} passed over" if self.passed_over else ""
         return (
-            f"CompositionScores({counted(int(np.isfinite(self.score).sum()), 'pair')}; furthest above random weights L{top.layer}H{top.head} to "
-            f"{top.input} of L{top.later_layer}H{top.later_head} {top.score:.3f} against {top.random_score:.3f} ± "
-            f"{top.random_score_sd:.3f}{over})"
+            f"CompositionScores({pairs}; furthest above random weights L{top.layer}H{top.head} to {top.input} of "
+            f"L{top.later_layer}H{top.later_head} {top.score:.3f} against {top.random_score:.3f} ± {top.random_score_sd:.3f}{over})"
         )
 
     def to_frame(self) -> pd.DataFrame:

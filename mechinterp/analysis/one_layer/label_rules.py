@@ -223,7 +223,8 @@ def _several_tasks(
         for name, (label, _) in zip(heads.names, labelled, strict=True)
         if label == "unstructured"
     ]
-    sentence = f"heads serve several responses{''.join(odd)}; theta off its supports up to {evidence.scales.support_leak:.3f}; {explained}"
+    beyond = f"theta off its supports up to {evidence.scales.support_leak:.3f}"
+    sentence = f"heads serve several responses{''.join(odd)}; {beyond}; {explained}"
     return _if_explained("superposition", sentence, evidence, limits)
 
 

@@ -119,7 +119,7 @@ def probe(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Probing:
-    """Linear probes of the response and of `STRUCTURES` after each layer, and descent on the first layer's features.
+    """Linear probes of the response, and of what a first layer may write, after each layer; descent on its features.
 
     Probes are ridge regressions on the stream at the query, each fitted to four fifths of the prompts and scored on
     the fifth left out, for several penalties of which the best is taken. R² is 1 minus the squared error over the

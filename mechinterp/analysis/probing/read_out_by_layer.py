@@ -14,6 +14,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
@@ -86,6 +87,11 @@ class ReadOutByLayer(Result):
         if np.isfinite(own).any():
             told.append(f"The model's own read-out finds it with R² {', '.join(map(cell, own))}.")
         return told
+
+    def tables(self) -> dict[str, Table]:
+        """Every place, a table for each target."""
+        quiet, title = ("layers_run", "penalty"), "Read from the stream at the query"
+        return {"read_out_by_layer": Table(self.to_frame(), title, per="target", quiet=quiet)}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target and place."""

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.result import Table
 from mechinterp.display import Result
 
 
@@ -78,6 +79,10 @@ class LearningCoefficient(Result):
         each = [self, *self.curve]
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})
+
+    def tables(self) -> dict[str, Table]:
+        """Each n_beta."""
+        return {"learning_coefficient": Table(self.to_frame(), quiet=("sampled", "over"))}
 
     def plot(self) -> go.Figure:
         """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""

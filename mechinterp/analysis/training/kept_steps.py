@@ -41,9 +41,10 @@ class KeptSteps(Result):
     ) -> go.Figure:
         """The loss over training, dotted levels, and a mark that a slider moves along it."""
         curve, step, loss = self.curve, self.step, self.eval_loss
-        shown = curve[curve[:, 0] > 0]
-        # Step 0 has no place on a logarithmic axis: its mark stands at the left edge.
-        left = shown[0, 0] / 2 if len(shown) else 0.5
+        later = curve[curve[:, 0] > 0]
+        # Step 0 has no place on a logarithmic axis: it stands at the left edge.
+        left = later[0, 0] / 2 if len(later) else 0.5
+        shown = np.column_stack([np.maximum(curve[:, 0], left), curve[:, 1]])
         figure = figures.lines(
             shown[:, 0],
             {"eval_loss": shown[:, 1]},

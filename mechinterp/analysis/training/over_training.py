@@ -30,11 +30,6 @@ class Training:
     how: str = ""
     """Optimiser, step size and rows of the history, a sentence; empty if that is not known."""
 
-    @property
-    def sentences(self) -> list[str]:
-        """The sentence, if there is one."""
-        return [self.how] if self.how else []
-
 
 NOT_KNOWN = Training()
 
@@ -66,10 +61,10 @@ class LoggedSteps(Result):
             self.step[later], shown, title=title, x_title="step", y_title=y_title, log_x=True, **how
         )
 
-    @property
-    def ended(self) -> str:
-        """How many steps, and where the loss ends."""
-        return f"{self.step[-1]} steps; final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²."
+    def _told(self, *between: str) -> list[str]:
+        """How many steps and where the loss ends, and how the model was trained if that is known."""
+        loss = f"final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²"
+        return list(filter(None, (f"{self.step[-1]} steps; {loss}.", *between, self.training.how)))
 
 
 def logged_steps(history: pd.DataFrame, source: Source | pd.DataFrame) -> dict[str, Any]:
@@ -134,7 +129,7 @@ class TrainingDynamics(LoggedSteps):
 
     def sentences(self) -> list[str]:
         """How many steps, where the loss ends, and how the model was trained."""
-        return [self.ended, *self.training.sentences]
+        return self._told()
 
     def tables(self) -> dict[str, Table]:
         """Every logged step."""
@@ -224,7 +219,7 @@ class NormsOverTraining(LoggedSteps):
 
     def sentences(self) -> list[str]:
         """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
-        told = [self.ended]
+        told = []
         for name, what in NORMS.items():
             factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
@@ -232,7 +227,7 @@ class NormsOverTraining(LoggedSteps):
                 f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
                 f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
             )
-        return told + self.training.sentences
+        return self._told(*told)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step, layer and head."""

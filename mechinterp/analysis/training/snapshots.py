@@ -36,7 +36,18 @@ class Snapshots(KeptSteps):
 
     def tables(self) -> dict[str, Table]:
         """Every number of every kept step."""
-        return {"snapshots": Table(self.to_frame(), "Heads at the kept steps")}
+        frame = self.to_frame()
+        scales = (
+            "step",
+            "eval_loss",
+            "label",
+            "head",
+            "omega_mean",
+            "qk_diagonal",
+            "ov_last_entry",
+        )
+        quiet = tuple(n for n in frame if n not in scales and not n.startswith("mu_"))
+        return {"snapshots": Table(frame, "Heads at the kept steps", quiet=quiet)}
 
     def figures(self) -> dict[str, go.Figure]:
         """Loss and circuits, which share a slider."""
