@@ -121,12 +121,6 @@ def test_documents_need_no_deep_imports_and_draw_prompts_by_seed(file: Path):
     assert "generator_for" not in text
 
 
-def test_editors_are_told_the_public_names():
-    tree = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
-    told = {a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert told == {**mechinterp._HOMES, "__version__": "mechinterp.version"}
-
-
 def test_names_of_the_package_are_where_it_says():
     for name in set(mechinterp.__all__) - {"__version__"}:
         assert getattr(mechinterp, name).__name__ == name
