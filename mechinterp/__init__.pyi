@@ -1,4 +1,4 @@
-"""The public names with their types, for editors and type checkers; __init__.py loads them when they are first used."""
+"""The public names with their types, for editors and type checkers; __init__.py reads them here and loads them when they are first used."""
 
 from mechinterp.analysis.ablation.fine_tuning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.gates import learn_gates as learn_gates

@@ -1,7 +1,9 @@
 """Fields of frozen dataclasses: their types checked, read from JSON, named with dots in messages."""
 
+import json
 import math
-from dataclasses import is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -41,19 +43,46 @@ def set_checked(config: object, group: str) -> None:
             object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
 
 
-def require_at_least(group: str, config: object, least: float, *names: str) -> None:
-    """Raise a ValueError that names the first of these fields that is below `least`."""
-    for name in names:
-        if getattr(config, name) < least:
-            label = f"{group}.{name}" if group else name
-            raise ValueError(f"{label} must be >= {least}, got {getattr(config, name)}.")
+@dataclass(frozen=True)
+class Rules:
+    """Rules for the fields of a config; what breaks one is a ValueError that names field, rule and value."""
 
+    group: str
+    """Stands before the names of the fields."""
+    config: object
 
-def require_at_most(group: str, config: object, most: float, *names: str) -> None:
-    """Raise a ValueError that names the first of these fields that is above `most`."""
-    for name in names:
-        if getattr(config, name) > most:
-            raise ValueError(f"{group}.{name} must be <= {most}, got {getattr(config, name)}.")
+    def require(self, name: str, holds: object, rule: str) -> None:
+        """Refuse a field's value unless the rule holds."""
+        if not holds:
+            value = getattr(self.config, name)
+            value = list(value) if isinstance(value, tuple) else value
+            got = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+            label = f"{self.group}.{name}" if self.group else name
+            raise ValueError(f"{label} {rule}, got {got}.")
+
+    def at_least(self, least: float, *names: str) -> None:
+        """Refuse the first field that is below a bound; None is not."""
+        for name in names:
+            value = getattr(self.config, name)
+            self.require(name, value is None or value >= least, f"must be >= {least}")
+
+    def at_most(self, most: float, *names: str) -> None:
+        """Refuse the first field that is above a bound; None is not."""
+        for name in names:
+            value = getattr(self.config, name)
+            self.require(name, value is None or value <= most, f"must be <= {most}")
+
+    def positive(self, *names: str) -> None:
+        """Refuse the first field that is 0 or negative; None is not."""
+        for name in names:
+            value = getattr(self.config, name)
+            self.require(name, value is None or value > 0, "must be > 0")
+
+    def one_of(self, name: str, known: Iterable[str | None]) -> None:
+        """Refuse a field that is not among the known values."""
+        known = tuple(known)
+        listed = ", ".join("null" if each is None else each for each in known)
+        self.require(name, getattr(self.config, name) in known, f"must be one of {listed}")
 
 
 def unknown_field(name: str, prefix: str, known: list[str]) -> str:
@@ -66,12 +95,10 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
     """Values of a nested dictionary by dotted name."""
     leaves: dict[str, object] = {}
     for name, value in values.items():
-        inner = (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
-        leaves |= inner
+        if isinstance(value, dict):
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = value
     return leaves
 
 
@@ -80,14 +107,9 @@ def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-@cache
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
 def _checked(value: object, hint: object, name: str) -> object:
     """The value, lists made tuples and whole numbers made floats where the field is a float."""
-    options = _options(hint)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for option in options:
         if option is float and isinstance(value, Real) and not isinstance(value, bool):
             return _finite(value, name)

@@ -62,14 +62,7 @@ def token_map_bytes(
 
 
 def layers_bytes(
-    *,
-    n_layers: int,
-    n_heads: int,
-    d_head: int,
-    d_model: int,
-    d_mlp: int,
-    n_tokens: int,
-    width: int,
+    *, n_layers: int, n_heads: int, d_head: int, d_model: int, d_mlp: int, n_tokens: int, width: int
 ) -> int:
     """What a prompt takes where every token attends: six squares of scores per head, and the streams that are kept."""
     columns = n_heads * d_head
@@ -124,8 +117,8 @@ def available_memory() -> int:
 def peak_memory() -> int:
     """The most memory that this process has held so far, in bytes."""
     # On Linux a process starts with the ru_maxrss of the one that started it.
-    if found := re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status"))):
-        return 1024 * int(found[1])
+    if peak := re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status"))):
+        return 1024 * int(peak[1])
     if sys.platform == "win32":
         return 0
     unit = 1 if sys.platform == "darwin" else 1024

@@ -71,7 +71,8 @@ def drawn(
     from kaleido.errors import ChromeNotFoundError
 
     try:
-        return figure.to_image(format=path.suffix[1:], scale=_scale(path))
+        scale = DOTS / PIXELS if path.suffix == ".png" else 1
+        return figure.to_image(format=path.suffix[1:], scale=scale)
     except (ChromeNotFoundError, RuntimeError) as error:
         if "Chrome" not in str(error):
             raise
@@ -167,7 +168,3 @@ def _plot_of(result: object) -> go.Figure:
             f"A figure or a result with a plot is needed, got {type(result).__name__}."
         )
     return plot()
-
-
-def _scale(path: Path) -> float:
-    return DOTS / PIXELS if path.suffix == ".png" else 1

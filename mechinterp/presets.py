@@ -88,17 +88,12 @@ PRESETS |= {
     for rank in (1, 2, 4, 8)
 }
 # Sparse regression by linear attention of four layers: our setting, the published one is not known to us.
+_SPARSE = TrainConfig(steps=50_000, batch_size=64, cosine=True, clip_norm=1.0)
 PRESETS |= {
     f"sparse-h{h}": ExperimentConfig(
         task=TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs"),
         model=ModelConfig(n_layers=4, n_heads=h, d_model=64, score="linear/L", context_only=True),
-        train=TrainConfig(
-            steps=50_000,
-            batch_size=64,
-            shortest_context=8,
-            cosine=True,
-            clip_norm=1.0,
-        ),
+        train=replace(_SPARSE, shortest_context=8),
     )
     for h in (1, 4, 8)
 }
@@ -108,7 +103,7 @@ PRESETS["sparse-wide"] = ExperimentConfig(
     model=ModelConfig(
         n_layers=4, n_heads=64, d_head=2, d_model=144, score="linear/L", context_only=True
     ),
-    train=TrainConfig(steps=50_000, batch_size=64, shortest_context=32, cosine=True, clip_norm=1.0),
+    train=replace(_SPARSE, shortest_context=32),
 )
 # A pool of tasks after Raventos et al. 2023 (arXiv 2306.15063), small: d_x 4, where they have 8; task.n_tasks says of how many.
 _POOL_TASK = TaskConfig(d_x=4, context_length=8, noise_var=0.25, beta_var=1.0, n_tasks=16)

@@ -1,6 +1,8 @@
 """Models of several layers with random weights: ours, and somebody else's in a Bridge."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pandas as pd
 import torch
@@ -16,13 +18,20 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
 
 
-def random_model(n_layers: int = 3, n_heads: int = 4, **architecture: object) -> ICLTransformer:
-    """A model with d_x = 4 whose every weight is N(0, 0.3^2), in float64."""
-    config = ModelConfig(n_layers=n_layers, n_heads=n_heads, **architecture)
-    model = ICLTransformer(config, d_x=4, d_y=1).double()
+def random_model(
+    n_layers: int = 3,
+    n_heads: int = 4,
+    *,
+    kind: type[ICLTransformer] = ICLTransformer,
+    sizes: Mapping[str, int] = MappingProxyType({"d_x": 4, "d_y": 1}),
+    std: float = 0.3,
+    **architecture: object,
+) -> ICLTransformer:
+    """A model, of d_x = 4 if nothing is said, whose every weight is N(0, std^2), in float64."""
+    model = kind(ModelConfig(n_layers=n_layers, n_heads=n_heads, **architecture), **sizes).double()
     generator = torch.Generator().manual_seed(n_layers)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
+        nn.init.normal_(parameter, std=std, generator=generator)
     return model.eval()
 
 

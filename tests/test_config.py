@@ -111,6 +111,7 @@ def test_configs_that_differ_have_different_ids():
         'task={"sparsity": 2, "nonzeros": "signs"}',
         "model.context_only=true",
         'model={"context_only": true, "n_heads": 3}',
+        "task.n_tasks=16",
     ]
     ids = {override(ExperimentConfig(), change).id for change in changes}
     assert len(ids | {ExperimentConfig().id}) == len(changes) + 1
@@ -303,6 +304,9 @@ REFUSED = {
         "task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got 1.0."
     ),
     "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
+    "task.task_seed=3": "task.task_seed needs a task.n_tasks, got 3 and null.",
+    "task.n_tasks=0": "task.n_tasks must be >= 1, got 0.",
+    "task.n_tasks=1048577": "task.n_tasks must be <= 1048576, got 1048577.",
     "task.n_sequences=0": "task.n_sequences must be >= 1, got 0.",
     "model.norm=batch": "model.norm must be one of before, after, null, got 'batch'.",
     "model.activation=step": (
@@ -430,11 +434,3 @@ def test_the_shortest_context_is_no_longer_than_the_longest():
     message = "train.shortest_context must be <= task.context_length = 40, got 41."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         override(ExperimentConfig(), "model.context_only=true", "train.shortest_context=41")
-
-
-def test_later_fields_change_an_id_only_where_they_are_used():
-    config = ExperimentConfig()
-    used = [override(config, "task.sparsity=2"), override(config, "model.context_only=true")]
-    used.append(override(used[1], "train.clip_norm=1", "train.cosine=true"))
-    used.append(override(used[0], "task.nonzeros=signs"))
-    assert len({config.id, *(other.id for other in used)}) == 5

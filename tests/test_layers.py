@@ -18,20 +18,8 @@ from tests.test_doors import deep_softmax, gpt2_file
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
 FLOORS = (
-    *(
-        "version",
-        "moved",
-        "rooms",
-        "fields",
-        "progress",
-        "config",
-        "presets",
-        "memory",
-        "paper",
-        "display",
-        "figures",
-        "heatmaps",
-    ),
+    *("version", "moved", "rooms", "fields", "progress", "config", "presets", "memory"),
+    *("paper", "display", "figures", "heatmaps"),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )
 """Files and folders of the package, lowest first; imports go down, or stay on a floor."""
@@ -131,12 +119,6 @@ def test_documents_need_no_deep_imports_and_draw_prompts_by_seed(file: Path):
     text = file.read_text(encoding="utf-8")
     assert not re.findall(r"(?:from|import) mechinterp\.\w+\.\w+", text)
     assert "generator_for" not in text
-
-
-def test_editors_are_told_the_public_names():
-    tree = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
-    told = {a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert told == {**mechinterp._HOMES, "__version__": "mechinterp.version"}
 
 
 def test_names_of_the_package_are_where_it_says():

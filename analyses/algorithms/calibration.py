@@ -11,7 +11,6 @@ again: without algorithm_calibration_models.csv all begins anew. Writes algorith
 there, the last once the tuning half has been asked in one run.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,14 @@ from time import monotonic
 
 import numpy as np
 import pandas as pd
-import torch
 from scipy.stats import binomtest
 
 from analyses.algorithms.models import CONFIRMED_ONLY, NONE, Case, cases
+from analyses.lib.measured import parsed, parser_of
 from mechinterp.analysis.multi_layer.algorithm import limits_for, name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits, decide
 
-ROOT = Path(__file__).parents[2]
 NAME = "algorithms/algorithm_calibration"
 TUNED, CONFIRMED = 0, 5
 """Seed of the tuning half, and the first of the confirming one."""
@@ -162,13 +160,11 @@ def limits_table(results: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=1, help="models of each family to confirm")
     parser.add_argument("--family", help="one family alone")
     parser.add_argument("--minutes", type=float, default=1e6, help="when to stop")
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parsed(parser)
     files = {name: arguments.out / f"{NAME}_{name}.csv" for name in ("models", "rates", "limits")}
     files["models"].parent.mkdir(parents=True, exist_ok=True)
     until = monotonic() + 60 * arguments.minutes

@@ -9,7 +9,6 @@ analyses/results/algorithms/task_doubt.csv, a row per kind of model and change: 
 factor on their predictions. docs/words.md tells it.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
 from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
 from mechinterp.analysis.learners.baseline_comparison import DECIDING, task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
@@ -26,7 +26,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.models.scores import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 
-ROOT = Path(__file__).parents[2]
 FILE = "task_doubt.csv"
 SEEDS, N_RANDOM = range(4), 20
 CHANGES = {"own task": {}} | {
@@ -128,12 +127,9 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / "algorithms")
+    parser = parser_of(__doc__, out=RESULTS / "algorithms")
     parser.add_argument("--only", nargs="*", help="names of models, for a trial")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    arguments = parsed(parser)
     names = arguments.only or [f.name for f in (ROOT / "checkpoints").iterdir() if f.is_dir()]
     folders = [ROOT / "checkpoints" / name for name in sorted(names)]
     rows = [row for folder in folders for row in rows_of(folder)]

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
-from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, page, trained
+from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, trained
 from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory.linear import modes, population_moments
@@ -81,6 +81,4 @@ def measure(quick: bool) -> Measured:
     curves = {name: np.interp(time, one.time, one.loss) for name, (one, *_) in found.items()}
     for name, (one, loss, *_) in found.items():
         curves[f"{name}, eq. (10)"] = np.interp(time, one.time, loss)
-    title = "White covariance: exact flow and eq. (10) with w_eff"
-    figure = page(time, curves, title, levels=MODES.levels[-1:])
-    return Measured(pd.DataFrame({"time": time} | curves), {"white": figure}, claims)
+    return Measured(pd.DataFrame({"time": time} | curves), claims=claims)

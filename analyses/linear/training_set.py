@@ -7,11 +7,10 @@ sequences; then on 5,000. A set's own levels are its losses at the rests M_m of 
 python -m analyses linear/training_set (a minute; --quick 2 sets of each size)
 """
 
-import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
-from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, losses, named, page, set_moments
+from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, named, set_moments
 from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_heads import separate_heads
@@ -54,9 +53,5 @@ def measure(quick: bool) -> Measured:
     large, small = (off[size].abs().to_numpy() for size in SIZES)
     asked = {"first": named(large[:, 0], "set"), "later": named(large[:, 1:], "set", "rest")}
     asked |= {"bias": bias, "end": named(small[:, 4], "set"), "own": nearer}
-    steps = np.geomspace(100, STEPS, 400)
-    shown = {f"{n:,} sequences, set {seed}": one for (n, seed), one in runs.items() if seed < 2}
-    title = "Descent on training sets; levels L(M_m) of the population dotted"
-    figure = page(steps, losses(steps / TAU, shown), title, x_title="step", log_x=True)
     claims = records("linear-19-", asked, over={"sets": len(sets)})
-    return Measured(data, {"loss": figure}, claims)
+    return Measured(data, claims=claims)

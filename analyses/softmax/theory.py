@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import SETTING, Measured, record
-from mechinterp import TaskConfig, figures
+from mechinterp import TaskConfig
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
@@ -64,11 +64,4 @@ def measure(quick: bool) -> Measured:
         record("softmax-T3", {"closed form": gradient_error()}),
         record("softmax-T4", {"pair": slope_towards_descent()}, over=drawn),
     ]
-    curves = {
-        "approximate loss": approximate - approximate[0],
-        "loss": (found.gap[0], found.gap_sem[0]),
-    }
-    shown = {"title": "Rise of the loss along the solution manifold", "x_title": "gamma (1/x²)"}
-    y_title = "loss minus that at gamma 0.02 (y²)"
-    page = figures.lines(np.array(GAMMAS), curves, y_title=y_title, **shown)
-    return Measured(data, {"manifold": page}, claims)
+    return Measured(data, claims=claims)

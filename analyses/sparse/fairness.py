@@ -10,7 +10,7 @@ is above 0.9, the published mechanism is not expected of training. Beside it: Al
 Steps of descent may change places without a change of what comes out, so that from equal sizes the
 gradient stays equal and a search never finds that the best ones differ. Every search here starts
 from several rows of distinct sizes, and the best end on the prompts of the fit is taken.
-Run: python -m analyses sparse/fairness (an hour; --quick half a minute)
+Run: python -m analyses sparse/fairness (half an hour; --quick half a minute)
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -12,7 +12,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.checkpoints.foreign.settings import settings_beside
 from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
@@ -88,10 +87,10 @@ def load(
     with _readable(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _run(steps, hints)
-        found = _stored(path, hints)
-        if isinstance(found, Checkpoint):
-            return found
-        return replace(read_foreign([found], hints), path=path)
+        stored = _stored(path, hints)
+        if isinstance(stored, Checkpoint):
+            return stored
+        return replace(read_foreign([stored], hints), path=path)
 
 
 def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
@@ -239,8 +238,8 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
             raise CheckpointError(
                 f"{path}: holds several files of weights; name one of {_listed(files)}."
             )
-        found = _in_file(files[0], hints)
-        return replace(found, path=path) if isinstance(found, Checkpoint) else found
+        stored = _in_file(files[0], hints)
+        return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
     _require_no_hints(path, hints, stated)
     return read_exchange(path) if stated == FORMAT else native.load(path)
 
@@ -264,7 +263,8 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     checkpoint, out = checkpoint_of(checkpoint, "convert"), Path(out)
     if target not in TARGETS:
         raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
-    scores = sorted({str(each.said["score"]) for each in checkpoint.readings if _rivals(each)})
+    rivals = [each.said for each in checkpoint.readings if each.predicts and each.stands]
+    scores = sorted({str(said["score"]) for said in rivals if "score" in said})
     if len(scores) > 1:
         raise CheckpointError(
             f"{checkpoint.path}: score must be said (--score, score=) before it is written, got {', '.join(scores)} "
@@ -280,7 +280,3 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     else:
         checkpoint.save_pretrained(out)
     return sorted(file for file in out.rglob("*") if file.is_file())
-
-
-def _rivals(reading: Reading) -> bool:
-    return reading.predicts and reading.stands and "score" in reading.said

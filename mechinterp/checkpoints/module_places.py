@@ -34,7 +34,7 @@ def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> li
 
 def _outputs(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules that take the heads' outputs, by the table of names."""
-    found = {
+    names = {
         name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention)
     }
     pieces = [
@@ -43,15 +43,15 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
         if name.endswith(".weight") and (piece := piece_of(name)) is not None
     ]
     inner = {(piece.path, piece.layer) for _, piece in pieces if piece.part in INNER}
-    found |= {
+    names |= {
         name for name, piece in pieces if piece.part == "o" and (piece.path, piece.layer) in inner
     }
-    if not found:
+    if not names:
         raise ValueError(
             f"outputs must name the modules that take the heads' outputs: a {type(module).__name__} has no "
             "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj."
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def _as_they_run(module: nn.Module, names: Sequence[str], inputs: Tensor) -> list[str]:

@@ -26,11 +26,11 @@ def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
     Those are folders with a config.json or a side-car, files that end as those of other people do, and folders with
     one such file.
     """
-    found: list[Path] = []
+    checkpoints: list[Path] = []
     for path in paths:
         inner = [] if is_marked(path) else checkpoints_in(path)
-        found += [path] if not inner or _is_one_file(inner) else inner
-    return found
+        checkpoints += [path] if not inner or _is_one_file(inner) else inner
+    return checkpoints
 
 
 def runs_among(paths: Iterable[Path]) -> list[list[Path]]:
@@ -40,14 +40,12 @@ def runs_among(paths: Iterable[Path]) -> list[list[Path]]:
         >>> [len(group) for group in runs_among(map(Path, ("a/step_1.pt", "a/step_9.pt", "b/x.pt")))]
         [2, 1]
     """
-    folders = [list(group) for _, group in groupby(paths, key=lambda path: path.parent)]
-    return [
-        group
-        for folder in folders
-        for group in (
-            [list(steps_of(folder).values())] if steps_of(folder) else [[path] for path in folder]
-        )
-    ]
+    groups: list[list[Path]] = []
+    for _, paths_of_folder in groupby(paths, key=lambda path: path.parent):
+        folder = list(paths_of_folder)
+        steps = steps_of(folder)
+        groups += [list(steps.values())] if steps else [[path] for path in folder]
+    return groups
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -94,14 +92,14 @@ def steps_of(paths: Sequence[Path], *, told: bool = False) -> dict[int, Path]:
     elif len(varying) != 1:
         return {}
     ((word, place),) = words.items()
-    found = {int(name[place]): path for path, name in zip(paths, names, strict=True)}
-    counted = sorted(found) in (list(range(len(found))), list(range(1, len(found) + 1)))
+    by_step = {int(name[place]): path for path, name in zip(paths, names, strict=True)}
+    counted = sorted(by_step) in (list(range(len(by_step))), list(range(1, len(by_step) + 1)))
     is_step = word in STEP_WORDS or (word in COUNT_WORDS and not counted)
-    return dict(sorted(found.items())) if len(found) == len(paths) and (told or is_step) else {}
+    return dict(sorted(by_step.items())) if len(by_step) == len(paths) and (told or is_step) else {}
 
 
-def _is_one_file(found: list[Path]) -> bool:
-    return len(found) == 1 and found[0].is_file()
+def _is_one_file(files: list[Path]) -> bool:
+    return len(files) == 1 and files[0].is_file()
 
 
 def _in(folder: Path) -> list[Path]:

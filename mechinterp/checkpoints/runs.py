@@ -70,9 +70,9 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
 
 def joined(frames: Mapping[int, pd.DataFrame]) -> pd.DataFrame:
     """Rows of several steps as one history, in which the loss of training is not known."""
-    found = pd.concat(frames, names=["step", None]).reset_index("step").assign(loss=np.nan)
+    rows = pd.concat(frames, names=["step", None]).reset_index("step").assign(loss=np.nan)
     first = ["step", "layer", "head", "loss", "eval_loss"]
-    return found[[*first, *(name for name in found if name not in first)]].reset_index(drop=True)
+    return rows[[*first, *(name for name in rows if name not in first)]].reset_index(drop=True)
 
 
 def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.DataFrame:

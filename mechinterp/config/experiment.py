@@ -7,13 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from mechinterp.config.model import ModelConfig
 from mechinterp.config.task import TaskConfig
 from mechinterp.config.train import TrainConfig
-from mechinterp.fields import (
-    build,
-    flatten,
-    require_at_least,
-    set_checked,
-    unknown_field,
-)
+from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
 # Fields that the first version did not have: they must not change the ids it gave.
 LATER_FIELDS = {
@@ -39,15 +33,12 @@ class ExperimentConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "")
-        require_at_least("", self, 0, "seed")
+        Rules("", self).at_least(0, "seed")
         self._check_model()
         if self.train.optimizer == "adam":
-            for name, value in (
-                ("train.init_std", self.train.init_std),
-                ("task.n_sequences", self.task.n_sequences),
-            ):
-                if value is not None:
-                    raise ValueError(f"{name} is not used by train.optimizer 'adam', got {value}.")
+            unused = "is not used by train.optimizer 'adam'"
+            Rules("train", self.train).require("init_std", self.train.init_std is None, unused)
+            Rules("task", self.task).require("n_sequences", self.task.n_sequences is None, unused)
         else:
             self._check_linear()
 
@@ -58,48 +49,39 @@ class ExperimentConfig:
             raise ValueError(
                 f"model.d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
             )
-        if model.context_only and model.d_head is None and self.d_model % model.n_heads:
-            raise ValueError(
-                f"model.n_heads must divide the width {self.d_model} where d_head is null, got {model.n_heads}."
-            )
-        if model.layout == "in_turn" and task.d_y > task.d_x:
-            raise ValueError(
-                f"task.d_y must be <= d_x = {task.d_x} where model.layout is 'in_turn', got {task.d_y}."
-            )
-        most = model.longest_context
-        if most is not None and task.context_length > most:
-            raise ValueError(
-                f"task.context_length must be <= {most}, all that {model.n_positions} positions have "
-                f"room for, got {task.context_length}."
-            )
+        divides = not model.context_only or not self.d_model % model.n_heads
+        rule = f"must divide the width {self.d_model} where d_head is null"
+        Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)
+        rule = f"must be <= d_x = {task.d_x} where model.layout is 'in_turn'"
+        Rules("task", task).require("d_y", model.layout == "pairs" or task.d_y <= task.d_x, rule)
+        most, length = model.longest_context, task.context_length
+        rule = f"must be <= {most}, all that {model.n_positions} positions have room for"
+        Rules("task", task).require("context_length", most is None or length <= most, rule)
         if self.trains_compiled:
             self._check_unused()
         shortest = self.train.shortest_context
-        if shortest is not None and shortest > task.context_length:
-            raise ValueError(
-                f"train.shortest_context must be <= task.context_length = {task.context_length}, got {shortest}."
-            )
+        rule = f"must be <= task.context_length = {length}"
+        fits = shortest is None or shortest <= length
+        Rules("train", self.train).require("shortest_context", fits, rule)
 
     def _check_unused(self) -> None:
         """Refuse settings that the training of one layer of plain attention does not use."""
         unused = {"shortest_context": None, "cosine": False, "clip_norm": None, "warm_up": None}
+        rule = "is not used by one layer of plain attention"
         for name, default in unused.items():
-            value = getattr(self.train, name)
-            if value != default:
-                raise ValueError(
-                    f"train.{name} is not used by one layer of plain attention, got {json.dumps(value)}."
-                )
+            holds = getattr(self.train, name) == default
+            Rules("train", self.train).require(name, holds, rule)
 
     def _check_linear(self) -> None:
         """Refuse what the closed forms behind training on moments do not cover."""
         optimizer = self.train.optimizer
-        needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
-        needed |= {f"model.{name}": False for name in ("attend_to_self", "biases", "context_only")}
+        off = ("attend_to_self", "biases", "context_only", "final_norm")
         absent = ("d_model", "norm", "d_mlp", "n_positions", "d_read_in")
+        needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
+        needed |= {f"model.{name}": False for name in off}
         needed |= {f"model.{name}": None for name in absent}
-        needed["model.final_norm"] = False
-        needed |= {"task.d_y": 1, "task.noise_var": 0.0, "task.supports": None}
-        needed["task.sparsity"] = None
+        needed |= {"task.d_y": 1, "task.noise_var": 0.0}
+        needed |= {"task.supports": None, "task.sparsity": None}
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
         if self.task.n_tasks is not None:
@@ -111,10 +93,8 @@ class ExperimentConfig:
                 raise ValueError(
                     f"{name} must be {json.dumps(value)} for train.optimizer {optimizer!r}, got {json.dumps(value_here)}."
                 )
-        if self.model.score_slope == 0:
-            raise ValueError(
-                f"model.score_slope must not be 0 for train.optimizer {optimizer!r}, got 0.0."
-            )
+        rule = f"must not be 0 for train.optimizer {optimizer!r}"
+        Rules("model", self.model).require("score_slope", self.model.score_slope != 0, rule)
 
     @property
     def d_model(self) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mechinterp.fields import MAX_SIZE, require_at_least, require_at_most, set_checked
+from mechinterp.fields import MAX_SIZE, Rules, set_checked
 
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
@@ -59,27 +59,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
-        optional = ("d_head", "d_model", "d_mlp", "n_positions", "d_read_in")
-        sizes = ("n_layers", "n_heads", *(n for n in optional if getattr(self, n) is not None))
-        require_at_least("model", self, 1, *sizes)
-        require_at_most("model", self, MAX_SIZE, *sizes)
-        require_at_least("model", self, 0, "norm_eps")
+        rules = Rules("model", self)
+        sizes = ("n_layers", "n_heads", "d_head", "d_model", "d_mlp", "n_positions", "d_read_in")
+        rules.at_least(1, *sizes)
+        rules.at_most(MAX_SIZE, *sizes)
+        rules.at_least(0, "norm_eps")
         scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
-        self._require_one_of("score", scores)
-        self._require_one_of("norm", (*NORMS, None))
-        self._require_one_of("activation", ACTIVATIONS)
-        self._require_one_of("layout", LAYOUTS)
+        rules.one_of("score", scores)
+        rules.one_of("norm", (*NORMS, None))
+        rules.one_of("activation", ACTIVATIONS)
+        rules.one_of("layout", LAYOUTS)
         if self.layout == "in_turn" and self.d_model is None:
             raise ValueError("model.d_model must be given where layout is 'in_turn', got null.")
-
         if self.d_read_in is not None and self.d_model is None:
             raise ValueError("model.d_model must be given where d_read_in is, got null.")
-
-    def _require_one_of(self, name: str, known: tuple[str | None, ...]) -> None:
-        value = getattr(self, name)
-        if value not in known:
-            listed = ", ".join("null" if each is None else each for each in known)
-            raise ValueError(f"model.{name} must be one of {listed}, got {value!r}.")
 
     @property
     def attention_only(self) -> bool:

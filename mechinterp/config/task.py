@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mechinterp.fields import MAX_SIZE, require_at_least, require_at_most, set_checked
+from mechinterp.fields import MAX_SIZE, Rules, set_checked
 
 COVARIANCES = ("identity", "kms", "eigenvalues")
 NONZEROS = ("gaussian", "signs")
@@ -41,22 +41,14 @@ class CovarianceConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "task.covariance")
-        if self.kind not in COVARIANCES:
-            raise ValueError(
-                f"task.covariance.kind must be one of {', '.join(COVARIANCES)}, got {self.kind!r}."
-            )
-        if self.rho and self.kind != "kms":
-            raise ValueError(f"task.covariance.rho is used by kind 'kms' only, got {self.rho}.")
-        if self.eigenvalues and self.kind != "eigenvalues":
-            raise ValueError(
-                f"task.covariance.eigenvalues are used by kind 'eigenvalues' only, got {list(self.eigenvalues)}."
-            )
-        if not -1 < self.rho < 1:
-            raise ValueError(f"task.covariance.rho must lie in (-1, 1), got {self.rho}.")
-        if self.kind == "eigenvalues" and not (self.eigenvalues and min(self.eigenvalues) > 0):
-            raise ValueError(
-                f"task.covariance.eigenvalues must be positive numbers, got {list(self.eigenvalues)}."
-            )
+        rules = Rules("task.covariance", self)
+        rules.one_of("kind", COVARIANCES)
+        values, given = self.eigenvalues, self.kind == "eigenvalues"
+        rules.require("rho", not self.rho or self.kind == "kms", "is used by kind 'kms' only")
+        rules.require("eigenvalues", not values or given, "are used by kind 'eigenvalues' only")
+        rules.require("rho", -1 < self.rho < 1, "must lie in (-1, 1)")
+        positive = bool(values) and min(values) > 0
+        rules.require("eigenvalues", positive or not given, "must be positive numbers")
 
 
 @dataclass(frozen=True)
@@ -94,28 +86,22 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "task")
-        require_at_least("task", self, 1, "d_x", "d_y", "context_length")
-        require_at_most("task", self, MAX_SIZE, "d_x", "d_y", "context_length")
-        require_at_least("task", self, 0, "noise_var")
-        if self.beta_var is not None and self.beta_var <= 0:
-            raise ValueError(f"task.beta_var must be > 0, got {self.beta_var}.")
+        rules = Rules("task", self)
+        rules.at_least(1, "d_x", "d_y", "context_length")
+        rules.at_most(MAX_SIZE, "d_x", "d_y", "context_length")
+        rules.at_least(0, "noise_var")
+        rules.positive("beta_var")
         eigenvalues = self.covariance.eigenvalues
         if self.covariance.kind == "eigenvalues" and len(eigenvalues) != self.d_x:
             raise ValueError(
                 f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
             )
         self._check_supports()
-        self._check_sparsity()
-        for name in ("n_sequences", "n_tasks"):
-            if getattr(self, name) is not None:
-                require_at_least("task", self, 1, name)
-        self._check_pool()
-
-    def _check_pool(self) -> None:
-        require_at_least("task", self, 0, "task_seed")
-        if self.n_tasks is not None:
-            require_at_most("task", self, MAX_SIZE, "n_tasks")
-        elif self.task_seed:
+        self._check_sparsity(rules)
+        rules.at_least(1, "n_sequences", "n_tasks")
+        rules.at_least(0, "task_seed")
+        rules.at_most(MAX_SIZE, "n_tasks")
+        if self.task_seed and self.n_tasks is None:
             raise ValueError(f"task.task_seed needs a task.n_tasks, got {self.task_seed} and null.")
 
     def _check_supports(self) -> None:
@@ -135,29 +121,22 @@ class TaskConfig:
                     f"task.supports must name coordinates from 0 to {self.d_x - 1}, got {list(support)}."
                 )
 
-    def _check_sparsity(self) -> None:
-        if self.nonzeros not in NONZEROS:
-            raise ValueError(
-                f"task.nonzeros must be one of {', '.join(NONZEROS)}, got {self.nonzeros!r}."
-            )
+    def _check_sparsity(self, rules: Rules) -> None:
+        rules.one_of("nonzeros", NONZEROS)
         if self.sparsity is None:
             if self.nonzeros != "gaussian":
                 raise ValueError(
                     f"task.nonzeros {self.nonzeros!r} needs a task.sparsity, got null."
                 )
             return
-        if not 1 <= self.sparsity <= self.d_x:
-            raise ValueError(
-                f"task.sparsity must lie between 1 and d_x = {self.d_x}, got {self.sparsity}."
-            )
-        if self.supports is not None:
-            raise ValueError(
-                f"task.sparsity is not used where task.supports are given, got {self.sparsity}."
-            )
-        if self.nonzeros == "signs" and self.beta_var is not None:
-            raise ValueError(
-                f"task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got {self.beta_var}."
-            )
+        signs = self.nonzeros == "signs"
+        within = 1 <= self.sparsity <= self.d_x
+        rules.require("sparsity", within, f"must lie between 1 and d_x = {self.d_x}")
+        rules.require(
+            "sparsity", self.supports is None, "is not used where task.supports are given"
+        )
+        rule = "is 1/sparsity where task.nonzeros is 'signs' and must be null"
+        rules.require("beta_var", self.beta_var is None or not signs, rule)
 
     @property
     def told(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mechinterp.fields import require_at_least, set_checked
+from mechinterp.fields import Rules, set_checked
 
 OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
 
@@ -43,23 +43,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         set_checked(self, "train")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"train.optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}."
-            )
+        rules = Rules("train", self)
+        rules.one_of("optimizer", OPTIMIZERS)
         if self.init_std is not None and self.init_std <= 0:
             raise ValueError(
                 f"train.init_std must be > 0, got {self.init_std}: zero weights never move."
             )
-        require_at_least("train", self, 1, "steps", "batch_size", "log_every", "n_eval_prompts")
-        require_at_least("train", self, 0, "data_seed")
-        if self.learning_rate <= 0:
-            raise ValueError(f"train.learning_rate must be > 0, got {self.learning_rate}.")
-        for name in ("snapshot_every", "shortest_context", "warm_up"):
-            if getattr(self, name) is not None:
-                require_at_least("train", self, 1, name)
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"train.clip_norm must be > 0, got {self.clip_norm}.")
+        rules.at_least(1, "steps", "batch_size", "log_every", "n_eval_prompts")
+        rules.at_least(0, "data_seed")
+        rules.at_least(1, "snapshot_every", "shortest_context", "warm_up")
+        rules.positive("learning_rate", "clip_norm")
 
     @property
     def snapshot_steps(self) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Closed-form learners with a model's signature: prompts in, predictions [batch, d_y] out, unit y."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from einops import einsum
@@ -55,9 +57,7 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         >>> tuple(debiased_gd(prompts, eta=0.88).shape)
         (8, 1)
     """
-    centred = prompts.x - prompts.x.mean(1, keepdim=True)
-    similarity = einsum(centred, prompts.x_query, "batch context d_x, batch d_x -> batch context")
-    return _read(prompts, similarity) * (eta / prompts.x.shape[1])
+    return vanilla_gd(replace(prompts, x=prompts.x - prompts.x.mean(1, keepdim=True)), eta=eta)
 
 
 def joint_debiased_gd(
@@ -160,10 +160,7 @@ def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch 
 
 
 def pcr(
-    prompts: Prompts,
-    *,
-    components: int,
-    covariance: Float[np.ndarray, "d_x d_x"] | None = None,
+    prompts: Prompts, *, components: int, covariance: Float[np.ndarray, "d_x d_x"] | None = None
 ) -> Float[Tensor, "batch d_y"]:
     """Principal component regression: least squares on the largest principal components of x.
 

@@ -283,10 +283,7 @@ def prompt_chunks(
     size = min(size, max(1, CHUNK_BYTES // per_prompt))
     for chunk in range(0, n_prompts, size):
         generator = generator_for(seed, "eval", chunk // size)
+        n = min(size, n_prompts - chunk)
         yield sample_prompts(
-            task,
-            min(size, n_prompts - chunk),
-            generator=generator,
-            context_length=context_length,
-            new_tasks=new_tasks,
+            task, n, generator=generator, context_length=context_length, new_tasks=new_tasks
         )

@@ -66,16 +66,6 @@ class AttentionWeights:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The tensors by their names in the hooked model: with merged heads W_QK in place of W_Q and W_K."""
-        if not self.merged_qk:
-            return self.tensors
-        if not torch.equal(self.W_K, identity_keys(self.W_Q)):
-            raise ValueError("W_K of merged heads must be the identity, got another matrix.")
-        rest = {name: tensor for name, tensor in self.tensors.items() if name not in ("W_Q", "W_K")}
-        return {"W_QK": self.W_Q, **rest}
-
-    @property
     def n_heads(self) -> int:
         return self.W_Q.shape[0]
 
@@ -151,15 +141,6 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
     return models[0].with_tensors(
         {name: torch.cat([getattr(model, name) for model in models]) for name in NAMES}
     )
-
-
-def unmerged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `AttentionWeights.parameters`: W_QK, if there is one, as W_Q = W_QK and W_K = I."""
-    tensors = dict(parameters)
-    if "W_QK" in tensors:
-        tensors["W_Q"] = tensors.pop("W_QK")
-        tensors["W_K"] = identity_keys(tensors["W_Q"])
-    return tensors
 
 
 def identity_keys(

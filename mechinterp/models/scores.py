@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.config import CONTEXT_ONLY_SCORES
+from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig
 
 LINEAR = ("linear", "linear/L")
 
@@ -109,23 +109,19 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
 
 
 def readable_keys(
-    n_pos: int,
-    *,
-    context_only: bool,
-    attend_to_self: bool,
-    device: torch.device | None = None,
+    n_pos: int, model: ModelConfig, *, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
     """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
     the last and with attend_to_self all.
 
     Example:
-        >>> readable_keys(2, context_only=True, attend_to_self=False).tolist()
+        >>> readable_keys(2, ModelConfig(context_only=True)).tolist()
         [[True, False], [True, False]]
     """
     reads = torch.ones(n_pos, n_pos, dtype=torch.bool, device=device)
-    if not context_only:
-        return reads.tril(0 if attend_to_self else -1)
-    if not attend_to_self:
+    if not model.context_only:
+        return reads.tril(0 if model.attend_to_self else -1)
+    if not model.attend_to_self:
         reads[:, -1] = False
     return reads
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
-from mechinterp.models.heads import AttentionWeights, identity_keys, unmerged
+from mechinterp.models.heads import AttentionWeights, identity_keys
 from mechinterp.models.scores import LINEAR
-from mechinterp.models.shapes import BIASES, LAYERED, stacked_shapes, tensor_shapes
+from mechinterp.models.shapes import BIASES, LAYERED, NAMES, stacked_shapes, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Tensors of attention with an axis of heads."""
@@ -177,8 +177,9 @@ class Weights:
 
     def attention(self, layer: int) -> dict[str, Tensor]:
         """Weights and biases of a layer's attention by name; W_Q and W_K of merged heads are W_QK and the identity."""
-        parts = {name: t[layer] for name, t in self.tensors.items() if name.startswith("attn.")}
-        return unmerged({name.removeprefix("attn."): tensor for name, tensor in parts.items()})
+        tensors = {name: getattr(self, name)[layer] for name in NAMES}
+        biases = BIASES if self.model.biases else ()
+        return tensors | {name: self.tensors[f"attn.{name}"][layer] for name in biases}
 
     @property
     def is_stack(self) -> bool:
@@ -293,13 +294,20 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
 
     Args:
         model: The architecture, where it is known; else what the weights say.
+    Raises:
+        ValueError: If W_K of merged heads is not the identity.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> weights_of_layer(zero_head(d_x=5))
         Weights(1 x 1 heads, d_x=5, d_y=1, torch.float64)
     """
     model = model_of_layer(circuits) if model is None else model
-    tensors = {f"attn.{name}": tensor[None] for name, tensor in circuits.parameters.items()}
+    tensors = {f"attn.{name}": tensor[None] for name, tensor in circuits.tensors.items()}
+    if circuits.merged_qk:
+        if not torch.equal(circuits.W_K, identity_keys(circuits.W_Q)):
+            raise ValueError("W_K of merged heads must be the identity, got another matrix.")
+        del tensors["attn.W_K"]
+        tensors["attn.W_QK"] = tensors.pop("attn.W_Q")
     for name in {"attn.W_O", "attn.b_O"} & tensors.keys():
         tensors[name] = pad(tensors[name], (circuits.d_x, 0))
     return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)

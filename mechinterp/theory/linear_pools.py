@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.theory.linear import (
-    Covariance,
-    Moments,
-    TaskCovariance,
-    population_moments,
-)
+from mechinterp.theory.linear import Covariance, Moments, TaskCovariance, population_moments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,10 +75,7 @@ def pool_optimum(
 
     def moments_of(tasks: TaskCovariance | None) -> Moments:
         return population_moments(
-            covariance,
-            context_length=context_length,
-            task_covariance=tasks,
-            noise_var=noise_var,
+            covariance, context_length=context_length, task_covariance=tasks, noise_var=noise_var
         )
 
     # zz = B (x) Lambda and yz = Lambda T Lambda: zz M = B M Lambda = yz, whence M = B^-1 Lambda T.

@@ -56,7 +56,8 @@ def step_moments(
     own, others = both, both.sum(2, keepdims=True) - both
     second = own * (n**2 + 2 * n) + others * n + noise_var * n * np.eye(d_y)[:, :, None]
     variance = np.einsum("nni->n", both) + query_noise_var
-    return StepMoments(second.transpose(2, 0, 1) / context_length**2, both * n / context_length, variance)  # fmt: skip
+    second, first = second.transpose(2, 0, 1) / context_length**2, both * n / context_length
+    return StepMoments(second, first, variance)
 
 
 def joint_step(moments: StepMoments) -> Theta:

@@ -34,12 +34,9 @@ def batch_chunks(
     """
     size = largest_chunk(task)
     for start in range(0, n_prompts, size):
+        n = min(size, n_prompts - start)
         yield sample_prompts(
-            task,
-            min(size, n_prompts - start),
-            generator=generator,
-            context_length=context_length,
-            dtype=dtype,
+            task, n, generator=generator, context_length=context_length, dtype=dtype
         )
 
 

@@ -143,14 +143,37 @@ def train_job(
             written.
     """
     # Whatever ran before may still be writing: a worker that outlives its run, a machine that seems lost.
-    with locked(lock_of(job.file), wait=wait):
+    with locked(job.file.with_name(f".{job.file.stem}.lock"), wait=wait):
         delete_leftovers(job.file.parent, job.file.name.__eq__)
-        return _train_job(job, on_log, device=device, memory=memory)
-
-
-def lock_of(file: Path) -> Path:
-    """The lock of the pack whose state lies in a file."""
-    return file.with_name(f".{file.stem}.lock")
+        run_folder = job.file.parent
+        left = {n: config for n, config in job.models.items() if not is_finished(run_folder / n)}
+        # Nothing may be left for a job that is run again: its outcome was lost, and not its work.
+        if not left:
+            job.file.unlink(missing_ok=True)
+            return Outcome(0, 0.0, float("nan"), {})
+        config = next(iter(left.values()))
+        device = _device(job, config, device)
+        if memory is not None:
+            _require_memory(job, config, memory)
+        if config.train.optimizer != "adam":
+            return _train_on_moments(run_folder, left, on_log)
+        if shares_a_pack(config):
+            require_memory(pack_bytes(job.models), f"{job.file}: training {len(job.models)} models")
+        kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
+        if job.file.exists():
+            run = kind.restore(job.file, device=device)
+        else:
+            run = kind(left, device=device)
+            run.save(job.file)
+        first_step = run.step
+        seconds = train_run(run, job.file, on_log=on_log)
+        for name, trained in run.results().items():
+            if name in left and name not in run.diverged:
+                trained.save(run_folder / name)
+        job.file.unlink()
+        losses = run.rows["eval_loss"][-1]
+        loss = losses[torch.isfinite(losses)].mean().item()
+        return Outcome(run.step - first_step, seconds, loss, run.diverged)
 
 
 def delete_free_locks(run_folder: Path) -> None:
@@ -159,38 +182,6 @@ def delete_free_locks(run_folder: Path) -> None:
         if LOCK_NAME.fullmatch(file.name):
             with suppress(CheckpointError), locked(file):
                 pass
-
-
-def _train_job(job: PackJob, on_log: OnLog | None, *, device: str, memory: int | None) -> Outcome:
-    run_folder = job.file.parent
-    left = {n: config for n, config in job.models.items() if not is_finished(run_folder / n)}
-    # Nothing may be left for a job that is run again: its outcome was lost, and not its work.
-    if not left:
-        job.file.unlink(missing_ok=True)
-        return Outcome(0, 0.0, float("nan"), {})
-    config = next(iter(left.values()))
-    device = _device(job, config, device)
-    if memory is not None:
-        _require_memory(job, config, memory)
-    if config.train.optimizer != "adam":
-        return _train_on_moments(run_folder, left, on_log)
-    if shares_a_pack(config):
-        require_memory(pack_bytes(job.models), f"{job.file}: training {len(job.models)} models")
-    kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
-    if job.file.exists():
-        run = kind.restore(job.file, device=device)
-    else:
-        run = kind(left, device=device)
-        run.save(job.file)
-    first_step = run.step
-    seconds = train_run(run, job.file, on_log=on_log)
-    for name, trained in run.results().items():
-        if name in left and name not in run.diverged:
-            trained.save(run_folder / name)
-    job.file.unlink()
-    losses = run.rows["eval_loss"][-1]
-    loss = losses[torch.isfinite(losses)].mean().item()
-    return Outcome(run.step - first_step, seconds, loss, run.diverged)
 
 
 def _device(job: PackJob, config: ExperimentConfig, device: str) -> str:

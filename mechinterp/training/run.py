@@ -219,17 +219,15 @@ class Run(ABC, Generic[Form]):
 
     def _prompts(self, stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
         """Fresh prompts of every task, a function of (data seed, stream, step): pools differ in task vectors only."""
-        every = [self._prompts_of(task, stream, step, n_prompts) for task in self.tasks]
+        every, seed, dtype = [], self.config.train.data_seed, self.flat.dtype
+        for task in self.tasks:
+            draw = generator_for(seed, stream, step, device=self.device)
+            length = self._length(step, draw) if stream == "train" else None
+            chunks = batch_chunks(
+                task, n_prompts, generator=draw, context_length=length, dtype=dtype
+            )
+            every.append(chunks)
         return zip(*every, strict=True)
-
-    def _prompts_of(
-        self, task: TaskConfig, stream: str, step: int, n_prompts: int
-    ) -> Iterator[Prompts]:
-        generator = generator_for(self.config.train.data_seed, stream, step, device=self.device)
-        length = self._length(step, generator) if stream == "train" else None
-        return batch_chunks(
-            task, n_prompts, generator=generator, context_length=length, dtype=self.flat.dtype
-        )
 
     def _length(self, step: int, generator: torch.Generator) -> int:
         """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.algorithm import (
     HALF,
     AlgorithmEvidence,
-    _null_risk,
     labelled,
     name_algorithm,
 )
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
 from mechinterp.analysis.multi_layer.algorithm_leftover import leftover
+from mechinterp.analysis.multi_layer.algorithm_null import null_risk
 from mechinterp.analysis.multi_layer.algorithm_tests import ORDER
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
@@ -213,7 +213,7 @@ def test_refusals():
 def test_random_weights_do_not_depend_on_the_order_of_tensors_in_a_file():
     weights = as_weights(FALLING)
     other = replace(weights, tensors=dict(reversed(weights.tensors.items())))
-    one, same = (_null_risk(predictor_of(each), PROMPTS, 0) for each in (weights, other))
+    one, same = (null_risk(predictor_of(each), PROMPTS, 0) for each in (weights, other))
     assert np.array_equal(one, same)
     assert len(set(one)) > 1
 
@@ -221,7 +221,7 @@ def test_random_weights_do_not_depend_on_the_order_of_tensors_in_a_file():
 def test_random_weights_do_not_depend_on_the_basis_of_the_stream():
     """The singular values of all matrices are the same in every basis."""
     plain, turned = rotated(FALLING, seed=0), rotated(FALLING, seed=1)
-    one, same = (_null_risk(predictor_of(each), PROMPTS, 0) for each in (plain, turned))
+    one, same = (null_risk(predictor_of(each), PROMPTS, 0) for each in (plain, turned))
     np.testing.assert_allclose(one, same, rtol=1e-9)
 
 

@@ -6,7 +6,7 @@ import torch
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
-from mechinterp.models.run import hooks, one_layer
+from mechinterp.models.run import general, hooks, one_layer
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
 from tests.deep_models import WIDE, random_gpt2, random_model
@@ -50,7 +50,7 @@ def replacements(predictor, prompts, method):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    for backend in (hooks, one_layer, token_map):
+    for backend in (general, hooks, one_layer, token_map):
         monkeypatch.setattr(backend, "CHUNK", 8)
 
 

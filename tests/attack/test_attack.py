@@ -33,15 +33,8 @@ READ = (
     *("hugging-face", "names", "haiku", "flax", "history-and-snapshots", "training-state"),
 )
 WRITTEN = (
-    *(
-        "convert-native",
-        "convert-transformer-lens",
-        "convert-npz",
-        "save",
-        "page",
-        "page-overwrite",
-    ),
-    *("table", "results", "train", "train-resume", "sweep", "sweep-resume"),
+    *("convert-native", "convert-transformer-lens", "convert-npz", "save", "page"),
+    *("page-overwrite", "table", "results", "train", "train-resume", "sweep", "sweep-resume"),
 )
 
 

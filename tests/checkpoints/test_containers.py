@@ -111,7 +111,7 @@ def test_one_array_under_many_names(tmp_path: Path):
     run = {str(i): array for i in range(40)}
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(run))
     assert (tmp_path / "x.pkl").stat().st_size < MAX_BYTES / 10
-    with pytest.raises(CheckpointError, match="must lie in 800000 bytes"):
+    with pytest.raises(CheckpointError, match="must lie in 24000000 bytes together"):
         read_arrays(tmp_path / "x.pkl")
 
 

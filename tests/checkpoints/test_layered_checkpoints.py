@@ -117,8 +117,7 @@ def test_a_language_model_has_no_read_in():
         if "read" not in name
     }
     with pytest.raises(
-        CheckpointError,
-        match=r"a model of word tokens \(transformer\.wte\.weight \[50257, \d+\]\)",
+        CheckpointError, match=r"a model of word tokens \(transformer\.wte\.weight \[50257, \d+\]\)"
     ):
         read(state, n_heads=4)
 

@@ -155,7 +155,7 @@ def test_a_refusal_that_names_a_tensor_says_how_to_tell_what_it_is(tmp_path: Pat
     )
 
 
-BY_HAND = "of shape {shape} must hold {numbers} numbers"
+BY_HAND = "must hold {numbers} numbers, got {held}"
 """A tensor in memory whose numbers are repeated; the readers of files refuse it before."""
 
 
@@ -164,12 +164,12 @@ def test_the_files_above_reach_every_such_refusal(tmp_path: Path, monkeypatch: p
     reached = set()
     create = layout.TensorError.__init__
 
-    def note(self: layout.TensorError, rule: str) -> None:
+    def note(self: layout.TensorError, what: str, rule: str) -> None:
         frame = sys._getframe(1)
         while "foreign" not in frame.f_code.co_filename:  # the type checks of tests lie between
             frame = frame.f_back
         reached.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
-        create(self, rule)
+        create(self, what, rule)
 
     monkeypatch.setattr(layout.TensorError, "__init__", note)
     for words in REFUSED:

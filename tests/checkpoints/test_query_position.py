@@ -227,9 +227,7 @@ def test_every_position_is_found(n_pos):
         assert query_positions(hooked.hooked, few) == [expected] * 3
     for pair in ((0, n_pos - 1), (n_pos - 2, n_pos - 1)):
         hooked = hook_module(
-            made(Encoder, 1),
-            read=lambda output, at=pair: output[:, list(at)].mean(1),
-            task=task,
+            made(Encoder, 1), read=lambda output, at=pair: output[:, list(at)].mean(1), task=task
         )
         with pytest.raises(ValueError, match="not read at one of them alone"):
             query_positions(hooked.hooked, few)

@@ -127,12 +127,7 @@ def skewed_prompts(n_prompts, length):
     x, x_query = prompts.x @ root, prompts.x_query @ root
     y_query = torch.einsum("bd,bdn->bn", x_query, prompts.beta)
     return replace(
-        prompts,
-        x=x,
-        y=x @ prompts.beta,
-        x_query=x_query,
-        y_query=y_query,
-        y_query_clean=y_query,
+        prompts, x=x, y=x @ prompts.beta, x_query=x_query, y_query=y_query, y_query_clean=y_query
     )
 
 

@@ -19,11 +19,7 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.masks import z_name
-from mechinterp.models.hooked.runner import (
-    HookedPredictor,
-    hooked_predictor,
-    masked,
-)
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
@@ -205,11 +201,7 @@ def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
     predictor = without(make(), "hook_resid_post")
     assert run(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
     rule = r"needs the hook blocks\.1\.hook_resid_post, got a .* that does not run through it"
-    for use in (
-        probe_layers,
-        prune,
-        lambda model, given: p_probe({"m": model}, given, layer=2),
-    ):
+    for use in (probe_layers, prune, lambda model, given: p_probe({"m": model}, given, layer=2)):
         with pytest.raises(ValueError, match=rule):
             use(predictor, prompts)
     assert p_probe({"m": predictor}, prompts, layer=1, steps=2).risk.shape == (3, 3)

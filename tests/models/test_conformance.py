@@ -14,13 +14,13 @@ from transformer_lens.config import TransformerBridgeConfig
 
 from mechinterp import load
 from mechinterp.config import SCORES, ModelConfig
-from mechinterp.icl.prompts import generator_for
 from mechinterp.models.compatibility import model as conformance_model
 from mechinterp.models.compatibility.check import CHECKS, Compatibility, check_compatible
 from mechinterp.models.compatibility.requirements import require_close, sample_inputs
 from mechinterp.models.hooked import attention
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.transformer import ICLTransformer
+from tests import deep_models
 from tests.conftest import sampled
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -33,20 +33,10 @@ def random_model(
     merged_qk: bool = False,
     **architecture: object,
 ) -> ICLTransformer:
-    """A model in float64 of which all weights are random."""
-    config = ModelConfig(
-        n_heads=3,
-        n_layers=n_layers,
-        d_head=5 if merged_qk else 4,
-        score_slope=0.1,
-        merged_qk=merged_qk,
-        **architecture,
-    )
-    model = cls(config, d_x=3, d_y=2, n_ctx=10).to(torch.float64)
-    generator = generator_for(3, "init", n_layers)
-    for weights in model.parameters():
-        torch.nn.init.normal_(weights, std=0.4, generator=generator)
-    return model.eval()
+    """Three heads for d_x = 3, d_y = 2, of which all weights are random."""
+    sizes = {"d_x": 3, "d_y": 2, "n_ctx": 10}
+    architecture |= {"merged_qk": merged_qk, "d_head": 5 if merged_qk else 4, "score_slope": 0.1}
+    return deep_models.random_model(n_layers, 3, kind=cls, sizes=sizes, std=0.4, **architecture)
 
 
 @pytest.mark.slow
@@ -223,6 +213,30 @@ class OneBlock(ICLTransformer):
         return []
 
 
+class NormedSplit(ICLTransformer):
+    """Its heads' inputs are split behind the norm."""
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        for block in self.blocks:
+            block.attn.forward = partial(_normed_first, block.attn)
+        return super().forward(*args, **kwargs)
+
+
+def _normed_first(attn: Attention, resid: Tensor, norm: nn.Module) -> Tensor:
+    return Attention.forward(attn, norm(resid))
+
+
+class NoLastNorm(ICLTransformer):
+    """Its read-out passes the last norm by."""
+
+    def forward(self, input: Tensor, return_type: str | None = "logits", **kwargs: int) -> Tensor:
+        super().forward(input, return_type, **kwargs)
+        return self.unembed(super().forward(input, stop_at_layer=self.cfg.n_layers))
+
+
+OF_NORMS = (NormedSplit, NoLastNorm)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "name", "reason"),
@@ -245,49 +259,16 @@ class OneBlock(ICLTransformer):
         (NoReadOut, "SVDInterpreter", "unembed.W_U"),
         (MinusOV, "FactoredMatrix: SVD, composition", "singular values of OV: off by"),
         (OneBlock, "subspace affinity", "No attention layers found"),
-    ],
-)
-def test_a_broken_behaviour_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
-    with pytest.raises(Exception, match=re.escape(reason)):
-        CHECKS[name](random_model(cls))
-
-
-class NormedSplit(ICLTransformer):
-    """Its heads' inputs are split behind the norm."""
-
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        for block in self.blocks:
-            block.attn.forward = partial(_normed_first, block.attn)
-        return super().forward(*args, **kwargs)
-
-
-def _normed_first(attn: Attention, resid: Tensor, norm: nn.Module) -> Tensor:
-    return Attention.forward(attn, norm(resid))
-
-
-class NoLastNorm(ICLTransformer):
-    """Its read-out passes the last norm by."""
-
-    def forward(self, input: Tensor, return_type: str | None = "logits", **kwargs: int) -> Tensor:
-        super().forward(input, return_type, **kwargs)
-        return self.unembed(super().forward(input, stop_at_layer=self.cfg.n_layers))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cls", "name", "reason"),
-    [
         (NormedSplit, "patching: direct paths", "by hand: off by"),
         (NormedSplit, "attribution patching: edges", "edge scores add up to node scores up to"),
         (NoLastNorm, "decomposition of the residual stream", "decompose_resid: off by"),
         (NoLastNorm, "logit lens", "the last entry of the lens: off by"),
     ],
 )
-def test_a_broken_norm_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
-    model = random_model(cls, norm="before", final_norm=True, d_mlp=7)
+def test_a_broken_behaviour_fails_its_check(cls: type[ICLTransformer], name: str, reason: str):
+    layered = {"norm": "before", "final_norm": True, "d_mlp": 7} if cls in OF_NORMS else {}
     with pytest.raises(Exception, match=re.escape(reason)):
-        CHECKS[name](model)
-    CHECKS[name](random_model(norm="before", final_norm=True, d_mlp=7))
+        CHECKS[name](random_model(cls, **layered))
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ def test_a_pair_of_heads_tends_to_debiased_gradient_descent(prompts: Prompts):
     assert error(0.02) / error(0.01) == pytest.approx(4, rel=0.02)
 
 
-def test_the_gradient_step_fixture_is_one_step(prompts: Prompts, gradient_step_weights):
-    expected = debiased_gd(prompts, 0.88)
-    difference = predict(gradient_step_weights, prompts) - expected
-    assert difference.square().mean().sqrt() < 2e-3 * expected.square().mean().sqrt()
-
-
 def test_a_kernel_head_is_the_kernel_average(prompts: Prompts):
     kernel = torch.exp(0.5 * torch.einsum("bld,bd->bl", prompts.x, prompts.x_query))
     average = (kernel[..., None] * prompts.y).sum(1) / kernel.sum(1, keepdim=True)

@@ -8,14 +8,7 @@ import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads, zero_head
-from mechinterp.models.heads import (
-    NAMES,
-    AttentionWeights,
-    attend,
-    head_outputs,
-    predict,
-    stack,
-)
+from mechinterp.models.heads import NAMES, AttentionWeights, attend, head_outputs, predict, stack
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import assert_close_to_rounding, predictions_of_each
 
@@ -136,13 +129,6 @@ def test_the_order_of_the_context_does_not_matter(some_prompts: Prompts):
     weights = random_weights(2)
     reversed_context = replace(some_prompts, x=some_prompts.x.flip(1), y=some_prompts.y.flip(1))
     torch.testing.assert_close(predict(weights, reversed_context), predict(weights, some_prompts))
-
-
-def test_a_zero_head_adds_nothing(prompts: Prompts, gradient_step_weights: AttentionWeights):
-    outputs = head_outputs(gradient_step_weights, prompts)
-    assert outputs[:, 2].abs().max() == 0
-    without = predict(gradient_step_weights[:2], prompts)
-    assert_close_to_rounding(without, predict(gradient_step_weights, prompts))
 
 
 def test_heads_can_be_taken_out_and_put_together_again():

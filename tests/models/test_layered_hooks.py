@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
-from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.feature_descent import query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -19,11 +18,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.hook_map import SWITCHES, hook_map
-from mechinterp.models.hooked.runner import (
-    HookedPredictor,
-    hooked_predictor,
-    masked,
-)
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
@@ -403,10 +398,6 @@ def test_shares_of_the_normed_stream_add_up_to_the_prediction(norm: str | None):
         assert_close_to_rounding(model.unembed(normed), output)
         lens = cache.logit_lens(positions=None)
         assert_close_to_rounding(lens.values[-1], output)
-
-
-def test_gates_are_learned_through_the_layers(gpt2: Checkpoint, some_prompts: Prompts):
-    assert learn_gates(gpt2, some_prompts, steps=2).to_frame().shape[0] == 12
 
 
 @EACH

@@ -9,8 +9,9 @@ import torch
 from mechinterp.config import CovarianceConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.heads import AttentionWeights, identity_keys, predict, stack, unmerged
+from mechinterp.models.heads import AttentionWeights, identity_keys, predict, stack
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
 from tests.conftest import assert_close_to_rounding, assert_same
 
@@ -160,11 +161,12 @@ def test_biases_act_on_merged_heads_as_on_others(
     assert_same(model.weights, weights)
 
 
-def test_parameters_come_back(merged: AttentionWeights):
-    assert list(merged.parameters) == ["W_QK", "W_V", "W_O"]
-    assert_same(merged.with_tensors(unmerged(merged.parameters)), merged)
+def test_heads_come_back(merged: AttentionWeights):
+    whole = weights_of_layer(merged)
+    assert list(whole.tensors) == ["attn.W_QK", "attn.W_V", "attn.W_O"]
+    assert_same(whole.circuits, merged)
     separate = replace(merged, merged_qk=False)
-    assert list(unmerged(separate.parameters)) == ["W_Q", "W_K", "W_V", "W_O"]
+    assert list(weights_of_layer(separate).attention(0)) == ["W_Q", "W_K", "W_V", "W_O"]
     assert merged.architecture != separate.architecture
 
 
@@ -177,4 +179,4 @@ def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):
     with pytest.raises(ValueError, match=r"^d_head must be d_model = 5 in merged heads, got 2\.$"):
         replace(narrow, merged_qk=True)
     with pytest.raises(ValueError, match=r"^W_K of merged heads must be the identity"):
-        _ = replace(merged, W_K=2 * identity_keys(merged.W_Q)).parameters
+        weights_of_layer(replace(merged, W_K=2 * identity_keys(merged.W_Q)))

@@ -8,20 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mechinterp.config import ModelConfig
-from mechinterp.icl.prompts import generator_for
 from mechinterp.models.compatibility.model import sample_inputs
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
+from tests import deep_models
 
 
 def random_model(n_layers: int = 2) -> ICLTransformer:
-    config = ModelConfig(n_heads=3, n_layers=n_layers, d_head=4)
-    model = ICLTransformer(config, d_x=3, d_y=2, n_ctx=10).double()
-    generator = generator_for(4, "init", n_layers)
-    for weights in model.parameters():
-        torch.nn.init.normal_(weights, std=0.4, generator=generator)
-    return model.eval()
+    sizes = {"d_x": 3, "d_y": 2, "n_ctx": 10}
+    return deep_models.random_model(n_layers, 3, sizes=sizes, std=0.4, d_head=4)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

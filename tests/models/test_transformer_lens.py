@@ -16,6 +16,7 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp import Prompts, generator_for, load, sample_prompts
+from mechinterp.models.compatibility.requirements import switched_on
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.hooked.hooks import HookError
 from mechinterp.models.hooked.names import PROCESSING
@@ -170,23 +171,20 @@ def test_hooks_have_hooked_transformers_names_too(shipped):
         ("use_split_qkv_input", ["hook_q_input", "hook_k_input", "hook_v_input"]),
         ("use_attn_in", ["hook_attn_in"]),
     ):
-        getattr(model, f"set_{switch}")(True)
-        try:
-            for stem in stems:
-                older, newer = f"blocks.0.{stem}", f"blocks.0.attn.{stem}"
-                assert getattr(block, stem) is getattr(block.attn, stem) is model.hook_dict[newer]
+        for stem in stems:
+            older, newer = f"blocks.0.{stem}", f"blocks.0.attn.{stem}"
+            assert getattr(block, stem) is getattr(block.attn, stem) is model.hook_dict[newer]
+            with switched_on(model, switch):
                 logits, cache = model.run_with_cache(tokens, names_filter=[older])
-                assert list(cache) == [older]
-                assert tuple(cache[older].shape) == per_head
-                assert torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
                 both = [model.run_with_hooks(tokens, fwd_hooks=[(n, half)]) for n in (older, newer)]
-                assert torch.equal(*both)
-                assert not torch.allclose(both[0], plain)
                 _, everything = model.run_with_cache(tokens)
-                assert everything[older] is everything[newer]
-                assert everything[stem.removeprefix("hook_"), 0] is everything[newer]
-        finally:
-            getattr(model, f"set_{switch}")(False)
+            assert list(cache) == [older]
+            assert tuple(cache[older].shape) == per_head
+            assert torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
+            assert torch.equal(*both)
+            assert not torch.allclose(both[0], plain)
+            assert everything[older] is everything[newer]
+            assert everything[stem.removeprefix("hook_"), 0] is everything[newer]
 
 
 def test_one_copy_of_the_input_excludes_three(shipped):
@@ -212,12 +210,8 @@ def test_an_edit_of_the_shared_input_reaches_query_key_and_value(shipped):
         return values
 
     names = [f"blocks.0.attn.hook_{part}" for part in ("q", "k", "v")]
-    model.set_use_attn_in(True)
-    try:
-        with model.hooks(fwd_hooks=[("blocks.0.hook_attn_in", add)]):
-            _, shared = model.run_with_cache(tokens, names_filter=names)
-    finally:
-        model.set_use_attn_in(False)
+    with switched_on(model, "use_attn_in"), model.hooks([("blocks.0.hook_attn_in", add)]):
+        _, shared = model.run_with_cache(tokens, names_filter=names)
     _, plain = model.run_with_cache(tokens, names_filter=names)
     attn = model.blocks[0].attn
     for name, weights in zip(names, (attn.W_Q, attn.W_K, attn.W_V), strict=True):
@@ -290,15 +284,10 @@ def test_gradients_are_cached(shipped):
 def test_slices_of_positions_are_positions(shipped):
     model, prompts = shipped
     tokens = model.tokens(prompts)
-    model.set_use_split_qkv_input(True)
-    model.set_use_attn_result(True)
-    try:
+    with switched_on(model, "use_split_qkv_input", "use_attn_result"):
         _, whole = model.run_with_cache(tokens)
         _, last = model.run_with_cache(tokens, pos_slice=-1)
         _, one = model.run_with_cache(tokens[:1], pos_slice=(2, 4), remove_batch_dim=True)
-    finally:
-        model.set_use_split_qkv_input(False)
-        model.set_use_attn_result(False)
     for name, values in whole.items():
         of_queries = name.endswith(("pattern", "attn_scores"))
         chosen = values[:, :, -1:] if of_queries else values[:, -1:]

@@ -14,11 +14,7 @@ from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear import flow as module
-from mechinterp.training.linear.descent import (
-    full_batch_descent,
-    sample_moments,
-    training_set,
-)
+from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.linear.flow import flow
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)
@@ -165,23 +161,6 @@ def test_heads_end_at_the_level_of_their_number(n_heads, rank):
     run = flow(heads, MOMENTS, duration=2e4)
     level = FOUND.levels[min(4, n_heads * rank)]
     assert abs(run.loss[-1] - level) < 1e-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heads",
-    [
-        merged_heads(5, 4, std=0.1, seed=0),
-        separate_heads(5, 4, std=0.1, seed=0),
-        separate_heads(3, 4, std=0.1, seed=0, rank=2),
-    ],
-    ids=repr,
-)
-def test_conserved_quantities(heads):
-    path = to_the_end(heads).heads
-    conserved = path.conserved()
-    for quantity in conserved if isinstance(conserved, tuple) else (conserved,):
-        assert np.abs(quantity - quantity[0]).max() < 1e-8
 
 
 @pytest.mark.slow

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.config import (
-    ExperimentConfig,
-    ModelConfig,
-    TaskConfig,
-    TrainConfig,
-    override,
-)
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.jobs import PackJob, pack_jobs, train_here, train_job
 from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs

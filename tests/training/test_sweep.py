@@ -17,13 +17,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.atomic import MACHINE
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import locked
-from mechinterp.config import (
-    ExperimentConfig,
-    ModelConfig,
-    TaskConfig,
-    TrainConfig,
-    override,
-)
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training import run
 from mechinterp.training.one_layer.pack import Pack

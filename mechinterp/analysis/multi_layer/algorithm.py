@@ -33,6 +33,7 @@ from mechinterp.analysis.multi_layer.algorithm_leftover import (
     leftover,
     reflected,
 )
+from mechinterp.analysis.multi_layer.algorithm_null import null_risk
 from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of, read_path
 from mechinterp.analysis.multi_layer.algorithm_reasons import reason_of
 from mechinterp.analysis.multi_layer.algorithm_scores import (
@@ -50,22 +51,18 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
     Setting,
     identity_tests,
     other_settings,
-    relative_risk,
 )
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
 from mechinterp.icl.algorithm_fits import TOLERANCE
-from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
     Learner,
-    Predictor,
     Source,
     is_learner,
-    predictor_of,
 )
-from mechinterp.models.weights import stacked
 
 LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
@@ -77,9 +74,6 @@ MARGIN = 0.5
 REFERENCE = 0
 """Seed of the prompts that decide where fewer do not: the same for every seed, so that the label is, too."""
 RESAMPLES = 200
-N_RANDOM = 19
-"""Models of random weights; one that none of them reaches has a p-value of .05."""
-NULL_PROMPTS = 64
 DEPTHS = (1, 2, 3, 5, 6)
 """Layers, beside those of the algorithms, that a function without a path may have."""
 SPREAD = 3.0
@@ -215,48 +209,49 @@ def _measured(
     """The numbers, without a label."""
     own, members = settings["own length"], candidates_of(model.task)
     last = Room(settings, answered.tolist(), model.task, model.n_layers)
-    found = Measured(
+    measured = Measured(
         members=members,
         relative_risk=own.relative_risk,
-        null_risk=_null_risk(model.predictor, own.prompts[:NULL_PROMPTS], seed),
+        null_risk=null_risk(model.predictor, own.prompts, seed),
         tests=identity_tests(model.predicted, own, model.task, seed),
         function=last.unasked(members),
         path=None,
         path_how="not asked",
     )
-    if is_unstructured(found):
-        return found
+    if is_unstructured(measured):
+        return measured
     path = path_of(model, own, seed)
     steps = None if path.read is None else replace(last, path=path.read)
-    walks = None if steps is None else _path_scores(steps, found, limits)
-    function = _function_scores(last, found, walks, limits)
-    found = replace(found, function=function, path=walks, path_how=path.how)
-    found = _with_member_tests(model, found, own, seed)
-    found = _with_claims(model, found, own, path, seed, limits)
+    limit = limits if model.predictor is not None else None
+    walks = None if steps is None else _path_scores(steps, measured, limit)
+    function = _function_scores(last, measured, walks, limits)
+    measured = replace(measured, function=function, path=walks, path_how=path.how)
+    measured = _with_member_tests(model, measured, own, seed)
+    measured = _with_claims(model, measured, own, path, seed, limits)
     near = limits.moved(MARGIN).explained
     # Of functions, the last prediction has to be told from other learners too: no stream speaks for it.
     if model.predictor is None:
-        function, left = _with_leftovers(found.function, last, model, path, near, seed)
-        found = replace(found, function=function, left_of_function=left)
+        function, left = _with_leftovers(measured.function, last, model, path, near, seed)
+        measured = replace(measured, function=function, left_of_function=left)
     judged = model.predictor is None or reflected(own.prompts[:1], model.task, seed) is not None
-    if found.path is not None and steps is not None and judged:
-        walks, left = _with_leftovers(found.path, steps, model, path, near, seed)
-        found = replace(found, path=walks, left_of_path=left)
-    return found
+    if measured.path is not None and steps is not None and judged:
+        walks, left = _with_leftovers(measured.path, steps, model, path, near, seed)
+        measured = replace(measured, path=walks, left_of_path=left)
+    return measured
 
 
-def _controls(found: Measured) -> tuple[Algorithm, ...]:
+def _controls(measured: Measured) -> tuple[Algorithm, ...]:
     """Those of all pairs; where the order of the pairs matters at all, online learners too."""
-    return (*CONTROLS, *ONLINE) if broken_share(found.tests[ORDER]) > ROUNDING else CONTROLS
+    return (*CONTROLS, *ONLINE) if broken_share(measured.tests[ORDER]) > ROUNDING else CONTROLS
 
 
-def _path_scores(room: Room, found: Measured, limits: AlgorithmLimits) -> Scores:
-    """Members that predict after every layer; and controls, if one of these may be near enough for a label."""
-    scores = room.scores([member for member in found.members if member.has_path])
-    if not _may_explain(scores, room.n_own, limits).any():
+def _path_scores(room: Room, measured: Measured, limits: AlgorithmLimits | None) -> Scores:
+    """Members that predict after every layer; and controls, with limits only if a member may be near enough for a label."""
+    scores = room.scores([member for member in measured.members if member.has_path])
+    if limits is not None and not _may_explain(scores, room.n_own, limits).any():
         return scores
-    controls = [control for control in _controls(found) if control.has_path]
-    free = free_preconditioner(room, found.members[0])
+    controls = [control for control in _controls(measured) if control.has_path]
+    free = free_preconditioner(room, measured.members[0])
     return scores.joined(room.scores(controls if free is None else [*controls, free]))
 
 
@@ -268,16 +263,17 @@ def _may_explain(scores: Scores, n_own: int, limits: AlgorithmLimits) -> Bool[np
 
 
 def _function_scores(
-    room: Room, found: Measured, walks: Scores | None, limits: AlgorithmLimits
+    room: Room, measured: Measured, walks: Scores | None, limits: AlgorithmLimits
 ) -> Scores:
-    """Members; and controls where there is no path, or a learner without one may be near enough for a label."""
+    """Members; and controls where there is no path, no member explains the model, or a learner without a path may."""
     starts = {}
     if walks is not None:
         starts = dict(zip(walks.names, walks.scalars, strict=True))
-    scores = room.scores(found.members, starts=starts, n_starts=2)
-    pathless = [not member.has_path for member in found.members]
-    if walks is None or _may_explain(scores, room.n_own, limits)[pathless].any():
-        controls = list(_controls(found))
+    scores = room.scores(measured.members, starts=starts, n_starts=2)
+    pathless = [not member.has_path for member in measured.members]
+    far = not (scores.r2()[:, OWN] >= limits.explained).any()
+    if walks is None or far or _may_explain(scores, room.n_own, limits)[pathless].any():
+        controls = list(_controls(measured))
         if walks is None:
             controls += [at_depth(each, depth) for each in OF_ANY_DEPTH for depth in DEPTHS]
         scores = scores.joined(room.scores(controls, starts=starts))
@@ -285,18 +281,18 @@ def _function_scores(
 
 
 def _with_member_tests(
-    model: AlgorithmSource, found: Measured, own: Setting, seed: int
+    model: AlgorithmSource, measured: Measured, own: Setting, seed: int
 ) -> Measured:
     """With the identities of members that come near and are not linear, or not the same for rotated x."""
     tests = {}
-    for row, member in enumerate(found.members):
-        if found.function.r2()[row, OWN] < LOOSE or (member.linear_in_y and member.equivariant):
+    for row, member in enumerate(measured.members):
+        if measured.function.r2()[row, OWN] < LOOSE or (member.linear_in_y and member.equivariant):
             continue
-        path = partial(model.predictions_of, member, found.function.scalars[row])
+        path = partial(model.predictions_of, member, measured.function.scalars[row])
         predict = partial(_last, path)
         setting = Setting(own.prompts, predict(own.prompts))
         tests[str(member.label)] = identity_tests(predict, setting, model.task, seed)
-    return replace(found, member_tests=tests)
+    return replace(measured, member_tests=tests)
 
 
 def _last(path: Predict, prompts: Prompts) -> Tensor:
@@ -305,24 +301,24 @@ def _last(path: Predict, prompts: Prompts) -> Tensor:
 
 def _with_claims(
     model: AlgorithmSource,
-    found: Measured,
+    measured: Measured,
     own: Setting,
     path: Path,
     seed: int,
     limits: AlgorithmLimits,
 ) -> Measured:
     """With what the stream bears out of members that change x and come near to the path."""
-    if found.path is None:
-        return found
+    if measured.path is None:
+        return measured
     held, replaced = {}, {}
-    near = _may_explain(found.path, model.n_layers, limits)
-    for member in found.members:
+    near = _may_explain(measured.path, model.n_layers, limits)
+    for member in measured.members:
         label = str(member.label)
-        if member.covariates is None or not near[found.path.names.index(label)]:
+        if member.covariates is None or not near[measured.path.names.index(label)]:
             continue
-        scalars = found.path.scalars[found.path.names.index(label)]
+        scalars = measured.path.scalars[measured.path.names.index(label)]
         held[label], replaced[label] = claims_r2(model, member, scalars, own, path, seed)
-    return replace(found, covariates_r2=held, replaced_r2=replaced)
+    return replace(measured, covariates_r2=held, replaced_r2=replaced)
 
 
 def _with_leftovers(
@@ -347,46 +343,3 @@ def _with_leftovers(
 
 def _difference(known: Predict, learner: Predict, n_last: int, prompts: Prompts) -> Tensor:
     return known(prompts) - learner(prompts)[-n_last:]
-
-
-def _null_risk(
-    predictor: Predictor | None, prompts: Prompts, seed: int
-) -> Float[np.ndarray, " model"]:
-    """Relative risks of models whose matrices have the same singular values in random directions, which no
-    basis of the stream is special to; none of a model whose weights are not known. Tensors go by name, since
-    files have them in orders of their own."""
-    weights = None if predictor is None else predictor.weights
-    if weights is None:
-        return np.empty(0)
-    generator, risks = generator_for(seed, "init", 1), []
-    matrices = sorted(weights.by_name.items())
-    values = {name: _singular_values(tensor) for name, tensor in matrices}
-    for _ in range(N_RANDOM):
-        drawn = {
-            name: _random_directions(tensor, values[name], generator) for name, tensor in matrices
-        }
-        random = predictor_of(weights.with_tensors(stacked(drawn, weights.n_layers)))
-        predictions = random.predict(prompts).detach().cpu().double()
-        risks.append(relative_risk(predictions, prompts.y_query_clean))
-    return np.nan_to_num(np.array(risks), nan=np.inf)
-
-
-def _singular_values(tensor: Tensor) -> Tensor | None:
-    """Those of matrices; None of what is none."""
-    if tensor.ndim < 2 or tensor.numel() == 0:
-        return None
-    return torch.linalg.svdvals(tensor.cpu().double())
-
-
-def _random_directions(tensor: Tensor, values: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Matrices of these singular values; of what is no matrix the entries in random order."""
-    if values is None:
-        order = torch.randperm(tensor.numel(), generator=generator)
-        return tensor.flatten()[order].reshape(tensor.shape)
-    *axes, rows, columns = tensor.shape
-    shapes = [(*axes, n, values.shape[-1]) for n in (rows, columns)]
-    left, right = (
-        torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
-        for shape in shapes
-    )
-    return (left * values[..., None, :] @ right.mT).to(tensor)

@@ -102,34 +102,34 @@ class Decision:
 
 
 def decide(
-    found: Measured, limits: AlgorithmLimits, counts: Float[np.ndarray, " prompt"] | None = None
+    measured: Measured, limits: AlgorithmLimits, counts: Float[np.ndarray, " prompt"] | None = None
 ) -> Decision:
     """The label that the numbers earn.
 
     Args:
         counts: How often each scored prompt is drawn; None: once.
     """
-    if is_unstructured(found):
-        why = "null" if found.relative_risk < USELESS else "useless"
-        limit = float(found.null_risk.min()) if why == "null" else USELESS
+    if is_unstructured(measured):
+        why = "null" if measured.relative_risk < USELESS else "useless"
+        limit = float(measured.null_risk.min()) if why == "null" else USELESS
         nothing = (UNSTRUCTURED, UNDETERMINED, UNDETERMINED, ())
-        return Decision(*nothing, why, value=found.relative_risk, limit=limit)
-    broken = broken_by(found, limits, counts)
-    members = {member.label or "": member for member in found.members}
-    function, near, blocked = _function(found, limits, counts, broken)
-    if found.path is None:
-        return _by_function(found, function, near, blocked, broken, why="no path", limits=limits)
-    return _by_path(found, limits, counts, broken, members, (function, near, blocked))
+        return Decision(*nothing, why, value=measured.relative_risk, limit=limit)
+    broken = broken_by(measured, limits, counts)
+    members = {member.label or "": member for member in measured.members}
+    function, near, blocked = _function(measured, limits, counts, broken)
+    if measured.path is None:
+        return _by_function(measured, function, near, blocked, broken, why="no path", limits=limits)
+    return _by_path(measured, limits, counts, broken, members, (function, near, blocked))
 
 
-def is_unstructured(found: Measured) -> bool:
+def is_unstructured(measured: Measured) -> bool:
     """Whether the model does its task no better than predicting 0, or than the best of random weights."""
-    risk, null = found.relative_risk, found.null_risk
+    risk, null = measured.relative_risk, measured.null_risk
     return bool(not risk < USELESS or (len(null) and risk >= null.min()))
 
 
 def broken_by(
-    found: Measured, limits: AlgorithmLimits, counts: np.ndarray | None = None
+    measured: Measured, limits: AlgorithmLimits, counts: np.ndarray | None = None
 ) -> dict[str, tuple[str, float]]:
     """Of each member that an identity rules out: the identity, and the share of the model that speaks against it.
 
@@ -138,12 +138,12 @@ def broken_by(
     an identity more than the model does, or less.
     """
     broken: dict[str, tuple[str, float]] = {}
-    for member in found.members:
+    for member in measured.members:
         label = member.label or ""
-        for name, test in found.tests.items():
+        for name, test in measured.tests.items():
             share = broken_share(test, counts)
             if not satisfies(member, name):
-                own = found.member_tests.get(label, {}).get(name)
+                own = measured.member_tests.get(label, {}).get(name)
                 share = 0.0 if own is None else abs(broken_share(own, counts) - share)
             if share > max(limits.tie, broken.get(label, ("", 0.0))[1]):
                 broken[label] = (name, share)
@@ -163,18 +163,20 @@ def broken_share(test: IdentityTest, counts: np.ndarray | None = None) -> float:
 
 
 def _function(
-    found: Measured,
+    measured: Measured,
     limits: AlgorithmLimits,
     counts: np.ndarray | None,
     broken: Mapping[str, object],
 ) -> tuple[str, list[str], list[Decision]]:
     """Which learner the last prediction is, the members near to it, and those that something else explains better."""
-    scores, n = found.function, len(found.members)
+    scores, n = measured.function, len(measured.members)
     r2 = scores.r2(counts)
     near = [m for m in range(n) if r2[m, OWN] >= limits.explained]
     near = [m for m in near if scores.names[m] not in broken]
     kept, blocked = _undominated(near, scores, r2, limits, own=1, members=n)
-    kept, blocked = _without_learners(kept, blocked, scores, found.left_of_function, limits, counts)
+    kept, blocked = _without_learners(
+        kept, blocked, scores, measured.left_of_function, limits, counts
+    )
     names = [scores.names[m] for m in kept]
     tied = {*names, *(b.member for b in blocked if b.rival in ALIKE)}
     if "ridge_like" in names and tied <= ALIKE:
@@ -185,14 +187,14 @@ def _function(
 
 
 def _by_path(
-    found: Measured,
+    measured: Measured,
     limits: AlgorithmLimits,
     counts: np.ndarray | None,
     broken: Mapping[str, tuple[str, float]],
     members: Mapping[str, Algorithm],
     function: tuple[str, list[str], list[Decision]],
 ) -> Decision:
-    scores = found.path
+    scores = measured.path
     assert scores is not None
     r2 = scores.r2(counts)
     n_layers = sum(column.startswith("layer") for column in scores.columns)
@@ -200,19 +202,19 @@ def _by_path(
     least = r2[:, :n_layers].min(1)
     walked = [m for m in rows if least[m] >= limits.explained and scores.names[m] not in broken]
     kept, blocked = _undominated(walked, scores, r2, limits, own=n_layers, members=len(rows))
-    kept, blocked = _without_learners(kept, blocked, scores, found.left_of_path, limits, counts)
+    kept, blocked = _without_learners(kept, blocked, scores, measured.left_of_path, limits, counts)
     names = _smaller([scores.names[m] for m in kept])
-    shown = [name for name in names if _holds_covariates(found, limits, members[name])]
+    shown = [name for name in names if _holds_covariates(measured, limits, members[name])]
     answer, near, blocked_function = function
     undecided = (UNDETERMINED, answer, UNDETERMINED)
     if len(names) == 1 and shown:
         return Decision(names[0], answer, names[0], (names[0],), why="mechanism", member=names[0])
     if names and not shown:
         name = names[0]
-        value = found.covariates_r2.get(name, np.nan)
+        value = measured.covariates_r2.get(name, np.nan)
         why, limit = "covariates", limits.held
         if value >= limits.held:
-            why, value, limit = "steps", found.replaced_r2.get(name, np.nan), limits.followed
+            why, value, limit = "steps", measured.replaced_r2.get(name, np.nan), limits.followed
         if np.isnan(value):
             why = "predictions only"
         return Decision(*undecided, tuple(names), why, value=value, limit=limit, member=name)
@@ -223,7 +225,7 @@ def _by_path(
             blocked[0], function=answer, candidates=tuple(scores.names[m] for m in walked)
         )
     decision = _by_function(
-        found, answer, near, blocked_function, broken, why="path", limits=limits
+        measured, answer, near, blocked_function, broken, why="path", limits=limits
     )
     if decision.why == "path":
         name = decision.member
@@ -235,7 +237,7 @@ def _by_path(
 
 
 def _by_function(
-    found: Measured,
+    measured: Measured,
     answer: str,
     near: Sequence[str],
     blocked: Sequence[Decision],
@@ -245,7 +247,7 @@ def _by_function(
     limits: AlgorithmLimits,
 ) -> Decision:
     """The label where no mechanism is shown: that of a learner without a path, or none."""
-    pathless = {m.label for m in found.members if not m.has_path}
+    pathless = {m.label for m in measured.members if not m.has_path}
     undecided = (UNDETERMINED, answer, UNDETERMINED)
     if answer in pathless:
         return Decision(answer, answer, UNDETERMINED, (answer,), "function", member=answer)
@@ -255,13 +257,13 @@ def _by_function(
         return replace(blocked[0], function=answer, candidates=tuple(near))
     if len(near) > 1:
         return Decision(*undecided, tuple(near), "tie", member=near[0])
-    r2 = found.function.r2()[: len(found.members), OWN]
+    r2 = measured.function.r2()[: len(measured.members), OWN]
     best = int(np.nan_to_num(r2, nan=-np.inf).argmax())
-    name = found.function.names[best]
+    name = measured.function.names[best]
     if name in broken and r2[best] >= limits.explained:
         test, share = broken[name]
         return Decision(*undecided, (), "identity", test, share, limits.tie, name)
-    where, value = found.function.columns[OWN], float(r2[best])
+    where, value = measured.function.columns[OWN], float(r2[best])
     return Decision(*undecided, (), "far", where, value, limits.explained, name)
 
 
@@ -273,13 +275,13 @@ def _blocked(
     return Decision(*nothing, why, where, value, limit, member, rival)
 
 
-def _holds_covariates(found: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
+def _holds_covariates(measured: Measured, limits: AlgorithmLimits, member: Algorithm) -> bool:
     """Whether the stream holds x as the member changes it, and the prediction follows its steps."""
     if member.covariates is None:
         return True
     label = member.label or ""
-    replaced = found.replaced_r2.get(label, np.nan)
-    held = found.covariates_r2.get(label, np.nan) >= limits.held
+    replaced = measured.replaced_r2.get(label, np.nan)
+    held = measured.covariates_r2.get(label, np.nan) >= limits.held
     return bool(held and (np.isnan(replaced) or replaced >= limits.followed))
 
 

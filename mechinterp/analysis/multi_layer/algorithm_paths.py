@@ -102,8 +102,8 @@ def claims_r2(
     missed = wanted = 0.0
     for layer in range(1, source.n_layers):
         features, target = (_without(part, x) for part in (streams[layer], states[layer][:, d_y:]))
-        found = features[1::2] @ _read_out(features[::2], target[::2])
-        missed += (found - target[1::2]).square().sum().item()
+        read = features[1::2] @ _read_out(features[::2], target[::2])
+        missed += (read - target[1::2]).square().sum().item()
         wanted += target[1::2].square().sum().item()
     return (1 - missed / wanted if wanted > 0 else float("nan")), 1 - _missed(replaced, known)
 
@@ -123,8 +123,8 @@ def _reading_prompts(source: AlgorithmSource, own: Setting, seed: int, width: in
     )
 
 
-def _missed(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).square().mean() / wanted.square().mean()).item()
+def _missed(values: Tensor, wanted: Tensor) -> float:
+    return ((values - wanted).square().mean() / wanted.square().mean()).item()
 
 
 def _without(values: Float[Tensor, "prompt _"], x: Float[Tensor, "prompt d_x"]) -> Tensor:

@@ -27,23 +27,23 @@ NEXT = {
 
 
 def reason_of(
-    found: Measured, decision: Decision, labels: tuple[str, ...], frequency: np.ndarray
+    measured: Measured, decision: Decision, labels: tuple[str, ...], frequency: np.ndarray
 ) -> str:
     """The sentence."""
-    parts = [_decided(found, decision)]
+    parts = [_decided(measured, decision)]
     if decision.why == "frequency":
         listed = [f"{label} in {share:.0%}" for label, share in zip(labels, frequency, strict=True)]
         parts = [f"the label changes with the prompts: {', '.join(listed)} of resamples"]
     elif len(labels):
         own = dict(zip(labels, frequency, strict=True)).get(decision.label, 0.0)
         parts.append(f"{decision.label} in {own:.0%} of resamples")
-    parts.append(_function(found, decision))
+    parts.append(_function(measured, decision))
     if decision.why in NEXT:
         parts.append(f"next: {NEXT[decision.why]}")
     return "; ".join(part for part in parts if part)
 
 
-def _decided(found: Measured, decision: Decision) -> str:
+def _decided(measured: Measured, decision: Decision) -> str:
     value, limit, member, where = (
         decision.value,
         decision.limit,
@@ -55,35 +55,35 @@ def _decided(found: Measured, decision: Decision) -> str:
             return f"the model's excess risk is {value:.3g} times that of predicting 0"
         case "null":
             return (
-                f"of {len(found.null_risk)} models with the same singular values in random directions one has an "
+                f"of {len(measured.null_risk)} models with the same singular values in random directions one has an "
                 f"excess risk of {limit:.3g} times that of predicting 0, the model {value:.3g}"
             )
         case "mechanism":
-            return f"{_member(found, member)}, {_path(found, member)}"
+            return f"{_member(measured, member)}, {_path(measured, member)}"
         case "function":
-            return f"{_member(found, member)}, path not identified{_why_no_path(found)}"
+            return f"{_member(measured, member)}, path not identified{_why_no_path(measured)}"
         case "predictions only":
-            return f"{member} by the path of predictions only ({_path(found, member)}): what becomes of x is not seen"
+            return f"{member} by the path of predictions only ({_path(measured, member)}): what becomes of x is not seen"
         case "covariates":
-            return f"{member} by the path of predictions ({_path(found, member)}), but R² {value:.2f} (limit {limit:g}) of what it makes of x is in the stream"
+            return f"{member} by the path of predictions ({_path(measured, member)}), but R² {value:.2f} (limit {limit:g}) of what it makes of x is in the stream"
         case "steps":
-            return f"{member} by its path ({_path(found, member)}), but with its steps in place of all layers R² is {value:.2f} (limit {limit:g})"
+            return f"{member} by its path ({_path(measured, member)}), but with its steps in place of all layers R² is {value:.2f} (limit {limit:g})"
         case "rival":
             return f"{member}, but {decision.rival} is nearer: R² {value:.4f} against {_r2(limit)} ({where})"
         case "learner":
-            return f"{_member(found, member)}, but what it leaves is {_as_learner(found, decision)}{_nearest_control(found)}"
+            return f"{_member(measured, member)}, but what it leaves is {_as_learner(measured, decision)}{_nearest_control(measured)}"
         case "path":
             if np.isnan(value):
-                return f"{_member(found, member)}, but not layer by layer"
-            return f"{_member(found, member)}, but not layer by layer: R² {value:.3f} after {where} (limit {limit:g})"
+                return f"{_member(measured, member)}, but not layer by layer"
+            return f"{_member(measured, member)}, but not layer by layer: R² {value:.3f} after {where} (limit {limit:g})"
         case "no path":
-            return f"{_member(found, member)}, path not identified{_why_no_path(found)}"
+            return f"{_member(measured, member)}, path not identified{_why_no_path(measured)}"
         case "tie":
-            return f"{' and '.join(decision.candidates)} tie at {_number(found, member)}"
+            return f"{' and '.join(decision.candidates)} tie at {_number(measured, member)}"
         case "identity":
             return f"{member} would have R² {1 - value:.3f} at most, by the identity {where!r}: {value:.4f} of the prediction speaks against it (limit {limit:g})"
         case "far":
-            return f"none explains the model, nearest: {_member(found, member)} ({where}, limit {limit:g}){_nearest_control(found)}"
+            return f"none explains the model, nearest: {_member(measured, member)} ({where}, limit {limit:g}){_nearest_control(measured)}"
     return ""
 
 
@@ -91,32 +91,32 @@ def _r2(value: float) -> str:
     return f"{value:.4f}" if value > -1 else "below -1"
 
 
-def _member(found: Measured, member: str) -> str:
-    return f"{member} at {_number(found, member)}"
+def _member(measured: Measured, member: str) -> str:
+    return f"{member} at {_number(measured, member)}"
 
 
-def _number(found: Measured, member: str) -> str:
-    row = found.function.names.index(member)
-    r2, sem = found.function.r2()[row, OWN], found.function.r2_sem()[row, OWN]
+def _number(measured: Measured, member: str) -> str:
+    row = measured.function.names.index(member)
+    r2, sem = measured.function.r2()[row, OWN], measured.function.r2_sem()[row, OWN]
     return f"R² {r2:.4f} ± {sem:.1g}"
 
 
-def _path(found: Measured, member: str) -> str:
-    assert found.path is not None
-    row = found.path.names.index(member)
-    layers = [c for c, name in enumerate(found.path.columns) if name.startswith("layer")]
-    r2, sem = found.path.r2()[row, layers], found.path.r2_sem()[row, layers]
+def _path(measured: Measured, member: str) -> str:
+    assert measured.path is not None
+    row = measured.path.names.index(member)
+    layers = [c for c, name in enumerate(measured.path.columns) if name.startswith("layer")]
+    r2, sem = measured.path.r2()[row, layers], measured.path.r2_sem()[row, layers]
     at = int(r2.argmin())
     text = f"after every layer {with_error(r2[at], sem[at])} or more"
-    held = found.covariates_r2.get(member, np.nan)
-    replaced = found.replaced_r2.get(member, np.nan)
+    held = measured.covariates_r2.get(member, np.nan)
+    replaced = measured.replaced_r2.get(member, np.nan)
     text += "" if np.isnan(held) else f", x in the stream {held:.2f}"
     return text + ("" if np.isnan(replaced) else f", with its steps put in {replaced:.2f}")
 
 
-def _as_learner(found: Measured, decision: Decision) -> str:
+def _as_learner(measured: Measured, decision: Decision) -> str:
     """How what is left is told from noise."""
-    left = {**found.left_of_path, **found.left_of_function}[decision.member]
+    left = {**measured.left_of_path, **measured.left_of_function}[decision.member]
     if left.noise == 0:
         return "more than rounding, and the task has no symmetry that would tell noise from another learner"
     return (
@@ -125,11 +125,11 @@ def _as_learner(found: Measured, decision: Decision) -> str:
     )
 
 
-def _why_no_path(found: Measured) -> str:
-    return f" ({found.path_how})" if found.path is None else ""
+def _why_no_path(measured: Measured) -> str:
+    return f" ({measured.path_how})" if measured.path is None else ""
 
 
-def _function(found: Measured, decision: Decision) -> str:
+def _function(measured: Measured, decision: Decision) -> str:
     if decision.why in ("useless", "null", "function", "no path", "path"):
         return ""
     if decision.function in (UNDETERMINED, decision.label):
@@ -137,10 +137,10 @@ def _function(found: Measured, decision: Decision) -> str:
     return f"as a function {decision.function}"
 
 
-def _nearest_control(found: Measured) -> str:
+def _nearest_control(measured: Measured) -> str:
     """What comes nearer than every member."""
-    r2, n = found.function.r2()[:, OWN], len(found.members)
+    r2, n = measured.function.r2()[:, OWN], len(measured.members)
     if len(r2) == n or not np.nanmax(r2[n:]) > np.nanmax(r2[:n]):
         return ""
     best = n + int(np.nanargmax(r2[n:]))
-    return f"; nearer: {found.function.names[best]} (R² {r2[best]:.3f})"
+    return f"; nearer: {measured.function.names[best]} (R² {r2[best]:.3f})"

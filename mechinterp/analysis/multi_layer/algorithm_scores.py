@@ -187,8 +187,8 @@ class Room:
             size[column] = _squares(self.settings[name].known)
         for row, (algorithm, values) in enumerate(zip(algorithms, scalars, strict=True)):
             path = algorithm.predictions(self.moments(own), values.tolist(), self.n_layers)
-            found = path[-1:] if self.path is None else path
-            error[row, :first] = _squares(found - self.target()[..., 1::2, :])
+            predictions = path[-1:] if self.path is None else path
+            error[row, :first] = _squares(predictions - self.target()[..., 1::2, :])
             least = (1 - error[row, :first].sum(1) / size[:first].sum(1)).min()
             shown = self.path is None and algorithm.label is not None
             if asked and (shown or least >= LOOSE):

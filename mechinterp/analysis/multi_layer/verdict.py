@@ -66,33 +66,33 @@ def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: 
     return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
 
 
-def _share(found: AlgorithmEvidence, pattern: str) -> str:
+def _share(algorithm: AlgorithmEvidence, pattern: str) -> str:
     """How often resampled prompts give the label."""
-    shares = dict(zip(found.resampled, found.frequency, strict=True))
-    if found.why == "frequency":
+    shares = dict(zip(algorithm.resampled, algorithm.frequency, strict=True))
+    if algorithm.why == "frequency":
         listed = [f"{label} in {share:.0%}" for label, share in shares.items()]
         return f"{', '.join(listed)} of resamples"
     return f"{pattern} in {shares.get(pattern, 0.0):.0%} of resamples"
 
 
-def _chance(found: AlgorithmEvidence) -> str:
+def _chance(algorithm: AlgorithmEvidence) -> str:
     """How often the same weights in random order are as good at the task."""
-    n = len(found.null_risk)
+    n = len(algorithm.null_risk)
     if not n:
         return ""
-    p = (int((found.null_risk <= found.relative_risk[OWN]).sum()) + 1) / (n + 1)
+    p = (int((algorithm.null_risk <= algorithm.relative_risk[OWN]).sum()) + 1) / (n + 1)
     return f"; {chance_text(p, n, 'weights of the same singular values')}"
 
 
-def _others(found: AlgorithmEvidence, best: int) -> tuple[str, str]:
+def _others(algorithm: AlgorithmEvidence, best: int) -> tuple[str, str]:
     """The nearest algorithm that explains clearly less, and those that do not, by the rule of the labels."""
-    r2 = found.r2[:, OWN]
+    r2 = algorithm.r2[:, OWN]
     order = np.argsort(-np.nan_to_num(r2, nan=-np.inf), kind="stable").tolist()
     others, tie = [m for m in order if m != best], AlgorithmLimits().tie
-    leads = {m: found.lead(best, m) for m in others}
+    leads = {m: algorithm.lead(best, m) for m in others}
     behind = [m for m in others if is_behind(*leads[m], tie)]
     said = {
-        m: f"{ALGORITHMS[found.members[m]].name}, R² = {r2[m]:.4f}, {beside(*leads[m])}"
+        m: f"{ALGORITHMS[algorithm.members[m]].name}, R² = {r2[m]:.4f}, {beside(*leads[m])}"
         for m in others
     }
     is_not = said[behind[0]] if behind else NOTHING_EXCLUDED

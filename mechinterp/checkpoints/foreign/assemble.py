@@ -68,7 +68,7 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
     sign = -1 if said["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
     stream = Stream(parts.width, said.get("residual") is False)
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers):
         heads = _heads(parts, layer, said.get("scale"), d_head, outputs)
         inside = (
@@ -77,16 +77,16 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
             else {}
         )
         inside = inside or _joined(layer, heads, model, stream)
-        found |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
+        named |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
-        found |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
+        named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
         table = parts.ends.get("positions.weight", _sinusoidal(model.n_positions, parts.width))
-        found["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
+        named["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
     if model.d_model is not None:
-        found |= _ways(parts, model, (inputs, outputs), stream, sign)
+        named |= _ways(parts, model, (inputs, outputs), stream, sign)
     dtype = parts.layers[0]["query.weight"].dtype
-    tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in found.items()}
+    tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in named.items()}
     return Weights.of_names(model, *sizes, tensors)
 
 
@@ -139,29 +139,29 @@ def _heads(
 ) -> dict[str, Tensor]:
     """W_Q, W_K, W_V, W_O and biases of a layer, heads filled up to one width, at the scale 1/sqrt(d_head)."""
     n_heads = parts.n_heads
-    found: dict[str, Tensor] = {}
+    heads: dict[str, Tensor] = {}
     for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
-        found[f"W_{x}"] = layer[f"{name}.weight"].unflatten(1, (n_heads, -1)).transpose(0, 1)
-        found[f"b_{x}"] = layer[f"{name}.bias"].unflatten(0, (n_heads, -1))
+        heads[f"W_{x}"] = layer[f"{name}.weight"].unflatten(1, (n_heads, -1)).transpose(0, 1)
+        heads[f"b_{x}"] = layer[f"{name}.bias"].unflatten(0, (n_heads, -1))
     if "out.weight" in layer:
-        found["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
-        found["b_O"] = layer["out.bias"]
+        heads["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
+        heads["b_O"] = layer["out.bias"]
     else:  # values are what is written
-        written = found["W_V"].shape[2]
-        found |= {n: found[n][..., list(outputs)] for n in ("W_V", "b_V")}
-        rows = torch.eye(written, dtype=found["W_V"].dtype)[list(outputs)]
-        found["W_O"], found["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
-    factor = (found["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
+        written = heads["W_V"].shape[2]
+        heads |= {n: heads[n][..., list(outputs)] for n in ("W_V", "b_V")}
+        rows = torch.eye(written, dtype=heads["W_V"].dtype)[list(outputs)]
+        heads["W_O"], heads["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
+    factor = (heads["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
     for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
-        found[name] = pad(found[name], (0, d_head - found[name].shape[-1]))
-    found["W_O"] = pad(found["W_O"], (0, 0, 0, d_head - found["W_O"].shape[1]))
+        heads[name] = pad(heads[name], (0, d_head - heads[name].shape[-1]))
+    heads["W_O"] = pad(heads["W_O"], (0, 0, 0, d_head - heads["W_O"].shape[1]))
     if not math.isclose(factor, 1, rel_tol=1e-6):
         for name in ("W_Q", "b_Q"):
-            found[name] = found[name] * factor
-            if not torch.isfinite(found[name]).all():
+            heads[name] = heads[name] * factor
+            if not torch.isfinite(heads[name]).all():
                 given = factor * d_head**-0.5
                 raise ValueError(f"{name} must stay finite under the scale, got {given:.4g}.")
-    return found
+    return heads
 
 
 def _one_layer(
@@ -173,38 +173,38 @@ def _one_layer(
 ) -> dict[str, Tensor]:
     """One layer of attention on tokens (x, y), of which only y is read."""
     inputs, outputs = at
-    found = {f"attn.W_{x}": heads[f"W_{x}"][:, inputs] for x in "QKV"}
-    found["attn.W_O"] = pad(sign * heads["W_O"][..., outputs], (d_x, 0))
+    tensors = {f"attn.W_{x}": heads[f"W_{x}"][:, inputs] for x in "QKV"}
+    tensors["attn.W_O"] = pad(sign * heads["W_O"][..., outputs], (d_x, 0))
     if model.merged_qk:
-        found["attn.W_QK"] = found.pop("attn.W_Q")[..., inputs]
-        del found["attn.W_K"]
+        tensors["attn.W_QK"] = tensors.pop("attn.W_Q")[..., inputs]
+        del tensors["attn.W_K"]
     if model.biases:
-        found |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        found["attn.b_O"] = pad(sign * heads["b_O"][outputs], (d_x, 0))
-    return found
+        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+        tensors["attn.b_O"] = pad(sign * heads["b_O"][outputs], (d_x, 0))
+    return tensors
 
 
 def _joined(
     layer: Mapping[str, Tensor], heads: Mapping[str, Tensor], model: ModelConfig, stream: Stream
 ) -> dict[str, Tensor]:
     """One layer of several, or with something around its attention."""
-    found = {f"attn.W_{x}": stream.placed(heads[f"W_{x}"], 1, TOKEN) for x in "QKV"}
-    found["attn.W_O"] = stream.placed(heads["W_O"], 2, ATTENTION)
+    tensors = {f"attn.W_{x}": stream.placed(heads[f"W_{x}"], 1, TOKEN) for x in "QKV"}
+    tensors["attn.W_O"] = stream.placed(heads["W_O"], 2, ATTENTION)
     if model.biases:
-        found |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        found["attn.b_O"] = stream.placed(heads["b_O"], 0, ATTENTION)
+        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+        tensors["attn.b_O"] = stream.placed(heads["b_O"], 0, ATTENTION)
     for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
         if f"{name}.weight" in layer:
-            found |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
+            tensors |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
     if model.d_mlp is not None:
         W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
         more = model.d_mlp - W_in.shape[1]
-        found["mlp.W_in"] = stream.placed(pad(W_in, (0, more)), 0, ATTENTION)
-        found["mlp.W_out"] = stream.placed(pad(W_out, (0, 0, 0, more)), 1, MLP)
+        tensors["mlp.W_in"] = stream.placed(pad(W_in, (0, more)), 0, ATTENTION)
+        tensors["mlp.W_out"] = stream.placed(pad(W_out, (0, 0, 0, more)), 1, MLP)
         if model.biases:
-            found["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
-            found["mlp.b_out"] = stream.placed(layer["mlp_out.bias"], 0, MLP)
-    return found
+            tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
+            tensors["mlp.b_out"] = stream.placed(layer["mlp_out.bias"], 0, MLP)
+    return tensors
 
 
 def _ways(
@@ -215,17 +215,17 @@ def _ways(
     first = ends.get("read_mlp.weight", ends.get("read_in.weight", torch.eye(width)))[inputs]
     read_in = ends["read_in.weight"] if model.d_read_in else first
     read_out = ends.get("read_out.weight", torch.eye(parts.written)[:, outputs])
-    found = {"W_in": stream.placed(read_in, 1, TOKEN)}
+    tensors = {"W_in": stream.placed(read_in, 1, TOKEN)}
     last = MLP if model.d_mlp is not None else ATTENTION
-    found["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
+    tensors["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
     if model.d_read_in is not None:
-        found["W_read"] = first
+        tensors["W_read"] = first
     if model.biases:
-        found["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
-        found["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(read_out.shape[1]))
+        tensors["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
+        tensors["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(read_out.shape[1]))
         if model.d_read_in is not None:
-            found["b_read"] = ends["read_mlp.bias"]
-    return found
+            tensors["b_read"] = ends["read_mlp.bias"]
+    return tensors
 
 
 def _sinusoidal(n_positions: int, width: int) -> Tensor:

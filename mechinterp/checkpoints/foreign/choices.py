@@ -49,12 +49,12 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     if isinstance(first := settings.get("norm_first"), bool):
         beside["norm"] = "before" if first else "after"
     beside |= hints.model or {}
-    found = {name: value for name, value in beside.items() if value is not None}
+    choices = {name: value for name, value in beside.items() if value is not None}
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:
-            found[name] = settle(name, found.get(name), value)
-    return found
+            choices[name] = settle(name, choices.get(name), value)
+    return choices
 
 
 def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: Hints) -> Choices:
@@ -70,11 +70,8 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
         column = hints.output_column
         raise ValueError(f"output_column is for layers without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
-    tries |= {
-        n: (value,)
-        for n, value in {**form.usual, **form.settled}.items()
-        if n in tries or n == "norm_eps"
-    }
+    closed = {**form.usual, **form.settled}.items()
+    tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
     for name, value in given.items():
         if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
             continue

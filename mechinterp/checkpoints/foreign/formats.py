@@ -170,31 +170,32 @@ def recognised(
     Raises:
         ValueError: If they are those of no layer of attention, or not of the format that the reader says.
     """
-    found = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
-    form = _row(found, hints)
+    known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
+    form = _row(known, hints)
     if form is HOOKED:
-        found, said = hooked_layer(tensors)
+        known, said = hooked_layer(tensors)
         form = replace(form, settled={**form.settled, **said})
-    elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in found):
-        found = _of_sequential(found)
+    elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in known):
+        known = _of_sequential(known)
     elif form is ONE_MATRIX:
-        found = _of_one_matrix(found, hints)
-    layout = layout_of(found)
+        known = _of_one_matrix(known, hints)
+    layout = layout_of(known)
     strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
     strange = [*layout.unknown, *strange]
-    require_known_kind(found, layout)
+    require_known_kind(known, layout)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
-        raise TensorError(f"{listed} {verb} not among the tensors of {what}")
+        raise TensorError("", f"{listed} {verb} not among the tensors of {what}")
     if strange or layout.lacking or not layout.layers:
         listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
         raise TensorError(
+            "",
             f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told ({ARRAYS}); "
-            f"got {listed or 'none'}"
+            f"got {listed or 'none'}",
         )
-    return form, layout, found
+    return form, layout, known
 
 
 def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
@@ -210,7 +211,7 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
         if not rows:
             raise ValueError(f"format must be that of other people's files, got {said!r}.")
         sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
-        raise TensorError(f"a file of format {said} must hold {' or '.join(sets)}")
+        raise TensorError(f"a file of format {said}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
@@ -248,7 +249,7 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
         )
     layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         number, _, rest = name.partition(".")
         weight = tensors.get(f"{number}.weight")
@@ -257,10 +258,10 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             place = f"layers.{layers.index(int(number))}"
         elif int(number) < layers[0]:
             place = "read_in"
-        if f"{place}.{rest}" in found:
-            raise TensorError(f"{shown(name)} is not among the tensors of such a model")
-        found[f"{place}.{rest}"] = tensor
-    return found
+        if f"{place}.{rest}" in renamed:
+            raise TensorError(name, "is not among the tensors of such a model")
+        renamed[f"{place}.{rest}"] = tensor
+    return renamed
 
 
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from mechinterp.checkpoints.foreign.layout import TensorError, shown
 from mechinterp.checkpoints.foreign.matrices import Matrix
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints
 
+GROUPED = "grouped or multi-query attention is not read"
 Value = TypeVar("Value", bool, int, float, str)
 
 
@@ -40,8 +41,7 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
     if rows < width and value.of == 1:
         return None
     if rows % width:
-        name = shown(value.name)
-        raise TensorError(f"{name} must have {width} rows for each head, got {rows}")
+        raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
     return rows // width
 
 
@@ -51,25 +51,24 @@ def require_full_keys(layer: Mapping[str, Matrix]) -> None:
     fits = len(layer["key.weight"].tensor) == len(layer["query.weight"].tensor)
     if fits and keys < inner and inner % keys == 0:
         name, rows = shown(layer["key.weight"].name), f"{keys} of keys, {values} of values"
-        raise TensorError(
-            f"keys must be as wide as queries; grouped or multi-query attention is not read: got {inner} rows of queries, {rows} ({name})"
+        rule = (
+            f"must be as wide as queries; {GROUPED}: got {inner} rows of queries, {rows} ({name})"
         )
+        raise TensorError("keys", rule)
 
 
-def require_layer(found: Mapping[str, Matrix], n_heads: int, width: int) -> None:
+def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
     """Hold the matrices of one layer against each other."""
-    for matrix in found.values():
+    for matrix in matrices.values():
         if matrix.n_heads not in (None, n_heads):
-            rule = f"must have {n_heads} heads, got {matrix.n_heads}"
-            raise TensorError(
-                f"{shown(matrix.name)} {rule}; grouped or multi-query attention is not read"
-            )
+            rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
+            raise TensorError(matrix.name, rule)
     inner, values, written, hidden, narrowed = (
-        found[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in found else 0
+        matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
         for name in ("query", "value", "out", "mlp_in", "mlp_out")
     )
     # Without an output projection each head writes a whole token, or less.
-    most = values if "out.weight" in found else n_heads * width
+    most = values if "out.weight" in matrices else n_heads * width
     shapes: dict[str, tuple[int, ...]] = {
         "query.weight": (width, inner),
         "key.weight": (width, inner),
@@ -80,17 +79,17 @@ def require_layer(found: Mapping[str, Matrix], n_heads: int, width: int) -> None
     }
     shapes |= {name.replace("weight", "bias"): shape[1:] for name, shape in shapes.items()}
     norms = (f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias"))
-    require_shapes(found, shapes | dict.fromkeys(norms, (width,)) | {"value.bias": (values,)})
+    require_shapes(matrices, shapes | dict.fromkeys(norms, (width,)) | {"value.bias": (values,)})
     for size in (inner, values):
         if size % n_heads:
             raise ValueError(f"n_heads must divide the width {size}, got {n_heads}.")
 
 
-def require_shapes(found: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse other shapes than these, and biases that stand alone."""
-    for name, matrix in found.items():
-        if f"{name.rpartition('.')[0]}.weight" not in found:
-            raise TensorError(f"{shown(matrix.name)} has no matrix beside it")
+    for name, matrix in matrices.items():
+        if f"{name.rpartition('.')[0]}.weight" not in matrices:
+            raise TensorError(matrix.name, "has no matrix beside it")
         matrix.require(shapes.get(name, tuple(matrix.tensor.shape)))
 
 

@@ -36,12 +36,12 @@ def hooked_layer(
     """
     layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
     _require_attention_alone(layout, tensors)
-    found = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
+    attention = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
     if (read_out := layout.ends.get(("read_out", "weight"))) is not None:
         d_y = _read_responses(read_out.name, tensors, d_y)
         written = {p.name for p in layout.layers[0] if p.part == "o"}
-        found |= {name: found[name][..., -d_y:] for name in written}
-    return found, _mask_says(tensors)
+        attention |= {name: attention[name][..., -d_y:] for name in written}
+    return attention, _mask_says(tensors)
 
 
 def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
@@ -49,10 +49,10 @@ def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> N
         raise ValueError(f"the model must have one layer, got {len(layout.layers)}.")
     if layout.unknown:
         rule = "is not among the tensors of an attention-only HookedTransformer of one layer"
-        raise TensorError(f"{shown(layout.unknown[0])} {rule}")
+        raise TensorError(layout.unknown[0], rule)
     for piece in layout.pieces:
         if "norm" in piece.part:
-            raise TensorError(f"the model must have no LayerNorm, got {shown(piece.name)}")
+            raise TensorError("the model", f"must have no LayerNorm, got {shown(piece.name)}")
     # What makes it a model of words, if anything does, is told first.
     for part, reason in ZERO.items():
         for piece in layout.pieces:
@@ -61,7 +61,7 @@ def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> N
     for name in (PREFIX + each for each in NAMES):
         if name not in tensors or tensors[name].ndim != 3:
             got = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing"
-            raise TensorError(f"{name} must have three axes, head first, got {got}")
+            raise TensorError(name, f"must have three axes, head first, got {got}")
 
 
 def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -> int:
@@ -70,10 +70,9 @@ def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -
     d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
     expected = torch.eye(d_model)[:, d_model - d_y :]
     if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
-        raise TensorError(
-            f"{name} must read the y entries as they are, [d_model, d_y] = {list(expected.shape)} with ones at y "
-            f"and zeros elsewhere, got another of shape {list(read_out.shape)}"
-        )
+        rule = f"must read the y entries as they are, [d_model, d_y] = {list(expected.shape)} with ones"
+        got = f"at y and zeros elsewhere, got another of shape {list(read_out.shape)}"
+        raise TensorError(name, f"{rule} {got}")
     return d_y
 
 
@@ -81,7 +80,7 @@ def require_zero(name: str, tensor: Tensor, reason: str) -> None:
     """Refuse a tensor that does something where the model has no place for it."""
     if tensor.any():
         largest = tensor.to(torch.complex128).abs().max().item()
-        raise TensorError(f"{name} must be zero ({reason}), got entries up to {largest:.3g}")
+        raise TensorError(name, f"must be zero ({reason}), got entries up to {largest:.3g}")
 
 
 def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -93,5 +92,5 @@ def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
     for diagonal, attends in ((-1, False), (0, True)):
         if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
             return {"attend_to_self": attends}
-    got = f"another of shape {list(mask.shape)}"
-    raise TensorError(f"{MASK} must be causal, mask.tril(-1) or mask.tril(), got {got}")
+    rule = "must be causal, mask.tril(-1) or mask.tril()"
+    raise TensorError(MASK, f"{rule}, got another of shape {list(mask.shape)}")

@@ -70,8 +70,8 @@ class Case:
 
     def shown(self) -> AttentionWeights | Weights:
         """Its weights; of one layer of attention the heads."""
-        found = self.weights()
-        return found.circuits if found.model.one_attention else found
+        weights = self.weights()
+        return weights.circuits if weights.model.one_attention else weights
 
 
 def tried(
@@ -131,7 +131,7 @@ def _doubts(
     cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
 ) -> list[Case]:
     """Cases with one thing other than the format's code has it, of what neither is open nor closed."""
-    found = []
+    doubts = []
     for case in cases:
         for name, values in DOUBTED.items():
             if name in closed or case.said.get(name) is None:
@@ -139,8 +139,8 @@ def _doubts(
             for value in values:
                 if value != case.said[name] and _is_possible(case, name):
                     with suppress(ValueError):  # tokens of other sizes may not fit
-                        found.append(make(case.parts, {**case.said, name: value}))
-    return found if len(found) <= MAX_READINGS else found[: len(found) // len(cases)]
+                        doubts.append(make(case.parts, {**case.said, name: value}))
+    return doubts if len(doubts) <= MAX_READINGS else doubts[: len(doubts) // len(cases)]
 
 
 def _is_possible(case: Case, name: str) -> bool:

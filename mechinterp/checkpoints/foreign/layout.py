@@ -30,12 +30,12 @@ class Layout:
     def lacking(self) -> list[str]:
         """The names in layers without queries, keys or values."""
         wanted = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
-        found = []
+        names = []
         for layer in self.layers:
             parts = {piece.part for piece in layer if piece.kind == "weight"}
             if not any(each <= parts for each in wanted):
-                found += [piece.name for piece in layer]
-        return found
+                names += [piece.name for piece in layer]
+        return names
 
     @property
     def open_axes(self) -> bool:
@@ -104,15 +104,14 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
     for mark, what in OTHER_MODELS.items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                raise TensorError(f"{what} are not read, got {shown(name)}")
+                raise TensorError(what, f"are not read, got {shown(name)}")
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder that files for HookedTransformer have
             return
-        raise TensorError(
-            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens"
-        )
+        rule = f"({words.name} {shape}); numbers (x, y) are needed as tokens"
+        raise TensorError("a model of word tokens", rule)
 
 
 def shown(name: str) -> str:
@@ -121,11 +120,11 @@ def shown(name: str) -> str:
 
 
 class TensorError(ValueError):
-    """A tensor of a file, which the rule names, does not fit; its name may stand for another part."""
+    """A tensor of a file, or what it is part of, breaks a rule; its name may stand for another part."""
 
-    def __init__(self, rule: str) -> None:
-        super().__init__(f"{rule}.")
-        self.rule = rule
+    def __init__(self, what: str, rule: str) -> None:
+        self.rule = f"{shown(what)} {rule}".lstrip()
+        super().__init__(f"{self.rule}.")
 
 
 @contextmanager
@@ -147,14 +146,14 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
     Raises:
         ValueError: If a row fits no name, or makes two names one.
     """
-    found = dict(tensors)
+    named = dict(tensors)
     for row in rows:
         theirs, _, known = row.partition("=")
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
-        renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in found.items()}
-        if list(renamed) == list(found):
+        renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in named.items()}
+        if list(renamed) == list(named):
             raise ValueError(f"map must name a part of a tensor's name, got {row!r}.")
-        if len(renamed) < len(found):
+        if len(renamed) < len(named):
             raise ValueError(f"map must keep the names apart, got {row!r}.")
-        found = renamed
-    return found
+        named = renamed
+    return named

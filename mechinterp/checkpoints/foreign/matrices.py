@@ -32,7 +32,7 @@ class Matrix:
         """Refuse another shape, told as the file has it."""
         if tuple(self.tensor.shape) != shape:
             wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
-            raise TensorError(f"{shown(self.name)} must have shape {wanted}, got {got}")
+            raise TensorError(self.name, f"must have shape {wanted}, got {got}")
 
     def _there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         shape = (*shape[:-1], self.of * shape[-1])
@@ -47,15 +47,15 @@ def attention_matrices(
     pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
 ) -> dict[str, Matrix]:
     """query, key, value and out .weight and .bias of one layer."""
-    found: dict[tuple[str, str], dict[int | None, Piece]] = {}
+    grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
     for piece in pieces:
         if piece.part in ATTENTION:
-            heads = found.setdefault((piece.part, piece.kind), {})
+            heads = grouped.setdefault((piece.part, piece.kind), {})
             _require_first(heads.get(piece.head), piece)
             heads[piece.head] = piece
-    order = _packed_axes(found, tensors)
+    order = _packed_axes(grouped, tensors)
     matrices: dict[str, Matrix] = {}
-    for (part, kind), heads in found.items():
+    for (part, kind), heads in grouped.items():
         whole = _matrix(heads, tensors, order, axes)
         for x, matrix in zip(part, _unpacked(whole, part), strict=True):
             name = f"{FULL[x]}.{kind}"
@@ -66,8 +66,7 @@ def attention_matrices(
 
 def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
     if one is not None:
-        names = f"{shown(one.name)} and {shown(other.name)}"
-        raise TensorError(f"{names} stand for the same part")
+        raise TensorError(one.name, f"and {shown(other.name)} stand for the same part")
 
 
 def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
@@ -78,8 +77,8 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
         eye = torch.eye(n, dtype=tensor.dtype).repeat(1, tensor.shape[1] // n)
         return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
-        rule = f"must have {count} times as many rows as a head is wide"
-        raise TensorError(f"{shown(whole.name)} {rule}, got {tensor.shape[-1]}")
+        rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
+        raise TensorError(whole.name, rule)
     return [replace(whole, tensor=each, of=count) for each in tensor.chunk(count, -1)]
 
 
@@ -107,21 +106,25 @@ def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
     got = tuple(tensor.shape)
     if piece.kind == "bias":
         if tensor.ndim not in (1, 2):
-            raise TensorError(f"{shown(piece.name)} must have one axis, got shape {got}")
+            raise TensorError(piece.name, f"must have one axis, got shape {got}")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
         if piece.axes == TRANSPOSED:  # flax: [in, head, d_head], and of outputs [head, d_head, out]
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
-    if tensor.ndim != 2 or 0 in tensor.shape:
-        raise TensorError(f"{shown(piece.name)} must be a matrix, got shape {got}")
+    require_matrix(piece.name, tensor)
     if piece.part == "qk":  # rows of each head are the query's coordinates
         rows, width = got
         if rows % width:
-            rule = f"must have {width} rows for each head"
-            raise TensorError(f"{shown(piece.name)} {rule}, got {rows}")
+            raise TensorError(piece.name, f"must have {width} rows for each head, got {rows}")
         return tensor.unflatten(0, (-1, width))
     return tensor.mT if order == TORCH else tensor
+
+
+def require_matrix(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is no matrix, or an empty one."""
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise TensorError(name, f"must be a matrix, got shape {tuple(tensor.shape)}")
 
 
 def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
@@ -129,20 +132,20 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
     numbers = sorted(h for h in turned if h is not None)
     if numbers != list(range(len(turned))):
         names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
-        raise TensorError(f"heads must be numbered from 0 on, got {names}")
+        raise TensorError("heads", f"must be numbered from 0 on, got {names}")
     for head in numbers:
         wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
         if got != wanted:
-            name = shown(heads[head].name)
-            raise TensorError(f"{name} must have the shape {wanted} of the other heads, got {got}")
+            rule = f"must have the shape {wanted} of the other heads, got {got}"
+            raise TensorError(heads[head].name, rule)
     return torch.stack([turned[head] for head in numbers])
 
 
 def _packed_axes(
-    found: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
+    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
 ) -> str | None:
     """The axes that shapes tell where queries, keys and values are one matrix: a Conv1D of GPT-2 is [in, out]."""
-    qkv, out = (found.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
+    qkv, out = (grouped.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
     if qkv is None or tensors[qkv.name].ndim != 2:
         return None
     rows, columns = tensors[qkv.name].shape

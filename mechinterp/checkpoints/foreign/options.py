@@ -86,13 +86,10 @@ class Hints:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be a mapping such as {example}, got {value!r}.")
-        for name in ("d_x", "d_y", "n_heads"):
+        for name, least in (("d_x", 1), ("d_y", 1), ("n_heads", 1), ("output_column", 0)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-        column = self.output_column
-        if column is not None and (type(column) is not int or column < 0):
-            raise ValueError(f"output_column must be an integer >= 0, got {column!r}.")
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
         for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -110,10 +107,7 @@ class Hints:
         if self.attend_to_self not in (None, True, False):
             raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
         for row in self.map or ():
-            if (
-                not all(re.fullmatch(r"[^=]+", part) for part in row.split("=", 1))
-                or "=" not in row
-            ):
+            if not re.fullmatch("[^=]+=[^=]+", row):
                 raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
 
     @property

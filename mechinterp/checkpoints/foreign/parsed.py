@@ -18,7 +18,7 @@ from mechinterp.checkpoints.foreign.heads import (
     whole_tokens,
 )
 from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices
+from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices, require_matrix
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
 
@@ -89,30 +89,31 @@ def parts_of(
         ValueError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
     """
     for piece in layout.pieces:
-        require_numbers(tensors[piece.name], shown(piece.name))
+        require_numbers(tensors[piece.name], piece.name)
     _require_all_layers(layout)
-    found = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
-    query = found[0]["query.weight"]
+    every_layer = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
+    query = every_layer[0]["query.weight"]
     width = len(query.tensor)
     heads = whole_tokens(query, width) if wide_heads else None
-    heads = heads or next((m.n_heads for each in found for m in each.values() if m.n_heads), None)
-    require_full_keys(found[0])
-    n_heads = number_of_heads(found[0], hints, settings, heads)
-    for pieces, matrices in zip(layout.layers, found, strict=True):
+    heads = heads or next(
+        (m.n_heads for each in every_layer for m in each.values() if m.n_heads), None
+    )
+    require_full_keys(every_layer[0])
+    n_heads = number_of_heads(every_layer[0], hints, settings, heads)
+    for pieces, matrices in zip(layout.layers, every_layer, strict=True):
         matrices |= _beside(pieces, tensors, width)
         require_layer(matrices, n_heads, width)
-        if other := matrices.keys() ^ found[0].keys():
-            name = shown((matrices | found[0])[min(other)].name)
-            raise TensorError(f"layers must be alike, got {name} in some of them")
-    layers, ends = _alike(found, hints.output_scale or 1), _ends(tensors, layout, width)
+        if other := matrices.keys() ^ every_layer[0].keys():
+            name = shown((matrices | every_layer[0])[min(other)].name)
+            raise TensorError("layers", f"must be alike, got {name} in some of them")
+    layers, ends = _alike(every_layer, hints.output_scale or 1), _ends(tensors, layout, width)
     merged = any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0])
     parts = Parts(layers, ends, n_heads, merged)
     if width < 2 and not parts.has("read_in.weight"):
-        rule = "must read tokens of >= 2 entries"
-        raise TensorError(f"{shown(query.name)} {rule}, got {width}")
-    if not parts.alone and "out.weight" not in found[0]:
+        raise TensorError(query.name, f"must read tokens of >= 2 entries, got {width}")
+    if not parts.alone and "out.weight" not in every_layer[0]:
         name = shown(layout.layers[0][0].name)
-        raise TensorError(f"an output projection is needed beside {name}, got none")
+        raise TensorError("an output projection", f"is needed beside {name}, got none")
     named = [item for part in (ends, *layers) for item in part.items()]
     biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
     biased = any(bool(t.any()) or not parts.alone for t in biases)
@@ -151,42 +152,41 @@ def _beside(
     pieces: Sequence[Piece], tensors: Mapping[str, Tensor], width: int
 ) -> dict[str, Matrix]:
     """Norms and MLP of a layer, turned so that they meet the stream."""
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     shapes = [tensors[p.name].shape for p in pieces if (p.part, p.kind) == ("qkv", "weight")]
     by_columns = any(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
     for piece in pieces:
         if piece.part in ATTENTION:
             continue
         name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
-        if name in found:
-            what = f"a second tensor for {name}, as {shown(found[name].name)} is"
-            raise TensorError(f"{shown(piece.name)} is {what}; MLPs have two layers here")
+        if name in matrices:
+            rule = f"is a second tensor for {name}, as {shown(matrices[name].name)} is"
+            raise TensorError(piece.name, f"{rule}; MLPs have two layers here")
         if piece.part.startswith("mlp") and piece.kind == "weight":
-            _require_matrix(piece.name, tensor)
+            require_matrix(piece.name, tensor)
             near = 0 if piece.part == "mlp_in" else 1
             by_torch = tensor.shape[1 - near] == width and piece.axes != TRANSPOSED
             if (by_torch and not by_columns) or tensor.shape[near] != width:
                 order, tensor = TORCH, tensor.mT
-        found[name] = Matrix(piece.name, tensor, order)
-    mlp = {"mlp_in.weight", "mlp_out.weight"} & found.keys()
-    if "norm2.weight" in found and not mlp:
+        matrices[name] = Matrix(piece.name, tensor, order)
+    mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
+    if "norm2.weight" in matrices and not mlp:
         # Two norms around attention alone: those of a layer whose MLP writes zeros.
-        zeros = torch.zeros(width, 1, dtype=found["norm2.weight"].tensor.dtype)
-        found |= {"mlp_in.weight": Matrix("mlp", zeros), "mlp_out.weight": Matrix("mlp", zeros.mT)}
+        zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype)
+        matrices |= {
+            "mlp_in.weight": Matrix("mlp", zeros),
+            "mlp_out.weight": Matrix("mlp", zeros.mT),
+        }
     elif len(mlp) == 1:
         (one,) = mlp
-        raise TensorError(f"an MLP needs both of its matrices, got {shown(found[one].name)} alone")
-    return found
-
-
-def _require_matrix(name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 2 or 0 in tensor.shape:
-        raise TensorError(f"{shown(name)} must be a matrix, got shape {tuple(tensor.shape)}")
+        name = shown(matrices[one].name)
+        raise TensorError("an MLP", f"needs both of its matrices, got {name} alone")
+    return matrices
 
 
 def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str, Tensor]:
     """Read-in, read-out, positions and final norm."""
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     for (part, kind), piece in layout.ends.items():
         tensor, order = tensors[piece.name], TRANSPOSED
         if part in ("words", "words_out"):
@@ -194,20 +194,20 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
         if part == "positions" and tensor.ndim == 3 and 1 in tensor.shape[:2]:
             tensor = tensor.squeeze(tensor.shape.index(1))
         if kind == "weight" and part != "final_norm":
-            _require_matrix(piece.name, tensor)
+            require_matrix(piece.name, tensor)
             if part != "positions" and piece.axes != TRANSPOSED:
                 order, tensor = TORCH, tensor.mT
-        found[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
-    if "read_in.weight" in found and "read_out.weight" not in found:
-        first = shown(found["read_in.weight"].name)
-        raise TensorError(f"{first}, a read-in, needs a read-out beside it, got none")
-    if "read_mlp.weight" in found and "read_in.weight" not in found:
-        first = shown(found["read_mlp.weight"].name)
-        raise TensorError(f"a read-in of two layers needs both, got {first} alone")
-    sizes = {name: tuple(m.tensor.shape) for name, m in found.items()}
+        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
+    if "read_in.weight" in matrices and "read_out.weight" not in matrices:
+        name = f"{shown(matrices['read_in.weight'].name)}, a read-in,"
+        raise TensorError(name, "needs a read-out beside it, got none")
+    if "read_mlp.weight" in matrices and "read_in.weight" not in matrices:
+        first = shown(matrices["read_mlp.weight"].name)
+        raise TensorError("a read-in of two layers", f"needs both, got {first} alone")
+    sizes = {name: tuple(m.tensor.shape) for name, m in matrices.items()}
     hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
     require_shapes(
-        found,
+        matrices,
         {
             **dict.fromkeys(("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)),
             "read_in.weight": (hidden or sizes.get("read_in.weight", (0,))[0], width),
@@ -217,17 +217,17 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
             "read_out.bias": (n_out,),
         },
     )
-    return {name: matrix.tensor for name, matrix in found.items()}
+    return {name: matrix.tensor for name, matrix in matrices.items()}
 
 
 def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
-        raise TensorError(f"{what} must hold floating-point numbers, got {tensor.dtype}{layout}")
+        raise TensorError(what, f"must hold floating-point numbers, got {tensor.dtype}{layout}")
     held, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
     if held < numbers:
-        shape = tuple(tensor.shape)
-        raise TensorError(f"{what} of shape {shape} must hold {numbers} numbers, got {held}")
+        what = f"{what} of shape {tuple(tensor.shape)}"
+        raise TensorError(what, f"must hold {numbers} numbers, got {held}")
     if bad := int((~torch.isfinite(tensor)).sum()):
-        raise TensorError(f"{what} must hold finite numbers, got {bad} NaN or infinite")
+        raise TensorError(what, f"must hold finite numbers, got {bad} NaN or infinite")

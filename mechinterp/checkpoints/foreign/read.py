@@ -90,35 +90,35 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         raise faults[0]
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
     first, readings = tried(cases, closed, source.case)
-    found = source.checkpoint(first, given, readings, open_choices(cases))
+    checkpoint = source.checkpoint(first, given, readings, open_choices(cases))
     if len(run) == 1:
-        return found
+        return checkpoint
     kept, axes = {}, str(first.said["orientation"])
     for each, parts in zip(run, _parts_of_run(run, told, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(first, parts=parts).weights()
-    return replace(found, kept=kept)
+    return replace(checkpoint, kept=kept)
 
 
 def _told(run: Sequence[Stored], hints: Hints) -> list[Told]:
     """What the names in every file of a run tell."""
-    found = []
+    told = []
     for each in run:
         with of_file(each.file):
-            found.append(recognised(mapped(each.tensors, hints.map or ()), hints))
-    return found
+            told.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+    return told
 
 
 def _parts_of_run(
     run: Sequence[Stored], told: Sequence[Told], axes: str, hints: Hints
 ) -> list[Parts]:
     """The parts of every file of a run, with biases if any of them has such that are not zero."""
-    found = []
+    every = []
     for each, (form, layout, tensors) in zip(run, told, strict=True):
         with of_file(each.file):
-            found.append(parts_of(tensors, layout, axes, hints, each.settings, form.wide_heads))
-    biases = any(parts.biases for parts in found)
-    return [replace(parts, biases=biases) for parts in found]
+            every.append(parts_of(tensors, layout, axes, hints, each.settings, form.wide_heads))
+    biases = any(parts.biases for parts in every)
+    return [replace(parts, biases=biases) for parts in every]
 
 
 def _own(form: Format, parts: Parts, hints: Hints) -> Format:

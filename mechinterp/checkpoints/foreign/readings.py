@@ -79,7 +79,7 @@ def ranked(
         score = said.get("score")
         if score not in rivals or error.mean() < rivals[score].mean():
             rivals[score] = error
-    found, alike = [], []
+    readings, alike = [], []
     for (said, build), (error, zero) in zip(candidates, errors, strict=True):
         loss, predicts = float(error.mean()), _below(error, zero)
         # Of heavy tails the standard error is large: what may be no better than 0 ties with nothing that predicts.
@@ -94,13 +94,13 @@ def ranked(
             ties=ties,
             stands=not any_predicts or ties or first_of_score,
         )
-        found.append(reading)
+        readings.append(reading)
         alike.append(ties and not _below(best, error, margin=0.0))
-    if not any(each.predicts for each in found):
-        return found
-    rows = range(len(found))
-    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else found[i].loss, i))
-    return [found[i] for i in order]
+    if not any(each.predicts for each in readings):
+        return readings
+    rows = range(len(readings))
+    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
+    return [readings[i] for i in order]
 
 
 def advice(readings: Sequence[Reading]) -> str:

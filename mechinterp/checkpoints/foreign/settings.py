@@ -34,8 +34,8 @@ def settings_beside(path: Path) -> dict[str, object]:
 def _garg_settings(document: object) -> dict[str, object]:
     """Heads and other counts, noise and number of points in a config.yaml of the code of Garg et al."""
     model = _within(document, "model")
-    found = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    return found | {
+    counts = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
+    return counts | {
         "n_points": _within(document, "training", "curriculum", "points", "end"),
         "noise_std": _within(document, "training", "task_kwargs", "noise_std"),
     }

@@ -29,18 +29,18 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
     if entries > MAX_ENTRIES:
         raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
     with zipfile.ZipFile(file) as opened:
-        found, size = opened.infolist(), file.stat().st_size
-        unpacked, most = sum(entry.file_size for entry in found), max(size, MAX_UNPACKED)
-        packed = max((entry.compress_size for entry in found), default=0)
+        listed, size = opened.infolist(), file.stat().st_size
+        unpacked, most = sum(entry.file_size for entry in listed), max(size, MAX_UNPACKED)
+        packed = max((entry.compress_size for entry in listed), default=0)
         if unpacked > most:
             raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
         if packed > size:  # as much is asked of memory
             raise CheckpointError(
                 f"an entry must have at most the file's {size} bytes, it claims {packed}."
             )
-        if len({entry.filename.lower() for entry in found}) < len(found):
+        if len({entry.filename.lower() for entry in listed}) < len(listed):
             raise CheckpointError("must hold each entry once, got some twice.")
-        for entry in found:
+        for entry in listed:
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 got = f"got compression {entry.compress_type}"
                 raise CheckpointError(f"{entry.filename} must be stored or deflated, {got}.")
@@ -64,7 +64,7 @@ def read_text(file: Path, name: str) -> str | None:
 
 def read_npz(file: Path) -> dict[str, Tensor]:
     """The arrays of an npz archive by name."""
-    found = {}
+    tensors = {}
     with archive(file) as opened:
         for entry in opened.infolist():
             name = entry.filename.removesuffix(".npy")
@@ -72,8 +72,8 @@ def read_npz(file: Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
             data = opened.read(entry)
             if _array(data, name).dtype.kind != "U":
-                found[name] = npy_tensor(data, name)
-    return found
+                tensors[name] = npy_tensor(data, name)
+    return tensors
 
 
 def npy_tensor(data: bytes, name: str) -> Tensor:
@@ -81,7 +81,7 @@ def npy_tensor(data: bytes, name: str) -> Tensor:
     array = _array(data, name)
     if array.dtype.kind not in "fiubc":
         raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+    return native_tensor(array)
 
 
 def _array(data: bytes, name: str) -> np.ndarray:
@@ -94,8 +94,24 @@ def _array(data: bytes, name: str) -> np.ndarray:
     shape, columns_first, dtype = read[version](stream)
     if dtype.hasobject or dtype.fields or dtype.subdtype:
         raise CheckpointError(f"{name} must hold plain numbers, got {dtype}.")
-    claimed, held = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    return array_of(memoryview(data)[stream.tell() :], dtype, shape, columns_first, name)
+
+
+def array_of(
+    data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...], by_columns: bool, name: str
+) -> np.ndarray:
+    """Numbers in a shape, which is held against the bytes that are there.
+
+    Raises:
+        CheckpointError: If it needs more or fewer.
+    """
+    claimed, held = math.prod(shape) * dtype.itemsize, len(data)
     if claimed != held or min(shape, default=0) < 0:
         raise CheckpointError(f"{name} of shape {shape} must lie in {claimed} bytes, got {held}.")
-    numbers = np.frombuffer(data, dtype, offset=stream.tell()) if held else np.empty(0, dtype)
-    return numbers.reshape(shape, order="F" if columns_first else "C")
+    numbers = np.frombuffer(data, dtype) if held else np.empty(0, dtype)
+    return numbers.reshape(shape, order="F" if by_columns else "C")
+
+
+def native_tensor(array: np.ndarray) -> Tensor:
+    """A copy of an array in the machine's order of bytes, row by row."""
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))

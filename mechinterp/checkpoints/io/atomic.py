@@ -45,8 +45,13 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
     """Delete temporary files whose process, of this machine, has ended, for the names that are ours."""
     for file in folder.iterdir():
-        found = TEMPORARY.fullmatch(file.name)
-        if found and ours(found[1]) and found[2] == MACHINE and not _runs(int(found[3])):
+        leftover = TEMPORARY.fullmatch(file.name)
+        if (
+            leftover
+            and ours(leftover[1])
+            and leftover[2] == MACHINE
+            and not _runs(int(leftover[3]))
+        ):
             file.unlink(missing_ok=True)
 
 
@@ -57,11 +62,13 @@ def size_of(file: Path) -> int:
         CheckpointError: If it is a folder, a pipe, a socket or a device.
         OSError: If it does not exist or may not be looked at.
     """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((name for name, is_kind in KINDS.items() if is_kind(found.st_mode)), "a device")
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = next(
+            (name for name, is_kind in KINDS.items() if is_kind(status.st_mode)), "a device"
+        )
         raise CheckpointError(f"{file}: must be a regular file, got {kind}.")
-    return found.st_size
+    return status.st_size
 
 
 def read_json(file: Path) -> object:

@@ -90,7 +90,7 @@ def require_finite_in(file: Path, names: Iterable[str]) -> None:
 
 
 def require_shapes(
-    found: Mapping[str, tuple[int, ...]], config: ExperimentConfig
+    stored: Mapping[str, tuple[int, ...]], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a model of this config, all of which must be found.
 
@@ -98,16 +98,16 @@ def require_shapes(
         ValueError: If a file with tensors of these names has another number of layers, or one is missing or of
             another shape; the message names it.
     """
-    there = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
+    there = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
     if config.model.n_layers != there:  # before a name is made for each
         got = config.model.n_layers
         raise ValueError(f"model.n_layers must be that of the weights, {there}, got {got}.")
     shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in stored:
             raise ValueError(f"{name} is missing.")
-        if found[name] != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {found[name]}.")
+        if stored[name] != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {stored[name]}.")
     return shapes
 
 

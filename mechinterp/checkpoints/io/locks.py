@@ -136,8 +136,8 @@ def entries(folder: Path) -> list[str]:
     """The names in a folder but for claims and temporary files of this package; none if there is no folder."""
     if not folder.is_dir():
         return []
-    found = sorted(os.listdir(folder))
-    return [name for name in found if name != CLAIM and not TEMPORARY.fullmatch(name)]
+    names = sorted(os.listdir(folder))
+    return [name for name in names if name != CLAIM and not TEMPORARY.fullmatch(name)]
 
 
 def _descriptor(file: Path, *, wait: bool, busy: str) -> int:

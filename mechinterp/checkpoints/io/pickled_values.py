@@ -147,8 +147,8 @@ def called(values: list) -> object:
             array = StoredArray()
             set_state(array, state)
             return array
-        case [Unread(name), (dict(found), *_)] if MAPPING.fullmatch(name):
-            return found
+        case [Unread(name), (dict(mapping), *_)] if MAPPING.fullmatch(name):
+            return mapping
         case [
             Unread("torch._utils._rebuild_tensor_v2"),
             (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_),

@@ -43,10 +43,10 @@ def _shards(index: Path) -> dict[str, Tensor]:
     for shard in shards:
         if Path(shard).name != shard or "\\" in shard or Path(shard).suffix != ".safetensors":
             raise ValueError(f"must name .safetensors files beside it, got {shard!r}.")
-        found = read_arrays(index.with_name(shard))
-        if found.keys() & tensors.keys():
+        held = read_arrays(index.with_name(shard))
+        if held.keys() & tensors.keys():
             raise ValueError(f"{shard} holds tensors that another shard holds.")
-        tensors |= found
+        tensors |= held
         if sum(tensor.numel() for tensor in tensors.values()) > MAX_NUMBERS:
             raise ValueError(f"must hold at most {MAX_NUMBERS} numbers.")
     if missing := sorted(named.keys() - tensors.keys()):

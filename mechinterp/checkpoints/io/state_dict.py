@@ -4,14 +4,13 @@ A run keeps its state dict under one of a few names, beside losses, settings and
 keep dictionaries of dictionaries.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.io.archives import array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.pickled_values import (
     ArrayType,
@@ -46,15 +45,15 @@ def weights_among(root: object) -> tuple[dict[str, StoredTensor], dict[str, Stor
     Raises:
         CheckpointError: If there are none.
     """
-    found = root
+    document = root
     for _ in range(MAX_DEPTH):
-        inner = _wrapped(found)
+        inner = _wrapped(document)
         if inner is None:
             break
-        found = inner
-    places = dict(_places(found))
-    asked = _asked(found)
-    if isinstance(found, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
+        document = inner
+    places = dict(_places(document))
+    asked = _asked(document)
+    if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
         raise CheckpointError(_no_weights(asked))
     torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
     if torches:
@@ -71,12 +70,12 @@ def _asked(root: object) -> list[str]:
     return [value.name for value in values if isinstance(value, Unread) and value.name]
 
 
-def _wrapped(found: object) -> dict | None:
-    if not isinstance(found, dict):
+def _wrapped(document: object) -> dict | None:
+    if not isinstance(document, dict):
         return None
     for name in WRAPPERS:
-        inner = found.get(name)
-        if isinstance(inner, dict) and inner is not found and any(_places(inner)):
+        inner = document.get(name)
+        if isinstance(inner, dict) and inner is not document and any(_places(inner)):
             return inner
     return None
 
@@ -86,11 +85,11 @@ def _places(root: object) -> Iterator[tuple[str, Place]]:
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
     visits = 0
     while waiting:
-        prefix, found, depth = waiting.pop()
-        if not isinstance(found, dict) or depth > MAX_DEPTH:
+        prefix, values, depth = waiting.pop()
+        if not isinstance(values, dict) or depth > MAX_DEPTH:
             continue
         inner = []
-        for name, value in found.items():
+        for name, value in values.items():
             visits += 1
             if visits > MAX_VISITS:
                 raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
@@ -117,7 +116,7 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: If one claims other bytes than it has, or holds no plain numbers.
     """
-    found, left = {}, MAX_ARRAY_BYTES
+    tensors, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
         kind, shape = _kind(place, name), place.shape
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
@@ -125,19 +124,15 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
         if len(shape) > MAX_AXES:
             raise CheckpointError(f"{name} must have at most {MAX_AXES} axes, got {len(shape)}.")
         data = place.data.text if isinstance(place.data, Encoded) else place.data
-        claimed = kind.itemsize * math.prod(shape)
-        held = len(data) if isinstance(data, str | bytes) else 0
-        left -= claimed
-        if claimed != held or left < 0:
-            raise CheckpointError(
-                f"{name} of shape {shape} must lie in {claimed} bytes, got {held}."
-            )
         # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
-        raw = data.encode("latin1") if isinstance(data, str) else data
-        numbers = np.frombuffer(raw, kind) if held else np.empty(0, kind)  # type: ignore[call-overload]
-        array = numbers.reshape(shape, order="F" if place.by_columns is True else "C")
-        found[name] = torch.from_numpy(array.astype(kind.newbyteorder("="), order="C"))
-    return found
+        data = data.encode("latin1") if isinstance(data, str) else data
+        data = data if isinstance(data, bytes) else b""
+        array = array_of(data, kind, shape, place.by_columns is True, name)
+        left -= len(data)
+        if left < 0:
+            raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
+        tensors[name] = native_tensor(array)
+    return tensors
 
 
 def _kind(place: StoredArray, name: str) -> np.dtype:

@@ -55,17 +55,17 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
         return _plain(readers.get(file.suffix, read_torch)(file))
 
 
-def _plain(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors in memory of their own, after a look at what they claim."""
-    if len(found) > MAX_ENTRIES:
-        raise CheckpointError(f"must hold at most {MAX_ENTRIES} tensors, got {len(found)}.")
-    for name, tensor in found.items():
+    if len(tensors) > MAX_ENTRIES:
+        raise CheckpointError(f"must hold at most {MAX_ENTRIES} tensors, got {len(tensors)}.")
+    for name, tensor in tensors.items():
         if not tensor.is_floating_point() and tensor.dtype not in OTHERS:
             raise CheckpointError(f"{name} must hold numbers, got {tensor.dtype}.")
-    numbers = sum(tensor.numel() for tensor in found.values())
+    numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MAX_NUMBERS:
         raise CheckpointError(f"must hold at most {MAX_NUMBERS} numbers, got {numbers}.")
-    return {name: widened(tensor.detach()).contiguous() for name, tensor in found.items()}
+    return {name: widened(tensor.detach()).contiguous() for name, tensor in tensors.items()}
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def read_torch(file: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{UNREADABLE}an archive with {len(names)} pickles.")
         torches, arrays = weights_among(read_pickle(opened.read(names[0])))
         storages = _Storages(opened, names[0].removesuffix("data.pkl"))
-        found = {name: storages.tensor(name, each) for name, each in torches.items()}
-        return found | array_tensors(arrays)
+        tensors = {name: storages.tensor(name, each) for name, each in torches.items()}
+        return tensors | array_tensors(arrays)
 
 
 def _read_plain_pickle(file: Path) -> dict[str, Tensor]:

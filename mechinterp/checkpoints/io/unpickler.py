@@ -70,9 +70,9 @@ class Machine:
         at = self.marks.pop() if count is None else len(self.stack) - count
         if not 0 <= at <= len(self.stack):
             raise IndexError
-        found = self.stack[at:]
+        popped = self.stack[at:]
         del self.stack[at:]
-        return found
+        return popped
 
     @no_type_check
     def set_items(self, items: list) -> None:

@@ -22,7 +22,6 @@ from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, read_document
 from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors
-from mechinterp.checkpoints.native.recipe import LOAD
 from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
@@ -32,6 +31,8 @@ from mechinterp.models.weights import weights_of_layer, why_no_circuits
 FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
 LEAST_N_CTX = 1024
+SCRIPT = Path(__file__).with_name("load.py.txt")
+"""What the folder carries for its reader to look through and run; it is never run here."""
 
 
 def positions_for(task: TaskConfig) -> int:
@@ -48,10 +49,9 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
-        found = why_no_circuits(checkpoint.config.model)
-        if found is not None:
+        if extra := why_no_circuits(config.model):
             raise ValueError(
-                f"HookedTransformer takes one layer of attention from here, got {found}."
+                f"HookedTransformer takes one layer of attention from here, got {extra}."
             )
         if (score := config.model.score) != "softmax":
             raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
@@ -65,7 +65,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     state = hooked_state(circuits, n_ctx=positions_for(config.task))
     with writing(folder, SafetensorError), claimed(folder, last=SIDE_CAR) as claim:
         claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
-        claim.write("load.py", lambda file: file.write_text(LOAD, encoding="utf-8"))
+        claim.write("load.py", lambda file: file.write_bytes(SCRIPT.read_bytes()))
         claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
 
 

@@ -114,9 +114,9 @@ def named_config(what: str) -> ExperimentConfig:
     if what in PRESETS:
         return preset(what)
     if not file.is_file():
-        found = "a folder" if file.is_dir() else "neither"
+        kind = "a folder" if file.is_dir() else "neither"
         raise ValueError(
-            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {found}."
+            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {kind}."
         )
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):

@@ -32,15 +32,15 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
     document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
-    found = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
+    arrays = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
     if checkpoint.config.model.one_attention:
-        found = {name.removeprefix(PREFIX): array for name, array in found.items()}
-        for name in {"W_O", "b_O"} & set(found):
-            found[name] = found[name][..., checkpoint.task.d_x :]
+        arrays = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
+        for name in {"W_O", "b_O"} & set(arrays):
+            arrays[name] = arrays[name][..., checkpoint.task.d_x :]
     text = np.array(json.dumps(document))
     # An open file: numpy would put .npz behind the name of the temporary one.
     with writing(file):
-        write_new(file, lambda target: _save(target, found | {CONFIG: text}))
+        write_new(file, lambda target: _save(target, arrays | {CONFIG: text}))
     return file
 
 
@@ -63,15 +63,15 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
         document = {"format_version": 1, "step": 0, "experiment": document}
     document, config = document_parts(document, file)
     known = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
-    found = {PREFIX + n if PREFIX + n in known else n: tensor for n, tensor in tensors.items()}
-    for name in found:
+    named = {PREFIX + n if PREFIX + n in known else n: tensor for n, tensor in tensors.items()}
+    for name in named:
         if name not in known:
             raise CheckpointError(
                 f"{file}: {name.removeprefix(PREFIX)} is not among the arrays of such a model."
             )
-    for name in {PREFIX + "W_O", PREFIX + "b_O"} & set(found) if config.model.one_attention else ():
-        if found[name].ndim and found[name].shape[-1] == config.task.d_y:
-            found[name] = torch.nn.functional.pad(found[name], (config.task.d_x, 0))
-    weights = weights_from(found, config, file)
+    for name in {PREFIX + "W_O", PREFIX + "b_O"} & set(named) if config.model.one_attention else ():
+        if named[name].ndim and named[name].shape[-1] == config.task.d_y:
+            named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
+    weights = weights_from(named, config, file)
     assumed = document.get("assumed", {})
     return Checkpoint(file, config, document["step"], weights, FORMAT, assumed)

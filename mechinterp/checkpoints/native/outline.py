@@ -8,11 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from mechinterp.checkpoints.io.errors import naming, printable
-from mechinterp.checkpoints.io.headers import (
-    require_finite_in,
-    require_shapes,
-    shapes_in,
-)
+from mechinterp.checkpoints.io.headers import require_finite_in, require_shapes, shapes_in
 from mechinterp.checkpoints.native.folder import (
     WEIGHTS,
     document_file,

@@ -30,8 +30,8 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
     """
     with naming(file):
         shapes = _require_tensors(tensors, config)
-    found = {name: tensors[name] for name in shapes}
-    return Weights.of_names(config.model, config.task.d_x, config.task.d_y, found)
+    own = {name: tensors[name] for name in shapes}
+    return Weights.of_names(config.model, config.task.d_x, config.task.d_y, own)
 
 
 def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:

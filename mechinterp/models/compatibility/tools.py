@@ -32,21 +32,13 @@ BY_POSITION = ("layer", "pos")
 BY_HEAD = ("layer", "head")
 BY_POSITION_AND_HEAD = ("layer", "pos", "head")
 # Name after get_act_patch_, activation, axes. The patterns' axes are [batch, head, query, key].
+HEAD_PARTS = (("out", "z"), ("q", "q"), ("k", "k"), ("v", "v"))
 SWEEPS = (
-    ("resid_pre", "resid_pre", BY_POSITION),
-    ("resid_mid", "resid_mid", BY_POSITION),
-    ("attn_out", "attn_out", BY_POSITION),
-    ("mlp_out", "mlp_out", BY_POSITION),
-    ("attn_head_out_by_pos", "z", BY_POSITION_AND_HEAD),
-    ("attn_head_q_by_pos", "q", BY_POSITION_AND_HEAD),
-    ("attn_head_k_by_pos", "k", BY_POSITION_AND_HEAD),
-    ("attn_head_v_by_pos", "v", BY_POSITION_AND_HEAD),
+    *((name, name, BY_POSITION) for name in ("resid_pre", "resid_mid", "attn_out", "mlp_out")),
+    *((f"attn_head_{name}_by_pos", part, BY_POSITION_AND_HEAD) for name, part in HEAD_PARTS),
     ("attn_head_pattern_by_pos", "pattern", ("layer", "head_index", "dest_pos")),
     ("attn_head_pattern_dest_src_pos", "pattern", ("layer", "head_index", "dest_pos", "src_pos")),
-    ("attn_head_out_all_pos", "z", BY_HEAD),
-    ("attn_head_q_all_pos", "q", BY_HEAD),
-    ("attn_head_k_all_pos", "k", BY_HEAD),
-    ("attn_head_v_all_pos", "v", BY_HEAD),
+    *((f"attn_head_{name}_all_pos", part, BY_HEAD) for name, part in HEAD_PARTS),
     ("attn_head_pattern_all_pos", "pattern", ("layer", "head_index")),
 )
 
@@ -75,11 +67,8 @@ def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...])
     """The last value of a sweep, of whose indices the first and the last are tried, is what patching by hand gives."""
     clean, corrupted = sample_inputs(model)
     sweep = getattr(patching, f"get_act_patch_{name}")
-    sizes = {
-        "layer": model.cfg.n_layers,
-        "head": model.cfg.n_heads,
-        "head_index": model.cfg.n_heads,
-    }
+    n_heads = model.cfg.n_heads
+    sizes = {"layer": model.cfg.n_layers, "head": n_heads, "head_index": n_heads}
     ranges = [sizes.get(axis, clean.shape[1]) for axis in axes]
     indices = patching.make_df_from_ranges(ranges, list(axes)).iloc[[0, -1]]
     last = tuple(size - 1 for size in ranges)
@@ -103,9 +92,8 @@ def counts_positions(model: Module) -> None:
     with stand_in_ids(model, clean, corrupted) as (clean_ids, corrupted_ids), torch.no_grad():
         _, cache = model.run_with_cache(clean_ids)
         try:
-            shape = list(
-                patching.get_act_patch_resid_pre(model, corrupted_ids, cache, query_output).shape
-            )
+            sweep = patching.get_act_patch_resid_pre
+            shape = list(sweep(model, corrupted_ids, cache, query_output).shape)
         except IndexError:
             shape = [model.cfg.n_layers, corrupted_ids.shape[-1]]
     reason = "TransformerLens counts them on the input's last axis; give it index_df"

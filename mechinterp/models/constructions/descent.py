@@ -58,10 +58,7 @@ def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: i
 
 
 def preconditioned_gd_model(
-    etas: Sequence[float],
-    cs: Sequence[float],
-    *,
-    covariance: Float[Tensor, "d_x d_x"],
+    etas: Sequence[float], cs: Sequence[float], *, covariance: Float[Tensor, "d_x d_x"]
 ) -> Weights:
     """A step with the preconditioner eta_l (Sigma + c_l I)^-1 in every layer.
 
@@ -127,13 +124,11 @@ def _descending(
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
         W_O[layer, 0] = -torch.tensor([gamma] * d_x + [eta], dtype=torch.float64).diag()
+    W_V, reading, scale = (
+        identity.expand_as(W_Q).clone(),
+        (identity, -identity[:, d_x:]),
+        width**-0.5,
+    )
     return stack_of_layers(
-        W_Q=W_Q,
-        W_K=W_K,
-        W_V=identity.expand_as(W_Q).clone(),
-        W_O=W_O,
-        reading=(identity, -identity[:, d_x:]),
-        d_y=1,
-        scale=width**-0.5,
-        score="linear/L",
+        W_Q, W_K, W_V, W_O, d_y=1, scale=scale, reading=reading, score="linear/L"
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.models.heads import AttentionWeights, identity_keys
 from mechinterp.theory.linear_heads import Heads, MergedHeads
@@ -17,13 +18,7 @@ PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 """A number per head, or a row of them."""
 
 
-def diagonal_heads(
-    omega: PerHead,
-    mu: PerHead,
-    *,
-    d_x: int,
-    d_y: int = 1,
-) -> AttentionWeights:
+def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> AttentionWeights:
     """Heads with QK = diag(omega_h) on the x block and OV = diag(mu_h) on the y block, zero elsewhere.
 
     Args:
@@ -47,10 +42,10 @@ def diagonal_heads(
     on_y = torch.eye(d_model, dtype=torch.float64) - on_x
     scale = d_model**-0.5
     return AttentionWeights(
-        W_Q=torch.diag_embed(torch.nn.functional.pad(omegas / scale, (0, d_y))),
+        W_Q=torch.diag_embed(pad(omegas / scale, (0, d_y))),
         W_K=on_x.expand(len(omega), -1, -1).clone(),
         W_V=on_y.expand(len(omega), -1, -1).clone(),
-        W_O=torch.diag_embed(torch.nn.functional.pad(mus, (d_x, 0)))[:, :, d_x:].clone(),
+        W_O=torch.diag_embed(pad(mus, (d_x, 0)))[:, :, d_x:].clone(),
         scale=scale,
     )
 
@@ -125,16 +120,8 @@ def from_circuits(
         )
     W_Q, W_K = factored_scores(QK)
     W_V, W_O = factored_values(OV.to(QK), d_model)
-    return AttentionWeights(
-        W_Q=W_Q,
-        W_K=W_K,
-        W_V=W_V,
-        W_O=W_O,
-        scale=d_model**-0.5,
-        score=score,
-        score_slope=score_slope,
-        attend_to_self=attend_to_self,
-    )
+    scale = d_model**-0.5
+    return AttentionWeights(W_Q, W_K, W_V, W_O, scale, score, score_slope, attend_to_self)
 
 
 def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
@@ -145,7 +132,7 @@ def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, 
 def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
     """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
     n_heads, _, d_y = OV.shape
-    W_V = torch.nn.functional.pad(OV, (0, d_head - d_y)).contiguous()
+    W_V = pad(OV, (0, d_head - d_y)).contiguous()
     W_O = (
         torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
         .expand(n_heads, -1, -1)
@@ -171,29 +158,17 @@ def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeig
         True
     """
     d_x = heads.M.shape[-1]
-    merged = isinstance(heads, MergedHeads)
-    d_head = d_x + 1 if isinstance(heads, MergedHeads) else heads.K.shape[-2]
-    scale = d_head**-0.5
-    if isinstance(heads, MergedHeads):
-        queries = torch.nn.functional.pad(_flat(heads.U), (0, 1, 0, 1)).mT
+    if merged := isinstance(heads, MergedHeads):
+        queries = pad(_flat(heads.U), (0, 1, 0, 1)).mT
         W_K = identity_keys(queries)
     else:
-        queries, W_K = (
-            torch.nn.functional.pad(_flat(rows), (0, 1)).mT.contiguous()
-            for rows in (heads.Q, heads.K)
-        )
+        queries, W_K = (pad(_flat(rows), (0, 1)).mT.contiguous() for rows in (heads.Q, heads.K))
+    d_head = queries.shape[-1]
+    scale = d_head**-0.5
+    W_Q = (queries / (scale * score_slope)).contiguous()
     v = torch.from_numpy(heads.v).double().reshape(-1, 1, 1)
-    W_V, W_O = factored_values(torch.nn.functional.pad(v, (0, 0, d_x, 0)), d_head)
-    return AttentionWeights(
-        W_Q=(queries / (scale * score_slope)).contiguous(),
-        W_K=W_K,
-        W_V=W_V,
-        W_O=W_O,
-        scale=scale,
-        score="linear/L",
-        score_slope=score_slope,
-        merged_qk=merged,
-    )
+    W_V, W_O = factored_values(pad(v, (0, 0, d_x, 0)), d_head)
+    return AttentionWeights(W_Q, W_K, W_V, W_O, scale, "linear/L", score_slope, merged_qk=merged)
 
 
 def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "heads row d_x"]:

@@ -65,12 +65,7 @@ class Attention(nn.Module):
             q, k, "batch query head d_head, batch key head d_head -> batch head query key"
         )
         # A context longer than any seen before is masked as strictly: there is no stored mask.
-        reads = readable_keys(
-            scores.shape[-1],
-            context_only=self.cfg.context_only,
-            attend_to_self=self.cfg.attend_to_self,
-            device=scores.device,
-        )
+        reads = readable_keys(scores.shape[-1], self.cfg.model, device=scores.device)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = self.hook_pattern(
             attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mechinterp.config import ModelConfig
+from mechinterp.fields import Rules
 
 # In this order, one after the other: hook_mlp_in may need the two before it, and hook_attn_in
 # goes without the split inputs.
@@ -17,6 +18,11 @@ SWITCHES = (
     "use_zero_mlp",
     "use_hook_mlp_in",
 )
+
+
+def _of_architecture(name: str) -> property:
+    """A setting of the architecture, to be read under the same name here."""
+    return property(lambda cfg: getattr(cfg.model, name))
 
 
 @dataclass(eq=False)
@@ -45,23 +51,22 @@ class HookedConfig:
     dtype: torch.dtype = field(init=False, default=torch.float32)
     """Dtype of the weights; follows them."""
     n_key_value_heads: None = field(init=False, default=None)
+    n_layers = _of_architecture("n_layers")
+    n_heads = _of_architecture("n_heads")
+    d_mlp = _of_architecture("d_mlp")
+    score = _of_architecture("score")
+    score_slope = _of_architecture("score_slope")
+    attend_to_self = _of_architecture("attend_to_self")
+    context_only = _of_architecture("context_only")
+    biases = _of_architecture("biases")
+    merged_qk = _of_architecture("merged_qk")
 
     def __post_init__(self) -> None:
-        for name in ("d_x", "d_y", "n_ctx"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}.")
+        Rules("", self).at_least(1, "d_x", "d_y", "n_ctx")
         if self.merged_qk and self.d_head != self.d_model:
             raise ValueError(
                 f"d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
             )
-
-    @property
-    def n_layers(self) -> int:
-        return self.model.n_layers
-
-    @property
-    def n_heads(self) -> int:
-        return self.model.n_heads
 
     @property
     def d_token(self) -> int:
@@ -76,34 +81,6 @@ class HookedConfig:
     @property
     def d_head(self) -> int:
         return self.model.head_width(self.d_x, self.d_y)
-
-    @property
-    def d_mlp(self) -> int | None:
-        return self.model.d_mlp
-
-    @property
-    def score(self) -> str:
-        return self.model.score
-
-    @property
-    def score_slope(self) -> float:
-        return self.model.score_slope
-
-    @property
-    def attend_to_self(self) -> bool:
-        return self.model.attend_to_self
-
-    @property
-    def context_only(self) -> bool:
-        return self.model.context_only
-
-    @property
-    def biases(self) -> bool:
-        return self.model.biases
-
-    @property
-    def merged_qk(self) -> bool:
-        return self.model.merged_qk
 
     @property
     def attn_only(self) -> bool:
@@ -159,10 +136,8 @@ class HookedConfig:
             return "use_zero_mlp" if self.attn_only and not self.use_zero_mlp else None
         switch = {
             "hook_result": "use_attn_result",
-            "hook_q_input": "use_split_qkv_input",
-            "hook_k_input": "use_split_qkv_input",
-            "hook_v_input": "use_split_qkv_input",
             "hook_attn_in": "use_attn_in",
+            **{f"hook_{x}_input": "use_split_qkv_input" for x in "qkv"},
         }.get(name)
         return None if switch is None or getattr(self, switch) else switch
 

@@ -51,10 +51,5 @@ def gpt2_predictor(
         tokens = tokens_of(prompts, model, d_x=d_x, d_y=read_out.out_features)
         return read_in(tokens.to(next(read_in.parameters(), prompts.x)))
 
-    return HookedPredictor(
-        model=bridge,
-        n_layers=bridge.cfg.n_layers,
-        n_heads=bridge.cfg.n_heads,
-        embed=embed,
-        read=lambda output: output[:, -1],
-    )
+    n_layers, n_heads = bridge.cfg.n_layers, bridge.cfg.n_heads
+    return HookedPredictor(bridge, n_layers, n_heads, embed, lambda output: output[:, -1])

@@ -1,8 +1,9 @@
 """Masks of heads as hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -64,6 +65,12 @@ def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
 def swapped(values: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axes"]:
     """Prompts 2i and 2i + 1 in each other's place."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def mean_z(chunks: Iterable[Sequence[Tensor]], n_prompts: int) -> list[Tensor]:
+    """For each layer the mean over prompts, in float64, of what chunks of prompts have there."""
+    sums = [[z.double().sum(0) for z in every_z] for every_z in chunks]
+    return [torch.stack(parts).sum(0) / n_prompts for parts in zip(*sums, strict=True)]
 
 
 def require_heads(heads: Sequence[Head], n_layers: int, n_heads: int) -> None:

@@ -48,6 +48,11 @@ class HeadLabels(list[str]):
         return self
 
 
+def _stacked(name: str) -> property:
+    """A weight of the heads of all layers, [layer, head, ...]."""
+    return property(lambda model: torch.stack([getattr(attn, name) for attn in model._layers]))
+
+
 class HookedTransformerNames(CheckedHooks):
     """Names and switches of HookedTransformer, for a model that has a config, blocks and a read-out."""
 
@@ -59,21 +64,10 @@ class HookedTransformerNames(CheckedHooks):
     def _layers(self) -> list[Attention]:
         return [block.attn for block in self.blocks]  # type: ignore[misc]
 
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack([attn.W_Q for attn in self._layers])
-
-    @property
-    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack([attn.W_K for attn in self._layers])
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
-        return torch.stack([attn.W_V for attn in self._layers])
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        return torch.stack([attn.W_O for attn in self._layers])
+    W_Q = _stacked("W_Q")
+    W_K = _stacked("W_K")
+    W_V = _stacked("W_V")
+    W_O = _stacked("W_O")
 
     @property
     def QK(self) -> FactoredMatrix:

@@ -262,14 +262,12 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
         raise ValueError(
             f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
         )
-    own = model
-    return HookedPredictor(
-        model=own,
-        n_layers=own.cfg.n_layers,
-        n_heads=own.cfg.n_heads,
-        embed=lambda prompts: own.tokens(prompts).to(own.cfg.device, own.cfg.dtype),
-        read=lambda output: output[:, -1],
-    )
+    own, cfg = model, model.cfg
+
+    def embed(prompts: Prompts) -> Tensor:
+        return own.tokens(prompts).to(cfg.device, cfg.dtype)
+
+    return HookedPredictor(own, cfg.n_layers, cfg.n_heads, embed, lambda output: output[:, -1])
 
 
 def _takes(function: Callable, name: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
-from mechinterp.models.hooked.masks import Head, by_layers, mask_z
-from mechinterp.models.layers import ACTIVATIONS, layer_norm, plus
+from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
+from mechinterp.models.layers import ACTIVATIONS, plus
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -40,12 +41,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
 def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
     """Attention weights of queries, with the scale, on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
-    reads = readable_keys(
-        k.shape[1],
-        context_only=model.context_only,
-        attend_to_self=model.attend_to_self,
-        device=scores.device,
-    )
+    reads = readable_keys(k.shape[1], model, device=scores.device)
     scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
     return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
@@ -93,14 +89,21 @@ def masked_predictions(
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
+    method: str = "zero",
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
-    """Predictions under each mask, a masked head's output being zero."""
+    """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
-    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
+    chunks = _chunks(weights, prompts)
+    means = None
+    if method == "mean":
+        runs = (_run(layers, _embedded(weights, prompts[rows])) for rows in chunks)
+        means = mean_z((run.z for run in runs), len(prompts))
+    for rows in progress(chunks, f"masking heads ({method})"):
         run = _run(layers, _embedded(weights, prompts[rows]))
-        streams = [run.masked(heads) for heads in by_layer]
+        values = [swapped(z) for z in run.z] if method == "resample" else means
+        streams = [run.masked(heads, values) for heads in by_layer]
         parts.append(torch.stack([read_out(weights, stream)[:, -1] for stream in streams]))
     return torch.cat(parts, dim=1)
 
@@ -172,9 +175,7 @@ class _Layer:
         return z.flatten(2) @ W_O.flatten(0, 1)
 
     def after(
-        self,
-        stream: Float[Tensor, "batch pos d_model"],
-        added: Float[Tensor, "batch row d_model"],
+        self, stream: Float[Tensor, "batch pos d_model"], added: Float[Tensor, "batch row d_model"]
     ) -> Float[Tensor, "batch row d_model"]:
         """The stream after the layer, from the one before and what its heads add."""
         model = self.weights.model
@@ -196,12 +197,9 @@ class _Layer:
         return plus(projected, self.named(f"attn.b_{name}"))
 
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
-        return layer_norm(
-            stream,
-            self.weights.tensors[f"{norm}.w"][self.number],
-            self.weights.tensors[f"{norm}.b"][self.number],
-            eps=self.weights.model.norm_eps,
-        )
+        tensors, eps = self.weights.tensors, self.weights.model.norm_eps
+        w, b = tensors[f"{norm}.w"][self.number], tensors[f"{norm}.b"][self.number]
+        return F.layer_norm(stream, w.shape, w, b, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,20 +213,25 @@ class _Run:
     added: list[Tensor]
     """What the heads of each layer add."""
 
-    def masked(self, by_layer: dict[int, list[int]]) -> Float[Tensor, "batch row d_model"]:
-        """The stream after the last layer, with heads masked."""
+    def masked(
+        self, by_layer: dict[int, list[int]], values: Values | None
+    ) -> Float[Tensor, "batch row d_model"]:
+        """The stream after the last layer, with heads masked; the same bits as with no mask if they write nothing."""
         end = len(self.layers) - 1
         first = min(by_layer, default=end)
         stream = self.streams[first]
         for layer in self.layers[first:]:
             number = layer.number
             if number == first != end:
-                gone = layer.written(self.z[first], by_layer[first])
-                stream = layer.after(stream, self.added[first] - gone)
+                z = self.z[first]
+                gone = z if values is None else z - values[first].to(z)
+                taken = layer.written(gone, by_layer[first])
+                stream = layer.after(stream, self.added[first] - taken)
                 continue
             z = self.z[end] if first == end else layer.z(stream)
             if number in by_layer:
-                z = mask_z(z, heads=by_layer[number], value=None)
+                value = None if values is None else values[number]
+                z = mask_z(z, heads=by_layer[number], value=value)
             stream = layer.after(stream, layer.written(z))
         return stream
 
@@ -282,7 +285,7 @@ def read_out(
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
         w, b = tensors["ln_final.w"], tensors["ln_final.b"]
-        stream = layer_norm(stream, w, b, eps=model.norm_eps)
+        stream = F.layer_norm(stream, w.shape, w, b, model.norm_eps)
     if "unembed.W_U" not in tensors:
         return stream[..., weights.d_x :]
     return plus(stream @ tensors["unembed.W_U"], tensors.get("unembed.b_U"))

@@ -20,14 +20,13 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
-from mechinterp.models.run import hooks
-from mechinterp.models.run.ways import ByHooks, ByWeights, Way
+from mechinterp.models.run.hooks import ByHooks
+from mechinterp.models.run.ways import ByWeights
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
-
 
 BEYOND_SIZES = tuple(each.name for each in fields(TaskConfig) if each.name not in ("d_x", "d_y"))
 """What weights do not show of a task."""
@@ -95,21 +94,19 @@ class Predictor:
         Raises:
             ValueError: If the model is another, saying why.
         """
-        weights, reason = self.weights, "a model without weights of this package"
-        if weights is not None and self.is_one_attention:
-            return weights.circuits
-        if weights is not None:
-            reason = str(why_no_circuits(weights.model))
-        raise ValueError(f"needs one layer of attention with nothing around it, got {reason}.")
+        weights = self.weights
+        if weights is None or (more := why_no_circuits(weights.model)) is not None:
+            got = "a model without weights of this package" if weights is None else more
+            raise ValueError(f"needs one layer of attention with nothing around it, got {got}.")
+        return weights.circuits
 
     @property
-    def _way(self) -> Way:
+    def _way(self) -> ByHooks:
         """The one place that chooses: from the weights, if they alone decide what the model predicts, or by hooks."""
         weights = None if self.is_hooked() else self.own_weights()
         if weights is None:
             return ByHooks(lambda: self.hooked)
-        apart = weights if weights.model.attention_only else None
-        return ByWeights(weights, ByHooks(lambda: self.hooked, apart))
+        return ByWeights(lambda: self.hooked, weights)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
@@ -150,11 +147,7 @@ class Predictor:
 
     @torch.no_grad()
     def streams(
-        self,
-        prompts: Prompts,
-        *,
-        heads: Sequence[Head] = (),
-        positions: Sequence[int] = (-1,),
+        self, prompts: Prompts, *, heads: Sequence[Head] = (), positions: Sequence[int] = (-1,)
     ) -> Float[Tensor, "layer batch pos d_model"]:
         """The residual stream before each layer and after the last, without gradients.
 
@@ -172,7 +165,7 @@ class Predictor:
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The stream at every position after some layers, without gradients."""
         self.require_layer(layer)
-        return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
+        return self._way.stream(prompts, layer).to(prompts.x.device)
 
     def query_position(self, prompts: Prompts, layer: int) -> int:
         """Position of the query in the stream after some layers; -1 is the last.
@@ -214,7 +207,7 @@ class Predictor:
     @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
-        written = hooks.query_writes(self.hooked, prompts)
+        written = self._way.query_writes(prompts)
         return None if written is None else written.to(prompts.x.device)
 
     @torch.no_grad()
@@ -237,7 +230,6 @@ class Predictor:
 Source = object
 """What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
 
-
 Learner = Callable[[Prompts], Tensor]
 """A function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer."""
 
@@ -258,21 +250,15 @@ def learner_of(source: Source | Learner) -> Learner:
     Raises:
         ValueError: If it is neither.
     """
-    if is_learner(source):
-        learner = cast(Learner, source)
+    if not is_learner(source):
+        return torch.no_grad()(predictor_of(source).predict)
+    learner = cast(Learner, source)
 
-        def last(prompts: Prompts) -> Tensor:
-            predictions = learner(prompts)
-            return predictions[-1] if predictions.ndim == 3 else predictions
+    def last(prompts: Prompts) -> Tensor:
+        predictions = learner(prompts)
+        return predictions[-1] if predictions.ndim == 3 else predictions
 
-        return last
-    predictor = predictor_of(source)
-
-    def predictions(prompts: Prompts) -> Tensor:
-        with torch.no_grad():
-            return predictor.predict(prompts)
-
-    return predictions
+    return last
 
 
 @runtime_checkable

@@ -87,7 +87,11 @@ class Attention:
     def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
         """Set the gradients in queries, keys and values, from that in what was read."""
         if is_compiled(self.score, d_z):
-            self._back_by_kernel(of, d_z, d_q, d_k, d_v)
+            from mechinterp.training.general.kernel import attend_back
+
+            taken, pattern = (t.numpy() for t in (of.q, of.k, of.v)), of.pattern.numpy()
+            gradients = (t.numpy() for t in (d_z, d_q, d_k, d_v))
+            attend_back(*taken, *self._kind, pattern, *gradients)
         else:
             assert of.slope is not None
             d_read, n = _rows(d_z), self.n_keys
@@ -121,12 +125,6 @@ class Attention:
         z = torch.empty_like(q)
         attend(*(t.numpy() for t in (q, k, v)), *self._kind, pattern.numpy(), z.numpy())
         return Attended(q, k, v, pattern, None, z)
-
-    def _back_by_kernel(self, of: Attended, *gradients: Tensor) -> None:
-        from mechinterp.training.general.kernel import attend_back
-
-        taken = (t.numpy() for t in (of.q, of.k, of.v))
-        attend_back(*taken, *self._kind, of.pattern.numpy(), *(t.numpy() for t in gradients))
 
     @property
     def _kind(self) -> tuple[int, int, float]:

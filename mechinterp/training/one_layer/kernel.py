@@ -13,16 +13,7 @@ import numpy as np
 from numba import types
 
 from mechinterp.config import SCORES
-from mechinterp.training.lanes import (
-    LANES,
-    compiled,
-    exponential,
-    fill,
-    larger,
-    load,
-    store,
-    total,
-)
+from mechinterp.training.lanes import LANES, compiled, exponential, fill, larger, load, store, total
 
 SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = (
     SCORES.index(score) for score in ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
@@ -272,8 +263,8 @@ def add_product(left, right, factor, product):
 )
 @no_type_check
 def set_loss_and_gradients(
-    x, y, x_query, y_query, W_Q, W_K, W_V, W_O, slots, score, slope, scale, loss, d_W_Q, d_W_K, d_W_V, d_W_O
-):  # fmt: skip
+    x, y, x_query, y_query, W_Q, W_K, W_V, W_O, slots, score, slope, scale, loss, d_Q, d_K, d_V, d_O
+):
     """Set the loss of every model and its gradient in its weights; the gradients come filled with zeros.
 
     `slots` are the heads of each model, [model, slot]; the number n_heads stands for none. `score` is an index in
@@ -290,7 +281,7 @@ def set_loss_and_gradients(
     circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss, d_QK, d_OV)
     for h in range(n_heads):
         # Only the x rows of W_Q are used: the query's y slot is 0.
-        add_product(d_QK[h], W_K[h], scale, d_W_Q[h, :d_x])
-        add_product(d_QK[h].T, W_Q[h, :d_x], scale, d_W_K[h])
-        add_product(d_OV[h], W_O[h].T, one, d_W_V[h])
-        add_product(W_V[h].T, d_OV[h], one, d_W_O[h])
+        add_product(d_QK[h], W_K[h], scale, d_Q[h, :d_x])
+        add_product(d_QK[h].T, W_Q[h, :d_x], scale, d_K[h])
+        add_product(d_OV[h], W_O[h].T, one, d_V[h])
+        add_product(W_V[h].T, d_OV[h], one, d_O[h])

@@ -41,15 +41,8 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     # The order of the draws is part of what a seed means: W_O first, then W_Q, W_K, W_V.
     W_O = _uniform(generator, heads * d_head, heads, d_head, d_y)
     W_Q, W_K, W_V = (_uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
-    return AttentionWeights(
-        W_Q=W_Q,
-        W_K=W_K,
-        W_V=W_V,
-        W_O=W_O,
-        scale=d_head**-0.5,
-        score=config.model.score,
-        score_slope=config.model.score_slope,
-    )
+    score, slope = config.model.score, config.model.score_slope
+    return AttentionWeights(W_Q, W_K, W_V, W_O, d_head**-0.5, score, slope)
 
 
 @dataclass(frozen=True, eq=False)
