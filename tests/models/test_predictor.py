@@ -31,6 +31,9 @@ ONE_LAYER = {
     "self, biases": {"attend_to_self": True, "biases": True},
     "merged": {"merged_qk": True, "d_head": None},
     "merged, biases": {"merged_qk": True, "d_head": None, "biases": True, "attend_to_self": True},
+    "merged, biases, linear": {
+        **{"merged_qk": True, "d_head": None, "biases": True, "score": "linear/L"},  # b_K counts
+    },
     "linear/L": {"score": "linear/L"},
     "1+tanh, self": {"score": "1+tanh", "attend_to_self": True},
     "context only": {"context_only": True},
