@@ -16,6 +16,11 @@ from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
+GPT2 = {
+    **{"norm": "before", "final_norm": True, "biases": True, "attend_to_self": True, "d_model": 8},
+    **{"d_mlp": 7, "activation": "gelu_new", "layout": "in_turn"},
+}
+"""An architecture that has all that GPT-2's has but for the number of positions."""
 
 
 def random_model(
@@ -35,14 +40,19 @@ def random_model(
     return model.eval()
 
 
-def random_gpt2() -> HookedPredictor:
-    """A regression GPT-2 of 3 layers of 2 heads, with norms and MLPs, for d_x = 4 and up to 9 pairs."""
+def small_gpt2(**settings: object) -> nn.Module:
+    """Hugging Face's GPT-2 of two layers of two heads and 19 positions, which drops nothing at random."""
     from transformers import GPT2Config, GPT2Model
 
-    sizes = {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 19}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 19, "initializer_range": 0.3}
+    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     words = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
-    backbone = GPT2Model(GPT2Config(**sizes, **quiet, **words, initializer_range=0.3))
+    return GPT2Model(GPT2Config(**sizes | words | settings))
+
+
+def random_gpt2() -> HookedPredictor:
+    """A regression GPT-2 of 3 layers of 2 heads, with norms and MLPs, for d_x = 4 and up to 9 pairs."""
+    backbone = small_gpt2(n_layer=3)
     read_in, read_out = nn.Linear(4, 8), nn.Linear(8, 1)
     generator = torch.Generator().manual_seed(0)
     for part in (backbone, read_in, read_out):

@@ -18,7 +18,7 @@ def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
     blocks = [wrapped("\n".join(sentences_of(result)), "  ")]
     tables = tables_of(name, result)
     for table in tables.values():
-        if table.brief or wide:
+        if (table.brief or wide) and len(table.frame):
             blocks += _blocks(table, result, wide=wide, titled=len(tables) > 1 or bool(table.per))
     return "\n".join(blocks)
 

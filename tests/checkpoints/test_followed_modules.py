@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
 
 from mechinterp import (
     TaskConfig,
@@ -27,6 +26,7 @@ from tests.checkpoints.test_plain_modules import (
     Torchs,
     random_stack,
 )
+from tests.deep_models import small_gpt2
 
 POINTS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern")
 LAST = {"read": lambda output: output[:, -1, -1:]}
@@ -121,10 +121,7 @@ def test_zero_scores_are_uniform_attention(prompts):
 class HuggingFace(nn.Module):
     def __init__(self, implementation: str):
         super().__init__()
-        sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 1}
-        words = {"bos_token_id": None, "eos_token_id": None}
-        self.read_in = nn.Linear(WIDTH, 8)
-        self.backbone = GPT2Model(GPT2Config(**sizes, **words, initializer_range=0.3))
+        self.read_in, self.backbone = nn.Linear(WIDTH, 8), small_gpt2()
         self.backbone.set_attn_implementation(implementation)
 
     def forward(self, x):

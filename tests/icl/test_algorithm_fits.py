@@ -64,13 +64,6 @@ def test_last_predictions_are_recovered_on_other_prompts(
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def test_steps_that_change_places_are_recovered_in_some_order(moments: PromptMoments):
-    descent, etas = BY_NAME["gradient descent"], [0.2, 0.35, 0.5]
-    target = descent.predictions(moments, etas, 3)[-1]
-    fit = fit_algorithm(descent, moments, target, n_layers=3)
-    np.testing.assert_allclose(sorted(fit.scalars), etas, rtol=1e-6)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_steps_of_chebyshevs_iteration_are_found(seed: int):
     """Six steps that reach from .5 to 7.6: a search from equal sizes never leaves them, and one from

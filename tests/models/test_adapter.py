@@ -23,7 +23,7 @@ from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, m
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
-from tests.deep_models import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, random_gpt2, random_model, small_gpt2
 
 
 @pytest.fixture
@@ -34,14 +34,8 @@ def prompts():
 
 @pytest.fixture
 def parts():
-    from transformers import GPT2Config, GPT2Model
-
-    config = GPT2Config(
-        **{"vocab_size": 1, "n_positions": 19, "n_embd": 8, "n_layer": 2, "n_head": 2},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.3},
-    )
     torch.manual_seed(0)
-    return GPT2Model(config).eval(), nn.Linear(4, 8), nn.Linear(8, 1)
+    return small_gpt2().eval(), nn.Linear(4, 8), nn.Linear(8, 1)
 
 
 def plain(parts, prompts):
@@ -151,12 +145,7 @@ def test_fewer_layers_than_the_models_are_refused(n_layers, parts):
 
 @pytest.mark.parametrize("rate", ["resid_pdrop", "attn_pdrop", "embd_pdrop"])
 def test_a_bridge_that_drops_at_random_is_refused(rate, prompts):
-    from transformers import GPT2Config, GPT2Model
-
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | {rate: 0.1}
-    words = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
-    sizes = {"n_positions": 19, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    backbone = GPT2Model(GPT2Config(**words, **sizes, **rates))
+    backbone = small_gpt2(**{rate: 0.1})
     read_in = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
     predictor = gpt2_predictor(backbone, read_in, nn.Linear(8, 1))
     expected = predictor.predict(prompts)

@@ -54,16 +54,7 @@ def test_our_models_pass_all_checks(n_layers: int, score: str, merged_qk: bool):
     assert len(found.names) == 40
 
 
-GPT2 = {
-    "norm": "before",
-    "final_norm": True,
-    "biases": True,
-    "attend_to_self": True,
-    "d_model": 12,
-    "d_mlp": 7,
-    "activation": "gelu_new",
-    "layout": "in_turn",
-}
+GPT2 = {**deep_models.GPT2, "d_model": 12}
 LAYERED = {
     "norm": {"norm": "before", "final_norm": True},
     "MLP": {"d_mlp": 7},

@@ -23,6 +23,7 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
 from tests.conftest import assert_close_to_rounding
+from tests.deep_models import GPT2
 from tests.models.test_layered_models import (
     TASK,
     GargModel,
@@ -59,17 +60,7 @@ def random_model(**architecture: object) -> ICLTransformer:
     return model.eval()
 
 
-GPT2_LIKE = {
-    "norm": "before",
-    "final_norm": True,
-    "biases": True,
-    "attend_to_self": True,
-    "d_model": 8,
-    "d_mlp": 7,
-    "activation": "gelu_new",
-    "layout": "in_turn",
-    "n_positions": 13,
-}
+GPT2_LIKE = {**GPT2, "n_positions": 13}
 PRE_NORM = {"norm": "before", "final_norm": True, "d_mlp": 7}
 POST_NORM = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
 LAYERED = {"gpt2-like": GPT2_LIKE, "pre-norm": PRE_NORM, "post-norm": POST_NORM}

@@ -138,29 +138,6 @@ def test_a_hook_on_the_keys_of_a_merged_model_leaves_its_input_alone(
     assert torch.equal(seen["input"][:, :, 0], prompts.tokens)
 
 
-def test_gradients_reach_the_merged_matrix(merged: AttentionWeights, prompts: Prompts):
-    model = ICLTransformer.from_weights(merged, task=TASK)
-    (model.predict(prompts) - prompts.y_query).square().mean().backward()
-    assert model.blocks[0].attn.W_QK.grad[:, :4, :4].abs().min() > 0
-
-
-@pytest.mark.parametrize("score", ["softmax", "linear/L"])
-def test_biases_act_on_merged_heads_as_on_others(
-    score: str, merged: AttentionWeights, prompts: Prompts
-):
-    generator = generator_for(2, "init", 0)
-    biases = {
-        name: torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for name, shape in {"b_Q": (8, 5), "b_K": (8, 5), "b_V": (8, 5), "b_O": (1,)}.items()
-    }
-    weights = replace(merged, score=score, **biases)
-    model = ICLTransformer.from_weights(weights, task=TASK)
-    actual = model.predict(prompts).detach()
-    expected = predict(replace(weights, merged_qk=False), prompts)
-    assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
-    assert_same(model.weights, weights)
-
-
 def test_heads_come_back(merged: AttentionWeights):
     whole = weights_of_layer(merged)
     assert list(whole.tensors) == ["attn.W_QK", "attn.W_V", "attn.W_O"]

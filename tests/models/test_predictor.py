@@ -20,21 +20,10 @@ from mechinterp.models.run import one_layer
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding, sampled
+from tests.deep_models import GPT2
 
 CONTEXT = {"context_only": True, "n_layers": 3}
 READ_IN = {"d_model": 7}
-GPT2 = {
-    "n_layers": 3,
-    "norm": "before",
-    "final_norm": True,
-    "biases": True,
-    "attend_to_self": True,
-    "d_model": 8,
-    "d_mlp": 6,
-    "activation": "gelu_new",
-    "layout": "in_turn",
-    "n_positions": 21,
-}
 ONE_LAYER = {
     "softmax": {},
     "self": {"attend_to_self": True},
@@ -42,6 +31,9 @@ ONE_LAYER = {
     "self, biases": {"attend_to_self": True, "biases": True},
     "merged": {"merged_qk": True, "d_head": None},
     "merged, biases": {"merged_qk": True, "d_head": None, "biases": True, "attend_to_self": True},
+    "merged, biases, linear": {
+        **{"merged_qk": True, "d_head": None, "biases": True, "score": "linear/L"},  # b_K counts
+    },
     "linear/L": {"score": "linear/L"},
     "1+tanh, self": {"score": "1+tanh", "attend_to_self": True},
     "context only": {"context_only": True},
@@ -79,7 +71,7 @@ PLAIN = {
     "positions alone": {"n_positions": 21},
     "read in by an MLP": {"n_layers": 2, **READ_IN, "d_read_in": 5, "biases": True},
     "linear with MLP": {**CONTEXT, "score": "linear/L", "d_mlp": 6},
-    "GPT-2": GPT2,
+    "GPT-2": {**GPT2, "n_layers": 3, "n_positions": 21},
 }
 WAYS = {"one layer": ONE_LAYER, "token map": TOKEN_MAP, "taken away": TAKEN_AWAY, "plain": PLAIN}
 EACH = pytest.mark.parametrize(

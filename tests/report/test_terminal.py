@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
@@ -256,3 +258,24 @@ def test_where_there_is_no_terminal_nothing_is_told(capsys):
     with bars.progress_bars() as progress:
         assert list(progress([1, 2, 3], "counting")) == [1, 2, 3]
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_table_without_rows_and_columns_without_text_are_left_out():
+    class Told:
+        def to_frame(self) -> pd.DataFrame:
+            return pd.DataFrame({"n": [1, 2], "reason": ["", ""]})
+
+        def plot(self) -> go.Figure:
+            return go.Figure()
+
+        def tables(self) -> dict[str, Table]:
+            return {
+                "told": Table(self.to_frame(), "Told"),
+                "none": Table(pd.DataFrame({"a": []}), "None"),
+            }
+
+    text = to_text("told", Told())
+    assert "Told" in text
+    assert "reason" not in text
+    assert "None" not in text
+    assert "reason" in to_text("told", Told(), wide=True)

@@ -19,6 +19,7 @@ from mechinterp.training.one_layer.pack import packs, shares_a_pack
 from mechinterp.training.train import train_models
 from mechinterp.training.trained import Progress
 from tests.conftest import assert_close_to_rounding, assert_same, sampled
+from tests.deep_models import GPT2
 
 WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
 MODELS = {
@@ -29,17 +30,7 @@ MODELS = {
     "norm-before": replace(WIDE, norm="before", final_norm=True),
     "norm-after": replace(WIDE, norm="after", attend_to_self=True),
     "MLP": replace(WIDE, d_mlp=12, activation="gelu", attend_to_self=True),
-    "GPT-2": replace(
-        WIDE,
-        norm="before",
-        final_norm=True,
-        d_mlp=12,
-        activation="gelu_new",
-        biases=True,
-        layout="in_turn",
-        n_positions=17,
-        attend_to_self=True,
-    ),
+    "GPT-2": replace(WIDE, **GPT2, n_positions=17),
     "merged": replace(WIDE, merged_qk=True, d_head=8, score="linear/L", biases=True),
     "tokens-as-stream": ModelConfig(n_layers=3, n_heads=1, d_mlp=5),
     "one-layer-merged": ModelConfig(merged_qk=True),
