@@ -27,14 +27,9 @@ from mechinterp.analysis.multi_layer.algorithm_labels import (
     decide,
     is_unstructured,
 )
-from mechinterp.analysis.multi_layer.algorithm_leftover import (
-    ROUNDING,
-    Leftover,
-    leftover,
-    reflected,
-)
+from mechinterp.analysis.multi_layer.algorithm_leftover import ROUNDING, reflected, with_leftovers
 from mechinterp.analysis.multi_layer.algorithm_null import null_risk
-from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of, read_path
+from mechinterp.analysis.multi_layer.algorithm_paths import Path, claims_r2, path_of
 from mechinterp.analysis.multi_layer.algorithm_reasons import reason_of
 from mechinterp.analysis.multi_layer.algorithm_scores import (
     LOOSE,
@@ -42,7 +37,6 @@ from mechinterp.analysis.multi_layer.algorithm_scores import (
     Scores,
     candidates_of,
     free_preconditioner,
-    scaled,
 )
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource, algorithm_source
 from mechinterp.analysis.multi_layer.algorithm_tests import (
@@ -55,7 +49,6 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
-from mechinterp.icl.algorithm_fits import TOLERANCE
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
@@ -231,11 +224,11 @@ def _measured(
     near = limits.moved(MARGIN).explained
     # Of functions, the last prediction has to be told from other learners too: no stream speaks for it.
     if model.predictor is None:
-        function, left = _with_leftovers(measured.function, last, model, path, near, seed)
+        function, left = with_leftovers(measured.function, last, model, path, near, seed)
         measured = replace(measured, function=function, left_of_function=left)
     judged = model.predictor is None or reflected(own.prompts[:1], model.task, seed) is not None
     if measured.path is not None and steps is not None and judged:
-        walks, left = _with_leftovers(measured.path, steps, model, path, near, seed)
+        walks, left = with_leftovers(measured.path, steps, model, path, near, seed)
         measured = replace(measured, path=walks, left_of_path=left)
     return measured
 
@@ -319,27 +312,3 @@ def _with_claims(
         scalars = measured.path.scalars[measured.path.names.index(label)]
         held[label], replaced[label] = claims_r2(model, member, scalars, own, path, seed)
     return replace(measured, covariates_r2=held, replaced_r2=replaced)
-
-
-def _with_leftovers(
-    scores: Scores, room: Room, model: AlgorithmSource, path: Path, near: float, seed: int
-) -> tuple[Scores, dict[str, Leftover]]:
-    """With members of a scaled read-out where a member comes near, and what these leave of the model."""
-    least, left = scores.r2()[:, : room.n_own].min(1), {}
-    for member in candidates_of(model.task):
-        label = str(member.label)
-        if label not in scores.names or least[scores.names.index(label)] < near:
-            continue
-        one_more = scaled(member)
-        start = np.append(scores.scalars[scores.names.index(label)], 1.0)
-        fit = room.scores([one_more], starts={one_more.name: start}, tolerance=TOLERANCE)
-        known = partial(read_path, model, path) if room.path is not None else model.predicted
-        learner = partial(model.predictions_of, one_more, fit.scalars[0])
-        rest = partial(_difference, known, learner, room.n_own)
-        prompts, size = room.own.prompts[1::2], fit.size[room.n_own - 1]
-        left[label], scores = leftover(rest, prompts, size, model.task, seed), scores.joined(fit)
-    return scores, left
-
-
-def _difference(known: Predict, learner: Predict, n_last: int, prompts: Prompts) -> Tensor:
-    return known(prompts) - learner(prompts)[-n_last:]

@@ -15,7 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.multi_layer.algorithm_paths import Path, read_path
+from mechinterp.analysis.multi_layer.algorithm_scores import Room, Scores, candidates_of, scaled
+from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource
+from mechinterp.analysis.multi_layer.algorithm_tests import Predict
 from mechinterp.config import TaskConfig
+from mechinterp.icl.algorithm_fits import TOLERANCE
 from mechinterp.icl.prompts import Prompts, generator_for
 
 ROUNDING = 1e-8
@@ -91,3 +96,27 @@ def leftover(
     square = (own.square() + others.square().mean(0)) / 2
     product = own * others.mean(0)
     return Leftover(square.mean(2).numpy(), product.mean(2).numpy(), size, symmetry[1])
+
+
+def with_leftovers(
+    scores: Scores, room: Room, model: AlgorithmSource, path: Path, near: float, seed: int
+) -> tuple[Scores, dict[str, Leftover]]:
+    """With members of a scaled read-out where a member comes near, and what these leave of the model."""
+    least, left = scores.r2()[:, : room.n_own].min(1), {}
+    for member in candidates_of(model.task):
+        label = str(member.label)
+        if label not in scores.names or least[scores.names.index(label)] < near:
+            continue
+        one_more = scaled(member)
+        start = np.append(scores.scalars[scores.names.index(label)], 1.0)
+        fit = room.scores([one_more], starts={one_more.name: start}, tolerance=TOLERANCE)
+        known = partial(read_path, model, path) if room.path is not None else model.predicted
+        learner = partial(model.predictions_of, one_more, fit.scalars[0])
+        rest = partial(_difference, known, learner, room.n_own)
+        prompts, size = room.own.prompts[1::2], fit.size[room.n_own - 1]
+        left[label], scores = leftover(rest, prompts, size, model.task, seed), scores.joined(fit)
+    return scores, left
+
+
+def _difference(known: Predict, learner: Predict, n_last: int, prompts: Prompts) -> Tensor:
+    return known(prompts) - learner(prompts)[-n_last:]
