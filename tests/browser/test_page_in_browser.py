@@ -176,6 +176,7 @@ def test_the_slider_of_linear_attention_tells_the_algorithm(
     browser: "playwright.Browser", pages: dict[str, Path]
 ):
     at = opened(browser, pages["linear"], width=400)
+    at.unfold("#figure-component_loss")
     section = at.page.locator("section", has=at.page.locator("#figure-component_loss"))
     slider = section.locator("label.slider", has_text="step").locator("input")
     slider.focus()

@@ -1,8 +1,7 @@
 """Linear attention as a map of the tokens: masks and streams without a run token by token."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from jaxtyping import Float
@@ -16,9 +15,6 @@ from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even
-Masked = Mapping[int, Collection[int]]
-"""Masked heads by layer."""
-NOTHING: Masked = {}
 
 
 def masked_predictions(
@@ -62,8 +58,7 @@ def query_streams(
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-        maps = _maps(weights, _moment(weights, chunk), by_layers(heads))
-        T = next(islice(maps, layer, None))
+        T = _maps(weights, _moment(weights, chunk), by_layers(heads))[layer]
         parts.append(x @ T[:, : weights.d_x])
     return torch.cat(parts)
 
@@ -76,7 +71,7 @@ def stack_bytes(weights: Weights, length: int) -> int:
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> stack_bytes(weights, 40)
-        4680
+        4296
     """
     return token_map_bytes(
         n_layers=weights.n_layers,
@@ -100,54 +95,37 @@ class LinearPass:
     """One pass of linear attention over prompts, at each layer of which a masked one can set in.
 
     Its cost does not grow with the context: every layer is linear in the tokens, given the second moment M of the
-    context. H_l = tokens T_l with T_0 = W_in; with k_h and v_h for T_l times W_K,h and W_V,h the circuits of a layer are
-    C_h = k_h^T M v_h, and T_{l+1} = T_l + T_l sum_h W_Q,h C_h W_O,h. What a head adds has the rank d_head, so that
-    without it the circuits of the next layer differ from those known by products of that rank.
+    context. H_l = tokens T_l with T_0 = W_in and, q, k and v being T_l times W_Q, W_K and W_V,
+    T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
     """
 
     weights: Weights
     x_query: Float[Tensor, "batch d_x"]
     moment: Float[Tensor, "batch d_token d_token"]
     """M, with the factor on the scores."""
-    values: list[Float[Tensor, "head d_model _"]]
-    """W_V of each layer; of the last what the prediction reads of it, W_V W_O W_U."""
     T: list[Tensor]
     """Before each layer, [batch, d_token, d_model]; W_in before the first, the same for all prompts."""
-    kv: list[tuple[Tensor, Tensor]]
-    """k and v of each layer, heads side by side, [batch, d_token, columns]."""
-    C: list[Tensor]
-    """Circuits of each layer, [batch, head, d_head, columns of a head's v]."""
+    z: list[Tensor]
+    """q_h (k_h^T M v_h) of each layer but the last, heads side by side, [batch, d_token, columns]."""
 
-    def prediction(self, masked: Masked = NOTHING) -> Float[Tensor, "batch d_y"]:
-        """The prediction at the query with heads masked, in units of y."""
-        weights, last = self.weights, self.weights.n_layers - 1
-        layer = min(masked, default=last)
-        T, C = self.T[layer], self.C[layer]
-        if layer < last:
-            T, C = self._without(layer, masked[layer])
-            layer += 1
-        while layer < last:
-            T = _after(weights, layer, T, _kept(C, layer, masked))
-            layer += 1
-            C = _circuits(
-                self.moment, *_kv(weights.W_K[layer], self.values[layer], T), weights.n_heads
-            )
-        query = self.x_query[:, None] @ T[:, : weights.d_x]
-        q = query @ weights.W_Q[last].transpose(0, 1).flatten(1)
-        read = q @ _kept(C, last, masked).flatten(1, 2)
-        return (query @ weights.reading[1] + read)[:, 0]
-
-    def _without(self, layer: int, heads: Collection[int]) -> tuple[Tensor, Tensor]:
-        """T and circuits of the next layer without heads of a layer, which add -A r."""
-        weights, chosen = self.weights, list(heads)
-        A = -(self.T[layer][:, None] @ weights.W_Q[layer, chosen] @ self.C[layer][:, chosen])
-        A, r = A.transpose(1, 2).flatten(2), weights.W_O[layer, chosen].flatten(0, 1)
-        k, v = r @ weights.W_K[layer + 1], r @ self.values[layer + 1]  # [head, rank, columns]
-        AM, by_head = A.mT @ self.moment, (weights.n_heads, -1)
-        with_k, with_v = ((AM @ part).unflatten(2, by_head) for part in self.kv[layer + 1])
-        with_v = with_v + torch.einsum("brs,hsj->brhj", AM @ A, v)
-        C = self.C[layer + 1] + torch.einsum("hri,brhj->bhij", k, with_v)
-        return self.T[layer + 1] + A @ r, C + torch.einsum("brhi,hrj->bhij", with_k, v)
+    def prediction(
+        self, masked: Mapping[int, Collection[int]] | None = None
+    ) -> Float[Tensor, "batch d_y"]:
+        """The prediction at the query with heads masked, in units of y; `masked` has them by layer."""
+        masked, last = masked or {}, self.weights.n_layers - 1
+        first = min(masked, default=last)
+        T = self.T[first]
+        for layer in range(first, last):
+            known = layer == first
+            z = self.z[layer] if known else _linear_heads(self.weights, layer, T, self.moment)
+            T = T + z @ _kept(self.weights, masked, layer).flatten(0, 1)
+        T = T.expand(len(self.x_query), -1, -1)
+        query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
+        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
+        reads = key_side @ self.moment @ T  # [batch, head, d_model]
+        _, W_U = self.weights.reading
+        written = self.weights.W_V[-1] @ (_kept(self.weights, masked, last) @ W_U)
+        return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
 
 def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
@@ -165,29 +143,25 @@ def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
         tensor(False)
     """
     moment = _moment(weights, prompts)
-    values = [*weights.W_V[:-1], weights.W_V[-1] @ weights.W_O[-1] @ weights.reading[1]]
-    T: list[Tensor] = [weights.reading[0][None]]
-    kv: list[tuple[Tensor, Tensor]] = []
-    C: list[Tensor] = []
-    for layer, W_V in enumerate(values):
-        if layer:
-            T.append(_after(weights, layer - 1, T[-1], C[-1]))
-        kv.append(_kv(weights.W_K[layer], W_V, T[-1]))
-        C.append(_circuits(moment, *kv[-1], weights.n_heads))
-    return LinearPass(weights, prompts.x_query, moment, values, T, kv, C)
+    T, z = [weights.reading[0][None]], []
+    for layer in range(weights.n_layers - 1):
+        z.append(_linear_heads(weights, layer, T[-1], moment))
+        T.append(T[-1] + z[-1] @ weights.W_O[layer].flatten(0, 1))
+    return LinearPass(weights, prompts.x_query, moment, T, z)
 
 
 def _maps(
-    weights: Weights, moment: Tensor, masked: Masked
-) -> Iterator[Float[Tensor, "_batch d_token d_model"]]:
+    weights: Weights,
+    moment: Float[Tensor, "batch d_token d_token"],
+    masked: Mapping[int, Collection[int]],
+) -> list[Float[Tensor, "_batch d_token d_model"]]:
     """T before each layer and after the last: the stream is the tokens times it, whether the tokens are the
     prompt's or others before the same context."""
-    T = weights.reading[0][None]
-    yield T
+    T = [weights.reading[0][None]]
     for layer in range(weights.n_layers):
-        C = _circuits(moment, *_kv(weights.W_K[layer], weights.W_V[layer], T), weights.n_heads)
-        T = _after(weights, layer, T, _kept(C, layer, masked))
-        yield T
+        z = _linear_heads(weights, layer, T[-1], moment)
+        T.append(T[-1] + z @ _kept(weights, masked, layer).flatten(0, 1))
+    return T
 
 
 def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token d_token"]:
@@ -201,41 +175,38 @@ def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token 
     return factor * (tokens.mT @ tokens)
 
 
-def _kv(
-    W_K: Float[Tensor, "head d_model d_head"],
-    W_V: Float[Tensor, "head d_model _"],
-    T: Float[Tensor, "_batch d_token d_model"],
-) -> tuple[Tensor, Tensor]:
-    """k and v of all heads, side by side."""
-    wide = [part.transpose(0, 1).flatten(1) for part in (W_K, W_V)]
-    k, v = (T @ torch.cat(wide, dim=1)).split([part.shape[1] for part in wide], dim=-1)
-    return k, v
-
-
-def _circuits(
-    moment: Float[Tensor, "batch d_token d_token"], k: Tensor, v: Tensor, n_heads: int
-) -> Float[Tensor, "batch head d_head _"]:
-    """k_h^T M v_h of all heads."""
-    k, Mv = (part.unflatten(2, (n_heads, -1)).transpose(1, 2) for part in (k, moment @ v))
-    return k.mT @ Mv
-
-
-def _after(
-    weights: Weights,
-    layer: int,
-    T: Float[Tensor, "_batch d_token d_model"],
-    C: Float[Tensor, "batch head d_head d_head"],
-) -> Float[Tensor, "batch d_token d_model"]:
-    """T after a layer with these circuits."""
-    q = T @ weights.W_Q[layer].transpose(0, 1).flatten(1)
-    written = (C @ weights.W_O[layer]).flatten(1, 2)
-    return torch.baddbmm(T.expand(len(C), -1, -1), q.expand(len(C), -1, -1), written)
-
-
-def _kept(C: Float[Tensor, "batch head d_head _"], layer: int, masked: Masked) -> Tensor:
-    """Circuits of a layer, zero for masked heads."""
+def _kept(
+    weights: Weights, masked: Mapping[int, Collection[int]], layer: int
+) -> Float[Tensor, "head d_head d_model"]:
+    """W_O of a layer, zero for masked heads."""
+    W_O = weights.W_O[layer]
     if layer not in masked:
-        return C
-    gone = torch.zeros(C.shape[1], dtype=torch.bool, device=C.device)
+        return W_O
+    gone = torch.zeros(weights.n_heads, dtype=torch.bool, device=W_O.device)
     gone[list(masked[layer])] = True
-    return C.masked_fill(gone[:, None, None], 0)
+    return W_O.masked_fill(gone[:, None, None], 0)
+
+
+def _linear_heads(
+    weights: Weights, layer: int, T: Tensor, moment: Tensor
+) -> Float[Tensor, "batch d_token columns"]:
+    """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
+    q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
+    heads = (weights.n_heads, weights.d_head)
+    q, k, Mv = (part.unflatten(-1, heads).transpose(1, 2) for part in (q, k, moment @ v))
+    return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
+
+
+def _wide(weights: Weights, layer: int) -> Float[Tensor, "d_model columns"]:
+    """W_Q, W_K and W_V of all heads of a layer side by side, in this order."""
+    stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
+    return stacked.permute(2, 0, 1, 3).flatten(1)
+
+
+def _key_side(
+    weights: Weights, query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch head d_model"]:
+    """What the last layer's heads look for in the stream: W_K W_Q^T query."""
+    q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)
+    q = q.unflatten(1, (weights.n_heads, weights.d_head))
+    return (q.transpose(0, 1) @ weights.W_K[-1].mT).transpose(0, 1)
