@@ -208,23 +208,6 @@ def head_scatter(
     return finish(figure, title, height=HEIGHT)
 
 
-def points(
-    groups: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    *,
-    title: str,
-    x_title: str,
-    y_title: str,
-) -> go.Figure:
-    """One cloud of points per name, x and y each."""
-    figure = go.Figure()
-    for index, (name, (x, y)) in enumerate(groups.items()):
-        marker = {"color": head_color(index), "size": 7}
-        figure.add_scatter(x=x, y=y, name=name, mode="markers", marker=marker)
-    figure.update_xaxes(title_text=x_title, zeroline=True)
-    figure.update_yaxes(title_text=y_title, zeroline=True)
-    return finish(figure, title, height=HEIGHT)
-
-
 def runs(
     groups: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
     *,

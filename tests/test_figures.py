@@ -300,13 +300,6 @@ def test_points_of_a_head_have_its_colour():
     assert list(figure.data[1].y) == [0, 1, 2]
 
 
-def test_points_of_a_head_have_its_colour():
-    clouds = {f"head {head}": (np.arange(3), np.arange(3) * head) for head in range(2)}
-    figure = figures.points(clouds, title="", x_title="likeness (x²)", y_title="weight")
-    assert [trace.marker.color for trace in figure.data] == [figures.head_color(h) for h in (0, 1)]
-    assert list(figure.data[1].y) == [0, 1, 2]
-
-
 def test_both_looks_lie_on_the_page_s_own_ground():
     looks = figures.templates()
     assert set(looks) == {"light", "dark"}
