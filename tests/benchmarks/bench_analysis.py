@@ -6,9 +6,9 @@ import numpy as np
 import plain
 
 from mechinterp.analysis.ablation.subsets import ablate_subsets
+from mechinterp.analysis.learners import nearest
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer import random_null as null
-from mechinterp.analysis.one_layer import substitution
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -62,7 +62,7 @@ def test_classification(versus):
 
     def without_caches() -> None:
         for folder in folders:
-            substitution.evaluation.cache_clear()
+            nearest.evaluation.cache_clear()
             null.null_of.cache_clear()
             checkpoint = load(folder)
             to_json("classify", checkpoint, classify(checkpoint))
