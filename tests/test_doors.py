@@ -280,7 +280,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
 FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
 LONG = {"write_report", "check_compatible", "info_document"}
-FEW = ("softmax", "deep-softmax", "gpt2", "bare-model")
+FEW = ("softmax", "deep-linear", "deep-softmax", "gpt2", "bare-model")
 """Sources of which `make test` asks the long analyses; of the others `make test-all`."""
 
 

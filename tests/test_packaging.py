@@ -114,6 +114,17 @@ def test_the_installed_package_loads_every_bundled_model_by_its_name(
     assert names == bundled()
 
 
+def test_presets_are_inside(installed: Path, tmp_path: Path):
+    assert "softmax-h2" in run(installed, tmp_path, "-m", "mechinterp", "train", "--list").split()
+
+
+def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
+    out = tmp_path / "page"
+    arguments = ("report", str(CHECKPOINT), "--out", str(out), "--n-prompts", "64")
+    run(installed, tmp_path, "-m", "mechinterp", *arguments)
+    assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
+
+
 def test_commands_take_names_and_paths(installed: Path, tmp_path: Path):
     models = ("softmax-h2-s0", "linear-merged-s0", str(CHECKPOINT))
     documents = json.loads(

@@ -454,12 +454,12 @@ def test_a_state_that_was_cut_short_is_named(tmp_path: Path):
 LONG = {
     "config": {
         "task": {"d_x": 2, "context_length": 4},
-        "train": {"steps": 2000, "batch_size": 8, "log_every": 20, "n_eval_prompts": 16},
+        "train": {"steps": 3000, "batch_size": 8, "log_every": 20, "n_eval_prompts": 16},
     },
     "grid": {"task.noise_var": [0.1, 0.3], "model.n_heads": [1, 2]},
     "name": "n{task.noise_var}-h{model.n_heads}",
 }
-KILLS = 8
+KILLS = 12
 # Processes are forked from one that has imported everything, so that their time goes into training. Every other one is
 # killed a while after it has saved something, however long that took, so that the work goes on between the kills. Where
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.
@@ -524,7 +524,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(t
         json.loads(Path(f"{folder}.json").read_text())["steps"]
         for folder in [tmp_path / "straight", *folders]
     )
-    assert straight == 2 * 2000
+    assert straight == 2 * 3000
     # What was trained before the kills was not trained again.
     assert min(last) < straight
     names = list(load_sweep(sweep))
