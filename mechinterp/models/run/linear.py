@@ -71,7 +71,7 @@ def stack_bytes(weights: Weights, length: int) -> int:
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
         >>> stack_bytes(weights, 40)
-        4296
+        4680
     """
     return token_map_bytes(
         n_layers=weights.n_layers,
