@@ -47,6 +47,13 @@ TOKEN_MAP = {
     "linear/L, read-in": {**CONTEXT, **READ_IN, "score": "linear/L"},
     "one layer, read-in": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 1},
     "four layers": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 4},
+    "wider heads": {
+        **CONTEXT,
+        **READ_IN,
+        "score": "linear/L",
+        "n_layers": 4,
+        "d_head": token_map.NARROW + 1,
+    },
 }
 TAKEN_AWAY = {
     "softmax": CONTEXT,

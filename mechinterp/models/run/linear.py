@@ -15,6 +15,10 @@ from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # small enough for a processor's cache, and even
+CHUNK_BYTES = 2**26
+"""Fewer prompts at once where these would take more: of wide models too a product stays near the processor."""
+NARROW, FEW_COLUMNS = 4, 256
+"""Widths of a head and of a layer's heads up to which one product of all is faster than one of each."""
 
 
 def masked_predictions(
@@ -87,7 +91,9 @@ def stack_bytes(weights: Weights, length: int) -> int:
 def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
-    return chunks(len(prompts), together(stack_bytes(weights, length), what, most=CHUNK))
+    size = stack_bytes(weights, length)
+    most = min(CHUNK, max(2, CHUNK_BYTES // size // 2 * 2))
+    return chunks(len(prompts), together(size, what, most=most))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +199,10 @@ def _linear_heads(
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
     q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
+    if weights.d_head <= NARROW and q.shape[-1] <= FEW_COLUMNS:
+        own = torch.eye(weights.n_heads, dtype=q.dtype, device=q.device)
+        own = own.repeat_interleave(weights.d_head, 0).repeat_interleave(weights.d_head, 1)
+        return q @ (k.mT @ (moment @ v) * own)
     q, k, Mv = (part.unflatten(-1, heads).transpose(1, 2) for part in (q, k, moment @ v))
     return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
 
