@@ -254,24 +254,3 @@ def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps
         model = ICLTransformer.from_weights(start_of(arm, config, etas), task=config.task)
         found = ask.risks(model, measured)
         assert np.allclose(found, expected, rtol=1e-3, atol=1e-4) == exact
-
-
-def test_heads_over_training_of_a_run_that_is_not_finished(tmp_path: Path):
-    from analyses.sparse.over_training import rows
-    from analyses.sparse.setting import unseen
-    from mechinterp import ablate_heads
-    from mechinterp.training.general.trainer import DeepRun
-
-    model = ModelConfig(n_layers=2, n_heads=3, d_head=4, d_model=9, score="linear/L")
-    train = TrainConfig(steps=4, log_every=2, snapshot_every=2, batch_size=8, n_eval_prompts=8)
-    run = DeepRun({"tiny": ExperimentConfig(task=TASK, model=model, train=train)})
-    run.advance()
-    run.save(tmp_path / "training-0.safetensors")
-    table = rows(tmp_path / "training-0.safetensors", 64)
-    assert table.step.tolist() == [0, 2]
-    found = ablate_heads(
-        ICLTransformer.from_weights(run.weights, task=TASK), unseen(TASK, 64)
-    ).effective_heads_of_medians
-    own = table.iloc[1][["n_eff_1_median", "n_eff_2_median"]].to_numpy(dtype=float)
-    assert own == pytest.approx(found, rel=1e-5)
-    assert (table.to_ridge > 1).all()

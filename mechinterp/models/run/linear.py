@@ -14,9 +14,7 @@ from mechinterp.models.scores import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
-CHUNK = 256  # small enough for a processor's cache, and even
-CHUNK_BYTES = 2**26
-"""Fewer prompts at once where these would take more: of wide models too a product stays near the processor."""
+CHUNK, NEAR = 256, 2**26  # prompts at once and what they take: small enough for a processor's cache
 NARROW, FEW_COLUMNS = 4, 256
 """Widths of a head and of a layer's heads up to which one product of all is faster than one of each."""
 
@@ -92,8 +90,7 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
     size = stack_bytes(weights, length)
-    most = min(CHUNK, max(2, CHUNK_BYTES // size // 2 * 2))
-    return chunks(len(prompts), together(size, what, most=most))
+    return chunks(len(prompts), together(size, what, most=min(CHUNK, NEAR // size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +197,8 @@ def _linear_heads(
     q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
     if weights.d_head <= NARROW and q.shape[-1] <= FEW_COLUMNS:
-        own = torch.eye(weights.n_heads, dtype=q.dtype, device=q.device)
-        own = own.repeat_interleave(weights.d_head, 0).repeat_interleave(weights.d_head, 1)
+        head = torch.arange(weights.n_heads, device=q.device).repeat_interleave(weights.d_head)
+        own = head[:, None] == head
         return q @ (k.mT @ (moment @ v) * own)
     q, k, Mv = (part.unflatten(-1, heads).transpose(1, 2) for part in (q, k, moment @ v))
     return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
