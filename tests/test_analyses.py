@@ -70,6 +70,12 @@ def test_marked_numbers_are_those_of_the_results(page: Path):
     assert numbers.filled(text).split() == text.split()
 
 
+@pytest.mark.parametrize("page", numbers.pages(), ids=named)
+def test_no_line_starts_with_a_mark_which_would_end_the_paragraph(page: Path):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if line.lstrip().startswith("<!-- v:")]
+
+
 def test_a_changed_digit_is_seen():
     text = "ends at <!-- v: start.ridge_random -->0.942 ± 0.009<!-- /v --> of ridge's"
     assert numbers.filled(text) == text.replace("0.009", "0.008")
