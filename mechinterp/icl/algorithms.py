@@ -15,27 +15,26 @@ from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import task_pool
 
 
-def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
-    """x_{l+1} = (1 - gamma_l S_l) x_l, so that x_l = a_l(S) x and S_l = a_l(S)^2 S; a step on x_l
-    is one of size eta_l a_l(S)^2 on x. What the last layer does to x no one reads."""
+def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor]:
+    """a_l(s) before each layer and after the last, with x_l = a_l(S) x: x_{l+1} = (1 - gamma_l S_l) x_l and
+    S_l = a_l(S)^2 S. What the last layer does to x no one reads."""
     s = moments.eigenvalues
-    a, phi = torch.ones_like(s), [torch.zeros_like(s)]
-    for layer in range(n_layers):
-        phi.append(phi[-1] + eta[layer] * a.square() * (1 - s * phi[-1]))
-        if layer < n_layers - 1:
-            a = a * (1 - gamma[layer] * a.square() * s)
+    a = [torch.ones_like(s)]
+    for layer in range(n_layers - 1):
+        a.append(a[-1] * (1 - gamma[layer] * a[-1].square() * s))
+    return [*a, a[-1]]
+
+
+def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
+    """A step on x_l is one of size eta_l a_l(S)^2 on x."""
+    s, phi = moments.eigenvalues, [torch.zeros_like(moments.eigenvalues)]
+    for size, a in zip(eta, _shrunk(moments, n_layers, gamma), strict=False):
+        phi.append(phi[-1] + size * a.square() * (1 - s * phi[-1]))
     return filtered(moments, phi[1:])
 
 
 def _shrunk_covariates(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
-    x, S, path = moments.prompts.x_query, moments.S, []
-    for layer in range(n_layers):
-        if layer < n_layers - 1:
-            x = x - gamma[layer] * (x[:, None] @ S)[:, 0]
-            shrink = torch.eye(S.shape[1]).to(S) - gamma[layer] * S
-            S = shrink @ S @ shrink
-        path.append(x)
-    return torch.stack(path)
+    return torch.stack([moments.query_times(a) for a in _shrunk(moments, n_layers, gamma)[1:]])
 
 
 def _descent_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:

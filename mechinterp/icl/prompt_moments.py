@@ -104,6 +104,11 @@ class PromptMoments:
         query = (self.prompts.x_query[:, None] @ vectors).mT
         return query * (vectors.mT @ self.b)
 
+    def query_times(self, phi: Float[Tensor, "batch d_x"]) -> Float[Tensor, "batch d_x"]:
+        """phi(S) x_query, phi being given at the eigenvalues."""
+        vectors = self._eigh[1]
+        return ((self.prompts.x_query[:, None] @ vectors * phi[:, None]) @ vectors.mT)[:, 0]
+
     @cached_property
     def _eigh(self) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(self.S)

@@ -18,7 +18,7 @@ from mechinterp.analysis.multi_layer.algorithm import (
     name_algorithm,
 )
 from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits
-from mechinterp.analysis.multi_layer.algorithm_leftover import leftover
+from mechinterp.analysis.multi_layer.algorithm_leftover import leftover, reflected
 from mechinterp.analysis.multi_layer.algorithm_null import null_risk
 from mechinterp.analysis.multi_layer.algorithm_tests import ORDER
 from mechinterp.checkpoints.checkpoint import save
@@ -405,12 +405,12 @@ def test_noise_of_weights_keeps_a_share_of_one_over_d(task: TaskConfig):
     draws = []
     for seed in range(8):
         E = torch.randn(d, d, generator=generator_for(seed, "init", 0)).sign().double()
-
-        def rest(given: Prompts, E: Tensor = E) -> Tensor:
-            b = PromptMoments(given, task).b
-            return (given.x_query[:, None] @ E @ b)[:, 0][None]
-
-        draws.append(leftover(rest, prompts, np.ones(4096), task, seed).share()[0])
+        others, noise = reflected(prompts, task, seed)
+        own, *rest = (
+            (given.x_query[:, None] @ E @ PromptMoments(given, task).b)[:, 0][None]
+            for given in (prompts, *others)
+        )
+        draws.append(leftover(own, rest, np.ones(4096), noise).share()[0])
     sem = np.std(draws, ddof=1) / len(draws) ** 0.5
     if task is KMS:
         assert np.mean(draws) + 2 * sem < HALF

@@ -226,7 +226,7 @@ def _measured(
     if model.predictor is None:
         function, left = with_leftovers(measured.function, last, model, path, near, seed)
         measured = replace(measured, function=function, left_of_function=left)
-    judged = model.predictor is None or reflected(own.prompts[:1], model.task, seed) is not None
+    judged = model.predictor is None or bool(reflected(own.prompts[:1], model.task, seed)[0])
     if measured.path is not None and steps is not None and judged:
         walks, left = with_leftovers(measured.path, steps, model, path, near, seed)
         measured = replace(measured, path=walks, left_of_path=left)

@@ -6,7 +6,7 @@ differ by. Noise of weights is not: of x^T E w with a fixed matrix E of independ
 keep the diagonal, 1/d_x of its square; the reverse order of a chain keeps as much on average over E, more or less of one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.algorithm_paths import Path, read_path
 from mechinterp.analysis.multi_layer.algorithm_scores import Room, Scores, candidates_of, scaled
 from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource
-from mechinterp.analysis.multi_layer.algorithm_tests import Predict
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm_fits import TOLERANCE
+from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, generator_for
 
 ROUNDING = 1e-8
@@ -54,12 +54,12 @@ class Leftover:
         return float(shares.min()), int(left[shares.argmin()])
 
 
-def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> tuple[list[Prompts], float] | None:
+def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> tuple[list[Prompts], float]:
     """Prompts that are as likely with other signs of their coordinates, or for a chain of correlations with these in
-    reverse order, and the share of noise that stays the same; None: a task that has no such symmetry."""
+    reverse order, and the share of noise that stays the same; no prompts where a task has no such symmetry."""
     chain = task.covariance.kind == "kms" and task.covariance.rho != 0
     if task.n_tasks is not None or task.d_x == 1:
-        return None
+        return [], 0.0
     if chain:
         return [_with_x(prompts, lambda x: x.flip(-1))], 1 / task.d_x
     generator = generator_for(seed, "init", 3)
@@ -77,25 +77,24 @@ def _with_x(prompts: Prompts, change: Callable[[Tensor], Tensor]) -> Prompts:
 
 
 def leftover(
-    rest: Callable[[Prompts], Float[Tensor, "column prompt d_y"]],
-    prompts: Prompts,
+    own: Float[Tensor, "column prompt d_y"],
+    others: Sequence[Float[Tensor, "column prompt d_y"]],
     size: Float[np.ndarray, " prompt"],
-    task: TaskConfig,
-    seed: int,
+    noise: float,
 ) -> Leftover:
-    """What is left on prompts and on their reflections.
+    """Of predictions of a model minus those of an algorithm, on prompts and on their reflections.
 
     Args:
-        rest: Prediction of the model minus that of the algorithm.
+        size: Mean squares of the last prediction.
+        noise: The share that noise of weights would keep.
     """
-    own, symmetry = rest(prompts), reflected(prompts, task, seed)
-    if symmetry is None:
+    if not others:
         alone = own.square().mean(2).numpy()
-        return Leftover(alone, alone, size, 0.0)
-    others = torch.stack([rest(each) for each in symmetry[0]])
-    square = (own.square() + others.square().mean(0)) / 2
-    product = own * others.mean(0)
-    return Leftover(square.mean(2).numpy(), product.mean(2).numpy(), size, symmetry[1])
+        return Leftover(alone, alone, size, noise)
+    reflections = torch.stack(list(others))
+    square = (own.square() + reflections.square().mean(0)) / 2
+    product = own * reflections.mean(0)
+    return Leftover(square.mean(2).numpy(), product.mean(2).numpy(), size, noise)
 
 
 def with_leftovers(
@@ -103,20 +102,21 @@ def with_leftovers(
 ) -> tuple[Scores, dict[str, Leftover]]:
     """With members of a scaled read-out where a member comes near, and what these leave of the model."""
     least, left = scores.r2()[:, : room.n_own].min(1), {}
-    for member in candidates_of(model.task):
-        label = str(member.label)
-        if label not in scores.names or least[scores.names.index(label)] < near:
-            continue
-        one_more = scaled(member)
-        start = np.append(scores.scalars[scores.names.index(label)], 1.0)
+    members = {str(member.label): member for member in candidates_of(model.task)}
+    rows = {label: scores.names.index(label) for label in members if label in scores.names}
+    rows = {label: row for label, row in rows.items() if not least[row] < near}
+    if not rows:
+        return scores, left
+    others, noise = reflected(room.own.prompts[1::2], model.task, seed)
+    known = partial(read_path, model, path) if room.path is not None else model.predicted
+    places = [(room.target()[..., 1::2, :], room.moments(next(iter(room.settings))))]
+    places += [(known(prompts), PromptMoments(prompts, model.task)) for prompts in others]
+    for label, row in rows.items():
+        one_more = scaled(members[label])
+        start = np.append(scores.scalars[row], 1.0)
         fit = room.scores([one_more], starts={one_more.name: start}, tolerance=TOLERANCE)
-        known = partial(read_path, model, path) if room.path is not None else model.predicted
-        learner = partial(model.predictions_of, one_more, fit.scalars[0])
-        rest = partial(_difference, known, learner, room.n_own)
-        prompts, size = room.own.prompts[1::2], fit.size[room.n_own - 1]
-        left[label], scores = leftover(rest, prompts, size, model.task, seed), scores.joined(fit)
+        learner = partial(one_more.predictions, scalars=fit.scalars[0], n_layers=model.n_layers)
+        own, *rest = (known - learner(moments)[-room.n_own :] for known, moments in places)
+        left[label] = leftover(own, rest, fit.size[room.n_own - 1], noise)
+        scores = scores.joined(fit)
     return scores, left
-
-
-def _difference(known: Predict, learner: Predict, n_last: int, prompts: Prompts) -> Tensor:
-    return known(prompts) - learner(prompts)[-n_last:]

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -117,18 +118,45 @@ class LinearPass:
         """The prediction at the query with heads masked, in units of y; `masked` has them by layer."""
         masked, last = masked or {}, self.weights.n_layers - 1
         first = min(masked, default=last)
-        T = self.T[first]
-        for layer in range(first, last):
-            known = layer == first
-            z = self.z[layer] if known else _linear_heads(self.weights, layer, T, self.moment)
-            T = T + z @ _kept(self.weights, masked, layer).flatten(0, 1)
-        T = T.expand(len(self.x_query), -1, -1)
-        query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
-        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
-        reads = key_side @ self.moment @ T  # [batch, head, d_model]
+        query, reads = (
+            self._last_reads if first == last else self._reads(self._rerun(masked, first))
+        )
         _, W_U = self.weights.reading
         written = self.weights.W_V[-1] @ (_kept(self.weights, masked, last) @ W_U)
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
+
+    def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
+        """T before the last layer with heads masked from a layer on, in which what is less is added or taken away."""
+        n_heads = self.weights.n_heads
+        gone = sorted(masked[first])
+        kept = [head for head in range(n_heads) if head not in gone]
+        if len(gone) < len(kept):
+            T = self.T[first + 1] - self._written(first, gone)
+        else:
+            T = self.T[first] + self._written(first, kept)
+        for layer in range(first + 1, self.weights.n_layers - 1):
+            z = _linear_heads(self.weights, layer, T, self.moment)
+            T = T + z @ _kept(self.weights, masked, layer).flatten(0, 1)
+        return T
+
+    def _written(self, layer: int, heads: list[int]) -> Float[Tensor, "batch d_token d_model"]:
+        """What some heads of a layer write."""
+        z = self.z[layer].unflatten(-1, (self.weights.n_heads, -1))[:, :, heads]
+        return z.flatten(2) @ self.weights.W_O[layer, heads].flatten(0, 1)
+
+    @cached_property
+    def _last_reads(self) -> tuple[Tensor, Tensor]:
+        """Without masks before the last layer."""
+        return self._reads(self.T[-1])
+
+    def _reads(
+        self, T: Tensor
+    ) -> tuple[Float[Tensor, "batch d_model"], Float[Tensor, "batch head d_model"]]:
+        """The query's stream before the last layer, and what each of its heads reads there, before W_V."""
+        T = T.expand(len(self.x_query), -1, -1)
+        query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
+        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
+        return query, key_side @ self.moment @ T
 
 
 def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
