@@ -15,7 +15,7 @@ from mechinterp.models.scores import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
-CHUNK, NEAR = 256, 2**26  # prompts at once and what they take: small enough for a processor's cache
+CHUNK, NEAR = 256, 2**25  # prompts at once and what they take: small enough for a processor's cache
 NARROW, FEW_COLUMNS = 4, 256
 """Widths of a head and of a layer's heads up to which one product of all is faster than one of each."""
 
