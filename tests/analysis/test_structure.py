@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.shared_qk import (
+from mechinterp.analysis.one_layer.head_statistics import (
     common_matrix,
     equal_heads,
     is_definite,

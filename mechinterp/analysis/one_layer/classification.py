@@ -14,10 +14,7 @@ from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.number_format import cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
-from mechinterp.analysis.one_layer.effective_step import Scales
-from mechinterp.analysis.one_layer.head_statistics import Form
-from mechinterp.analysis.one_layer.pca_components import Components
-from mechinterp.analysis.one_layer.substitution import Faithfulness
+from mechinterp.analysis.one_layer.label_rules import Evidence
 from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.analysis.verdict import Verdict, spelled_out
@@ -64,7 +61,7 @@ HOW = {
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Classification(Classified):
+class Classification(Evidence, Classified):
     """Label of a model and of its heads, with the evidence.
 
     `pattern` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
@@ -85,18 +82,6 @@ class Classification(Classified):
     """Mean over coordinates of each head's factor of the form: its factor on the common matrix, else omega_mean."""
     task_leak: Float[np.ndarray, " head"]
     """Second largest |mu_n| of a head over the largest; 0 for one response."""
-    form: Form
-    """What QK x blocks are held against."""
-    scales: Scales
-    """How omega and mu add up over heads."""
-    substitution: Faithfulness
-    """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Faithfulness
-    """What the closed-form learner built from omega and mu alone explains of the prediction."""
-    components: Components | None
-    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
-    p_values: dict[str, float]
-    """Fraction of randomly initialised models that are as structured, by the name of the number."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """Fraction of heads of such models that reach a head's `qk_diagonal` and `ov_last_entry`."""
     random_ranges: Mapping[str, tuple[float, float]]
@@ -232,21 +217,20 @@ class Classification(Classified):
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
         averages = self.kernel not in NO_AVERAGE
         for head, label in enumerate(self.labels):
-            omega, mu = scales.omega_mean[head], scales.mu[head]
+            omega, mu, share = scales.omega_mean[head], scales.mu[head], self.share[head]
             diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
-            band, share = self._band, self.share[head]
             facts = {
-                "share of output": (f"{share:.1%}", band("share", share)),
-                "omega (1/x²)": (f"{omega:+.3g}", band("omega_mean", omega)),
-                "mu": (
-                    ", ".join(f"{each:+.3g}" for each in mu),
-                    tuple(found for each in mu for found in band("mu", each)),
-                ),
-                "QK diagonal": (cell(diagonal), band("qk_diagonal", diagonal)),
-                "OV reads y only": (cell(reads_y), band("ov_last_entry", reads_y)),
+                "share of output": ("share", [share], f"{share:.1%}"),
+                "omega (1/x²)": ("omega_mean", [omega], f"{omega:+.3g}"),
+                "mu": ("mu", mu, ", ".join(f"{each:+.3g}" for each in mu)),
+                "QK diagonal": ("qk_diagonal", [diagonal], cell(diagonal)),
+                "OV reads y only": ("ov_last_entry", [reads_y], cell(reads_y)),
             }
-            texts = {name: text for name, (text, _) in facts.items()}
-            bands = {name: bands for name, (_, bands) in facts.items()}
+            texts = {fact: text for fact, (_, _, text) in facts.items()}
+            bands = {
+                fact: tuple(band for value in values for band in self._band(name, value))
+                for fact, (name, values, _) in facts.items()
+            }
             told = averages or label not in ("positive", "negative")
             meaning = MEANINGS[label] if told else ADDS
             color = figures.head_color(head)
@@ -280,19 +264,16 @@ class Classification(Classified):
             | {"task_leak": self.task_leak[head]}
             for head, label in enumerate(self.labels)
         ]
-        evidence: dict[str, object] = {"sign_matching": self.sign_matching}
-        evidence |= {name: getattr(self.scales, name) for name in SCALES}
-        for kind in ("substitution", "learner"):
-            explained = asdict(getattr(self, kind))
-            evidence |= {f"{kind}_{name}": value for name, value in explained.items()}
-        for name in ("n_components", "learned", "off_diagonal"):
-            evidence[name] = None if self.components is None else getattr(self.components, name)
-        evidence |= {"form": self.form.kind}
-        evidence |= {name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")}
-        evidence |= {
-            "p_values": self.p_values,
-            "n_random": self.n_random,
-            "random_ranges": self.random_ranges,
+        of_components = ("n_components", "learned", "off_diagonal")
+        evidence = {
+            "sign_matching": self.sign_matching,
+            **{name: getattr(self.scales, name) for name in SCALES},
+            **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
+            **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
+            **{name: getattr(self.components, name, None) for name in of_components},
+            "form": self.form.kind,
+            **{name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")},
+            **{name: getattr(self, name) for name in ("p_values", "n_random", "random_ranges")},
         }
         return self.document(heads, evidence)
 

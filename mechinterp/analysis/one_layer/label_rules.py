@@ -19,12 +19,14 @@ from mechinterp.checkpoints.foreign.readings import Reading, advice
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evidence:
     """What the label of a model rests on."""
 
     form: Form
+    """What QK x blocks are held against."""
     scales: Scales
+    """How omega and mu add up over heads."""
     substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
     learner: Faithfulness
@@ -33,9 +35,9 @@ class Evidence:
     """Least cosine of an active head's QK x block with its form."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
-    components: Components | None = None
-    """Of a step of linear attention, where there is one."""
-    bare: bool = False
+    components: Components | None
+    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
+    bare: bool
     """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
 
 
