@@ -8,14 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mechinterp.cli.hints import hints_of
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
+from mechinterp.cli.training import (
+    DeviceOption,
+    JsonOption,
+    QuietOption,
+    WideOption,
+    device_of,
+    say,
+)
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -124,49 +131,60 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
+@dataclass(frozen=True)
+class Files:
+    """How the options say that files are read, and where models run."""
+
+    hints: "Hints"
+    device: str = "cpu"
+
+    def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
+        """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
+        from mechinterp.checkpoints.load import load, load_run
+
+        given: dict[str, Any] = dict(self.hints.given)
+        checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
+        if self.device != "cpu":
+            checkpoint = checkpoint.to(self.device)
+        if context_length is not None and LENGTH in checkpoint.assumed:
+            checkpoint = checkpoint.at_length(context_length)
+        if checkpoint.kept:
+            steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
+            complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
+        if checkpoint.assumed:
+            complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
+        return checkpoint
+
+    def run_of(
+        self, paths: Sequence[Path], context_length: int | None = None
+    ) -> "Checkpoint | None":
+        """The run whose steps these are; None if they are separate models."""
+        from mechinterp.checkpoints.io.errors import CheckpointError
+
+        if len(paths) > 1:
+            with suppress(CheckpointError):  # each of them says by itself what is wrong with it
+                return self.load(paths, context_length)
+        return None
+
+
+def files_of(device: DeviceOption = "auto", **hints: object) -> Files:
+    """How files are read, by the options of `hints_of` and --device."""
+    return Files(hints_of(**hints), device_of(device))
+
+
+files_of.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        p.replace(kind=Parameter.KEYWORD_ONLY)
+        for bundle in (hints_of, device_of)
+        for p in signature(bundle).parameters.values()
+    ]
+)
 reads_checkpoints = takes(hints=hints_of)
 """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
-runs_checkpoints = takes(hints=hints_of, device=device_of)
-"""The same, and --device as its argument `device`."""
-asks_checkpoints = takes(asked=Asked, hints=hints_of, device=device_of)
+runs_checkpoints = takes(files=files_of)
+"""The same, and --device, as its argument `files`."""
+asks_checkpoints = takes(asked=Asked, files=files_of)
 """The same, and the options of `Asked` as its argument `asked`."""
-
-
-def load_checkpoint(
-    path: Path | Sequence[Path],
-    hints: "Hints",
-    context_length: int | None = None,
-    *,
-    device: str = "cpu",
-) -> "Checkpoint":
-    """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
-    from mechinterp.checkpoints.load import load, load_run
-
-    given: dict[str, Any] = dict(hints.given)
-    checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
-    if device != "cpu":
-        checkpoint = checkpoint.to(device)
-    if context_length is not None and LENGTH in checkpoint.assumed:
-        checkpoint = checkpoint.at_length(context_length)
-    if checkpoint.kept:
-        steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
-        complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
-    if checkpoint.assumed:
-        complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
-    return checkpoint
-
-
-def run_of(
-    paths: Sequence[Path], hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
-) -> "Checkpoint | None":
-    """The run whose steps these are; None if they are separate models."""
-    from mechinterp.checkpoints.io.errors import CheckpointError
-
-    if len(paths) == 1:
-        return None
-    with suppress(CheckpointError):  # each of them says by itself what is wrong with it
-        return load_checkpoint(paths, hints, context_length, device=device)
-    return None
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:

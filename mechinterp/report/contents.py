@@ -1,12 +1,12 @@
 """Verdict and sections of the page about one model: what `run_analysis` gives of each of its analyses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.needs import one_attention
-from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis, suits
+from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -20,17 +20,6 @@ LEAST_PROMPTS = 8
 CLASSIFY = ANALYSES["classify"]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a page says of a model."""
-
-    verdict: str
-    """What it computes, how sure, what it is not, and what to doubt: a line each."""
-    loss: str
-    """Its loss beside those of ridge regression and of predicting 0."""
-    sections: tuple[Section, ...]
-
-
 def contents_of(
     checkpoint: Checkpoint | HookedModule,
     *,
@@ -38,8 +27,8 @@ def contents_of(
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
     progress: ProgressCallback = no_progress,
-) -> Contents:
-    """The verdict and the sections.
+) -> tuple[str, str, list[Section]]:
+    """The verdict, a line on the loss beside those of ridge regression and of predicting 0, and the sections.
 
     Args:
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
@@ -56,25 +45,19 @@ def contents_of(
 
     def run(analysis: Analysis) -> Finding:
         told = prompts_of(analysis, n_prompts, seed)
-        return run_analysis(
-            analysis.function,
-            checkpoint,
-            n_prompts=told.get("n_prompts"),
-            seed=told.get("seed"),
-            progress=progress,
-        )
+        return run_analysis(analysis.function, checkpoint, progress=progress, **told)
 
-    chosen = [analysis_of(each) for each in analyses or default_names(checkpoint)]
     results: dict[str, Finding] = {}
     left_out: dict[str, str] = {}
-    for name, analysis in chosen:
+    shown = dict(analysis_of(each) for each in analyses or default_names(checkpoint))
+    for name, analysis in list(shown.items()):
         try:
             results[name] = run(analysis)
         except NoStreamError as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
-    shown = {name: analysis for name, analysis in chosen if name in results}
+            del shown[name]
     answers = (results[name] for name, analysis in shown.items() if analysis == CLASSIFY)
     classified = cast("Classified", next(answers, None) or run(CLASSIFY))
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
@@ -85,8 +68,10 @@ def contents_of(
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        listed.append(_left_out(left_out))
-    return Contents(str(classified.verdict), classified.loss_text, tuple(listed))
+        names, why = ", ".join(left_out), next(iter(left_out.values()))
+        text, method = f"{names}: {why}", "These read the stream between layers."
+        listed.append(Section("Left out", text, method))
+    return str(classified.verdict), classified.loss_text, listed
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -103,7 +88,7 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
     )
 
 
-def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, int]:
+def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, Any]:
     """Number and seed of an analysis' prompts: what is asked for, of many runs no more than its own."""
     if not analysis.draws_prompts:
         return {}
@@ -120,15 +105,7 @@ def _prompts_text(told: Mapping[str, int]) -> str:
     return f"{many}, seed {told['seed']}."
 
 
-def _left_out(reasons: Mapping[str, str]) -> Section:
-    """The analyses that the model has no stream for, and why."""
-    return Section(
-        "Left out",
-        f"{', '.join(reasons)}: {next(iter(reasons.values()))}",
-        "These read the stream between layers.",
-    )
-
-
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
     """The analyses that suit a model."""
-    return tuple(name for name, each in ANALYSES.items() if suits(each, checkpoint))
+    taken = (name for name, each in ANALYSES.items() if each.needs(checkpoint))
+    return tuple(name for name in taken if ANALYSES[name].on_page(checkpoint))

@@ -59,32 +59,22 @@ def with_heads(
     sections: Mapping[str, Section], results: Mapping[str, Finding]
 ) -> dict[str, Section]:
     """The sections with what they show of several results: cards of heads, and switches for heads."""
-    cards, found = _cards(results), dict(sections)
-    if cards is not None:
-        name, listed, n_random = cards
-        legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
-        found[name] = replace(found[name], cards=tuple(listed), legend=legend)
-    switches = switches_of(results)
-    if switches is not None:
-        found["ablate"] = replace(found["ablate"], toggles=switches)
-    return found
-
-
-def _cards(results: Mapping[str, Finding]) -> tuple[str, list[Card], int] | None:
-    """A card for each head, with facts from all results that have some; and the result that they are of."""
-    for name, result in results.items():
-        own = getattr(result, "cards", None)
-        if own is None:
-            continue
-        cards = own()
+    shown = dict(sections)
+    for name in [name for name, result in results.items() if hasattr(result, "cards")][:1]:
+        cards: list[Card] = results[name].cards()  # type: ignore[attr-defined]
         for other in results.values():
             facts = other.head_facts() if hasattr(other, "head_facts") else [{}] * len(cards)
             cards = [
                 replace(card, facts={**card.facts, **more})
                 for card, more in zip(cards, facts, strict=True)
             ]
-        return name, cards, getattr(result, "n_random", 0)
-    return None
+        n_random = getattr(results[name], "n_random", 0)
+        legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
+        shown[name] = replace(shown[name], cards=tuple(cards), legend=legend)
+    switches = switches_of(results)
+    if switches is not None:
+        shown["ablate"] = replace(shown["ablate"], toggles=switches)
+    return shown
 
 
 def switches_of(results: Mapping[str, Finding]) -> Toggles | None:

@@ -1,4 +1,4 @@
-"""Tables as CSV files: those of a page, and the documents of `classify` as one table with a row for each checkpoint."""
+"""The documents of `classify` as one table, CSV or parquet, with a row for each checkpoint."""
 
 import os
 from collections.abc import Sequence
@@ -10,17 +10,11 @@ import pandas as pd
 
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.report.parts import Section
 
 OF_RUNS = ("step", "loss", "loss_sem")
 """Of checkpoints that are steps of a run, loss with its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
-
-
-def csv_files(sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
-    """The tables of a page by their files' names."""
-    return {f"{n}.csv": t.frame for section in sections for n, t in section.tables.items()}
 
 
 def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:

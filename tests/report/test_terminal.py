@@ -28,9 +28,8 @@ from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report import bars
-from mechinterp.report.classification import brief_text, classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
-from mechinterp.report.to_text import to_text
+from mechinterp.report.to_text import brief_text, classification_text, to_text
 from mechinterp.training.trained import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
