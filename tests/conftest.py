@@ -106,22 +106,29 @@ class Ran:
 
         return json.loads(self.out, parse_constant=refuse)
 
-    def assert_refused(self, *words: str):
-        """Exit code 2, nothing on standard output, one line on standard error with these words."""
+    def done(self, *, silent: bool = False) -> "Ran":
+        """The same, with exit code 0; `silent` with nothing on standard error."""
+        assert self.code == 0, self.err
+        assert not silent or self.err == ""
+        return self
+
+    def assert_refused(self, *words: str, lines: int = 1):
+        """Exit code 2, nothing on standard output, a line on standard error with these words; `lines` with others before."""
         assert (self.code, self.out) == (2, ""), self.err
         assert self.err.startswith("mechinterp: ")
-        assert self.err.count("\n") == 1
+        assert self.err.count("\n") <= lines
         assert self.err.endswith("\n")
         for word in words:
-            assert str(word) in self.err
+            assert str(word) in self.err.splitlines()[-1] + "\n"
 
 
 Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process."""
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs a command in this process; those that train set the number of threads."""
+    threads = torch.get_num_threads()
 
     def command(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
@@ -130,7 +137,8 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
             cli.main()
         return Ran(ended.value.code, *capsys.readouterr())
 
-    return command
+    yield command
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

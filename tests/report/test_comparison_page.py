@@ -95,8 +95,7 @@ def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path:
     assert ran.document["page"] == str(out / PAGE)
     assert len(pd.read_csv(out / "models.csv")) == 3
     run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
-    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite")
-    assert ran.code == 0
+    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite").done()
     assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")
 
 
@@ -120,8 +119,9 @@ def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, 
 def test_the_command_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
     for seed in (0, 1):
         shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", tmp_path / "all" / f"s{seed}")
-    ran = run("report", tmp_path / "all", "--out", tmp_path / "page", "--n-prompts", 64, "--json")
-    assert ran.code == 0
+    ran = run(
+        "report", tmp_path / "all", "--out", tmp_path / "page", "--n-prompts", 64, "--json"
+    ).done()
     assert len(ran.document["checkpoints"]) == 2
 
 
