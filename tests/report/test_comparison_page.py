@@ -13,9 +13,8 @@ from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.comparison import write_comparison
 from mechinterp.report.page import PAGE, write_page
 from tests.conftest import CHECKPOINTS, Run
-from tests.report.test_page import explained_columns
+from tests.report.test_page import EVIL, unexplained_columns
 
-EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
 
 
@@ -29,18 +28,13 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     )
     text = written.page.read_text(encoding="utf-8")
     assert html.escape(written.verdict) in text
-    assert re.findall(r"<h2>(.*?)</h2>", text) == [
-        "Settings and models",
-        "Heads of all models",
-        "Training",
-    ]
+    headings = ["Settings and models", "Heads of all models", "Training"]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == headings
     assert [table.name for table in written.tables] == ["settings.csv", "models.csv", "fields.csv"]
     frame = pd.read_csv(tmp_path / "page" / "models.csv")
     assert frame["checkpoint"].tolist() == sorted(NAMES)
-    for table in written.tables[:2]:
-        columns = pd.read_csv(table).columns
-        assert set(columns) - explained_columns(text) == set()
     fields = pd.read_csv(written.tables[2]).set_index("setting")
+    assert unexplained_columns(written.page) == set(fields.columns)
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
     assert "linear/L" in fields["model.score"].tolist()  # without quotation marks
     assert written.page.stat().st_size < 6_000_000
