@@ -28,7 +28,6 @@ COMMON = {
     "learner": "Closed-form learner that the model is compared with.",
     "models": "Models of the setting that form this pattern.",
     "n_kept": "Number of heads kept.",
-    "n_masked": "Number of heads masked.",
     "of": "Models of the setting.",
     "order": "Order in which heads are masked.",
     "other": "The other head.",

@@ -13,7 +13,7 @@ from mechinterp import figures
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.number_format import cell, digits, explained, with_error
-from mechinterp.analysis.one_layer.circuits import Circuits
+from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
 from mechinterp.analysis.one_layer.label_rules import Evidence
 from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
@@ -30,14 +30,6 @@ MEANINGS = {
 }
 ADDS = "adds y weighted by how alike token and query are"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
-HEAD_NUMBERS = (
-    "omega_mean",
-    "qk_diagonal",
-    "qk_off_diagonal",
-    "qk_y_leak",
-    "ov_last_entry",
-    "ov_x_leak",
-)
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
     *("theta", "supports", "support_leak", "theta_spread"),
@@ -244,26 +236,24 @@ class Classification(Evidence, Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales, numbers = self.circuits, {}
-        for name in HEAD_NUMBERS:
-            numbers[name] = getattr(scales, name)
+        scales = self.circuits
+        columns = {
+            "layer": [0] * len(self.labels),
+            "head": range(len(self.labels)),
+            "label": self.labels,
+            "share": self.share,
+            "omega": scales.omega.tolist(),
+            "omega_mean": scales.omega_mean,
+            "omega_form": self.omega_form,
+            "mu": scales.mu.tolist(),
+        }
+        for name in NUMBERS:
+            columns[name] = getattr(scales, name)
             if name in self.head_p_values:
-                numbers[f"{name}_p"] = self.head_p_values[name]
-        heads = [
-            {
-                "layer": 0,
-                "head": head,
-                "label": label,
-                "share": self.share[head],
-                "omega": scales.omega[head].tolist(),
-                "omega_mean": scales.omega_mean[head],
-                "omega_form": self.omega_form[head],
-                "mu": scales.mu[head].tolist(),
-            }
-            | {name: values[head] for name, values in numbers.items()}
-            | {"task_leak": self.task_leak[head]}
-            for head, label in enumerate(self.labels)
-        ]
+                columns[f"{name}_p"] = self.head_p_values[name]
+        columns["task_leak"] = self.task_leak
+        rows = zip(*columns.values(), strict=True)
+        heads = [dict(zip(columns, row, strict=True)) for row in rows]
         of_components = ("n_components", "learned", "off_diagonal")
         evidence = {
             "sign_matching": self.sign_matching,
