@@ -119,8 +119,8 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: object) -> None:
             by_name(given)
             require_there(given)
-            said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            command(**given, **{name: bundles[name](**options) for name, options in said.items()})
+            apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
+            command(**given, **{name: bundles[name](**options) for name, options in apart.items()})
 
         options = [option for group in shared.values() for option in group.values()]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
@@ -194,27 +194,15 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
         shown["scale"] = 1 / divisor
     task = checkpoint.task.told
-    said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
-    said += [
+    assumed = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+    assumed += [
         f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
         for name, value in shown.items()
         if value not in (None, (), []) and name.startswith(("model.", "scale"))
     ]
     tried = "; ".join(map(repr, checkpoint.readings[:2]))
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-    return ", ".join(said) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
-
-
-def require_one_layer(checkpoint: "Checkpoint") -> None:
-    """Refuse a model that is not one layer of attention."""
-    from mechinterp.models.weights import why_no_circuits
-
-    found = why_no_circuits(checkpoint.config.model)
-    if found is not None:
-        raise ValueError(
-            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around it, got {found}; "
-            "the report on one model takes it."
-        )
+    return ", ".join(assumed) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
 
 
 @contextmanager
@@ -233,8 +221,8 @@ def about_paths(*paths: Path) -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether Python or PyTorch found no more memory, on a GPU too."""
-    said = ("allocate memory", "CUDA out of memory")
-    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
+    messages = ("allocate memory", "CUDA out of memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
 
 
 def say_of(path: Path, text: str) -> None:

@@ -11,7 +11,6 @@ from mechinterp.cli.options import (
     SeedOption,
     about_paths,
     complain,
-    require_one_layer,
     runs_checkpoints,
     shown_path,
 )
@@ -103,6 +102,8 @@ def _those_that_load(
     groups: list[list[Path]], files: Files
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
     """The checkpoints that can be read, a run being one, and of every path what JSON says: its error if there is one."""
+    from mechinterp.models.weights import why_no_circuits
+
     loaded, about = [], []
     for group in groups:
         run = files.run_of(group)
@@ -110,7 +111,11 @@ def _those_that_load(
             try:
                 with about_paths(path):
                     checkpoint = run or files.load(path)
-                    require_one_layer(checkpoint)
+                    if why := why_no_circuits(checkpoint.config.model):
+                        raise ValueError(
+                            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around "
+                            f"it, got {why}; the report on one model takes it."
+                        )
                 loaded.append(checkpoint)
                 about.append({"path": str(path)})
             except (ValueError, OSError) as error:

@@ -197,15 +197,15 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
     # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
     torch.set_num_threads(1)
     # "auto" is left to each model: some train on the processor alone.
-    found = device_of(device)
-    return partial(train_here, device=device if device == "auto" else found, memory=limit)
+    known = device_of(device)
+    return partial(train_here, device=device if device == "auto" else known, memory=limit)
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text)
-    if not found:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text)
+    if not size:
         raise ValueError(f"--memory must be a number of MB or GB such as 2GB, got {text!r}.")
-    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]])
+    return int(float(size[1]) * {"MB": 1e6, "GB": 1e9}[size[2]])
 
 
 def require_device(name: str) -> None:

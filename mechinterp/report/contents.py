@@ -64,7 +64,7 @@ def contents_of(
     sections: dict[str, Section] = {}
     for name, analysis in shown.items():
         prompts = _prompts_text(prompts_of(analysis, n_prompts, seed))
-        section = section_of(name, analysis, results[name], said=top, prompts=prompts)
+        section = section_of(name, analysis, results[name], shown=top, prompts=prompts)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:

@@ -18,12 +18,12 @@ MOST_TOGGLES = 8
 
 
 def section_of(
-    name: str, analysis: Analysis, result: Finding, *, said: Sequence[str] = (), prompts: str = ""
+    name: str, analysis: Analysis, result: Finding, *, shown: Sequence[str] = (), prompts: str = ""
 ) -> Section:
     """Sentences, figures and tables of a result, and how it was computed.
 
     Args:
-        said: Sentences that the page has said.
+        shown: Sentences that the page has already.
         prompts: Which prompts it was computed on.
     Example:
         >>> from mechinterp.analysis.one_layer.circuits import circuits
@@ -31,7 +31,7 @@ def section_of(
         >>> section_of("circuits", Analysis(circuits), circuits(zero_head(d_x=5))).title
         'Circuits'
     """
-    sentences = [text for text in sentences_of(result) if text not in said]
+    sentences = [text for text in sentences_of(result) if text not in shown]
     text = " ".join(sentences)
     tables = tables_of(name, result)
     columns = [column for table in tables.values() for column in table.frame.columns]

@@ -163,7 +163,7 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
     # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
     weight, weight_sem = _ratios(inner, gap)
     risk, risk_dmmse, risk_ridge = map(mean_and_sem, errors)
-    found = estimates(
+    numbers = estimates(
         distance_dmmse=mean_and_sem(to_dmmse),
         distance_ridge=mean_and_sem(to_ridge),
         relative=_ratios(to_dmmse, to_dmmse + to_ridge),
@@ -173,7 +173,7 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
         risk_dmmse=risk_dmmse,
         risk_ridge=risk_ridge,
     )
-    return Closeness(**found)
+    return Closeness(**numbers)
 
 
 def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
