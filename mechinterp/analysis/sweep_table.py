@@ -8,10 +8,8 @@ import pandas as pd
 
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.native.history import write_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
-from mechinterp.training.train import RESULTS
 
 MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 
@@ -50,17 +48,6 @@ def sweep_frame(
         rows.append(row | ran)
     names = [*(name for name in rows[0] if name not in MEASURED), *MEASURED]
     return pd.DataFrame({name: _column([row.get(name) for row in rows]) for name in names})
-
-
-def write_results(frame: pd.DataFrame, run_folder: str | Path) -> Path:
-    """Write the table of a run into its folder, in place of an earlier one; its file.
-
-    Raises:
-        CheckpointError: If it cannot be written, or another table has its name.
-    """
-    file = Path(run_folder) / RESULTS
-    write_own_table(file, frame)
-    return file
 
 
 def _column(values: list[object]) -> pd.Series:

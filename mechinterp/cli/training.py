@@ -88,19 +88,20 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.sweep_table import sweep_frame, write_results
+    from mechinterp.analysis.sweep_table import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
+    from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.to_json import training_document
     from mechinterp.training.sweep_file import load_sweep
-    from mechinterp.training.train import require_finite, train_models
+    from mechinterp.training.train import RESULTS, require_finite, train_models
 
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
-    table = write_results(sweep_frame(models, out, diverged=summary.diverged), out)
+    write_own_table(out / RESULTS, sweep_frame(models, out, diverged=summary.diverged))
     require_finite(models, out, summary)
-    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {table.name}"
+    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(training_document(summary, str(out)), text, as_json=as_json)
 
 
