@@ -1,6 +1,7 @@
 """Fixtures with known answers."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +26,9 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     """Cases as parameters of a test, of which `make test` runs those to keep and `make test-all` the others too."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if keep(case) else pytest.mark.exhaustive,
-        )
-        for case in cases
-    ]
+    marked = [(case, () if keep(case) else pytest.mark.exhaustive) for case in cases]
+    each = ((case if isinstance(case, tuple) else (case,), marks) for case, marks in marked)
+    return [pytest.param(*case, marks=marks) for case, marks in each]
 
 
 def assert_same(actual: AnyWeights, expected: AnyWeights):
@@ -120,6 +117,18 @@ class Ran:
         assert self.err.endswith("\n")
         for word in words:
             assert str(word) in self.err.splitlines()[-1] + "\n"
+
+
+def started(*command: object, **settings: object) -> Ran:
+    """A program that has run in a process of its own."""
+    words = [str(word) for word in command]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, **settings)
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def python(*arguments: object, **settings: object) -> Ran:
+    """Python that has run with these arguments."""
+    return started(sys.executable, *arguments, **settings)
 
 
 Run = Callable[..., Ran]

@@ -1,7 +1,6 @@
 """Sizes whose memory is foreseeable go in chunks, or are refused with the bytes needed and those there."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,7 @@ from mechinterp.models.tokens import tokens_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.jobs import PackJob, train_job
 from mechinterp.training.one_layer.step import initial_weights
-from tests.conftest import Run, assert_close_to_rounding
+from tests.conftest import Run, assert_close_to_rounding, python
 
 HEADS = ModelConfig(n_heads=3)
 DEEP = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=6, d_head=3)
@@ -185,10 +184,8 @@ tries("wide-pairs", 4096, {"d_x": 1000, "context_length": 10_000}, {})
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
 def test_real_sizes_within_real_limits():
-    command = [sys.executable, "-c", LIMITED]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = dict(line.split(" ", 1) for line in ran.stdout.splitlines())
+    lines = python("-c", LIMITED).done().out.splitlines()
+    found = dict(line.split(" ", 1) for line in lines)
     fit = {"heads": 4096, "deep-heads": 192, "pairs": 512, "wide": 256, "most-pairs": 2}
     assert {name: int(found.pop(name)) for name in fit} == fit
     assert set(found) == {"deep-pairs", "many-most-pairs", "deep-most-pairs", "wide-pairs"}

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -13,6 +12,7 @@ import pytest
 
 import mechinterp
 from mechinterp import moved
+from tests.conftest import python
 from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
@@ -100,14 +100,8 @@ def f():
     from . import neighbour
     import numpy
 """
-    assert imported_modules(source) == {
-        "config",
-        "models.scores",
-        "icl.prompts",
-        "mechinterp",
-        "training.one_layer.step",
-        ".",
-    }
+    names = {"config", "models.scores", "icl.prompts", "training.one_layer.step"}
+    assert imported_modules(source) == names | {"mechinterp", "."}
 
 
 ROOT = PACKAGE.parent
@@ -152,9 +146,7 @@ HEAVY = {"transformer_lens", "transformers", "torch._dynamo", "sklearn", "ray", 
 
 def loaded_by(*arguments: str) -> tuple[str, set[str]]:
     """Exit code of a command in a process of its own, and the modules that it has loaded."""
-    command = [sys.executable, "-c", STARTED, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    code, *modules = ran.stderr.splitlines()[-1].split()
+    code, *modules = python("-c", STARTED, *arguments).done().err.splitlines()[-1].split()
     return code, set(modules)
 
 
@@ -194,10 +186,7 @@ def test_start_up_is_light(module: str):
     heavy = [*HEAVY, "torch", "numba", "plotly", "scipy"]
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     # Without the import hook of the tests, as a user starts it.
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    assert python("-c", code).done().out.strip() == "[]"
 
 
 @pytest.mark.parametrize(("old", "new"), sorted(moved.MOVED.items()))

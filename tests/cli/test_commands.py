@@ -19,7 +19,7 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
 from mechinterp.report.page import PAGE
-from tests.conftest import Ran, Run
+from tests.conftest import Run, started
 
 SCRIPT = Path(sys.executable).with_name("mechinterp")
 SHORT = (
@@ -29,18 +29,12 @@ SHORT = (
 )
 
 
-def start(*arguments: object) -> Ran:
-    """Runs the console script, as a shell would."""
-    command = [str(SCRIPT), *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-head model after 300 steps, trained by the console script; to be read only."""
     folder = tmp_path_factory.mktemp("trained") / "h2"
-    ran = start("train", "softmax-h2", *SHORT, "--set", "seed=1", "--out", folder, "--json").done()
+    words = ("train", "softmax-h2", *SHORT, "--set", "seed=1", "--out", folder, "--json")
+    ran = started(SCRIPT, *words).done()
     document = ran.document
     assert list(document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
     assert (document["checkpoint"], document["steps"]) == (str(folder), 300)
@@ -367,7 +361,7 @@ def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_script_refuses_on_one_line(tmp_path: Path):
-    start("info", tmp_path, "--json").assert_refused(tmp_path, "has no config.json")
+    started(SCRIPT, "info", tmp_path, "--json").assert_refused(tmp_path, "has no config.json")
 
 
 # A shell that starts a command in the background has it ignore Ctrl-C.
