@@ -155,7 +155,17 @@ def test_too_many_heads_for_all_subsets(prompts):
 
 def test_frames_and_repr(model, weights, prompts):
     found = ablate_heads(model, prompts)
-    columns = ["method", "layer", "head", "rise", "rise_sem", "median_rise", "carried_by_few", "p_value", "importance"]
+    columns = [
+        "method",
+        "layer",
+        "head",
+        "rise",
+        "rise_sem",
+        "median_rise",
+        "carried_by_few",
+        "p_value",
+        "importance",
+    ]
     assert list(found.to_frame().columns) == columns
     assert repr(found).startswith("HeadAblation(zero: L0H")
     assert len(found.plot().data) == 1

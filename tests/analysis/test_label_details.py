@@ -76,14 +76,8 @@ def two_shapes(apart: float) -> Tensor:
 @pytest.mark.slow
 def test_heads_that_serve_one_response_with_the_wrong_sign_are_no_task_heads():
     found = two_responses(MODE_3.omega.tolist(), [[0, -3.2], [0, 3.2], [3.3, 0], [-3.3, 0]], TWO)
-    assert_undetermined(
-        found,
-        "heads serve several responses and support_leak is not defined",
-        "mismatched",
-        "mismatched",
-        "positive",
-        "negative",
-    )
+    labels = ("mismatched", "mismatched", "positive", "negative")
+    assert_undetermined(found, "and support_leak is not defined", *labels)
     assert np.isnan(found.scales.support_leak)
     assert np.isnan(found.scales.theta_spread)
 
