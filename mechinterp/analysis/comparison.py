@@ -212,14 +212,8 @@ def _titles(names: list[list[str]]) -> list[str]:
 
 def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
     """A row for each setting: its name, and the fields in which settings differ."""
-    texts = [
-        {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in each.items()
-        }
-        for each in settings
-    ]
-    fields = pd.DataFrame(texts)
+    fields = pd.DataFrame(settings, dtype=object)
+    fields = fields.map(lambda value: value if isinstance(value, str) else json.dumps(value))
     fields = fields.loc[:, fields.nunique() > 1]
     fields.insert(0, "setting", titles)
     return fields

@@ -245,13 +245,11 @@ def complain(message: str) -> None:
     """Print an error on standard error: one line, which a terminal shows broken between words."""
     line = f"mechinterp: {' '.join(message.split())}"
     if sys.stderr.isatty():  # a reader, not a script
-        line = "\n".join(
-            textwrap.wrap(
-                line,
-                shutil.get_terminal_size().columns,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        line = textwrap.fill(
+            line,
+            shutil.get_terminal_size().columns,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     say(line, error=True)
