@@ -202,9 +202,7 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     assert set(out.iterdir()) == files
     assert ran.document["verdict"].startswith("What it computes: ")
 
-    again = ("report", trained, "--out", out, "--n-prompts", 64)
-    run(*again).assert_refused(out, "already exists", "--overwrite")
-    ran = run(*again, "--overwrite").done()
+    ran = run("report", trained, "--out", out, "--n-prompts", 64, "--overwrite").done()
     assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
 
 

@@ -124,9 +124,3 @@ def test_nothing_to_compare_is_bad_input(run: Run, tmp_path: Path):
     assert ran.code == 2
     assert ran.err.splitlines()[-1].endswith("compare needs at least one checkpoint, got none.")
     assert not (tmp_path / "page").exists()
-
-
-def test_a_comparison_is_not_overwritten_unless_asked(tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_comparison([load(CHECKPOINTS / NAMES[0])], tmp_path, n_prompts=64)
