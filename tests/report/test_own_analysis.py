@@ -9,7 +9,7 @@ import pytest
 
 from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.checkpoints.load import load
-from mechinterp.cli.settings import settings_of
+from mechinterp.cli.analyses import settings_of
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run, python
 
