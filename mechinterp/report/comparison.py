@@ -53,10 +53,9 @@ def write_comparison(
     require_free(Path(out), overwrite)
     checkpoints = sorted(checkpoints, key=lambda each: natural(each.name))
     comparison = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
-    missing = [_left_out(left_out)] if left_out else []
     parts = [
         _settings(comparison, n_prompts, _pages(comparison, Path(out))),
-        *missing,
+        *([_left_out(left_out)] if left_out else []),
         _heads(comparison),
         *_training(comparison),
     ]

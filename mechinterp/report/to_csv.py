@@ -35,7 +35,7 @@ def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
         | {"error": _encodable(document.get("error"))}
         for document in documents
     ]
-    frame = pd.DataFrame(rows, columns=_columns(rows))
+    frame = pd.DataFrame(rows, columns=None if rows else [*HEADER, "error"])
     plain = [name for name in frame.columns if name in HEADER or frame[name].notna().any()]
     return frame[[*(name for name in plain if name != "error"), "error"]].convert_dtypes()
 
@@ -79,8 +79,3 @@ def _scalar(value: object) -> object:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, bool | int | float | str) else None
-
-
-def _columns(rows: Sequence[dict]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row if name != "error")
-    return [*(names or dict.fromkeys(HEADER)), "error"]
