@@ -50,9 +50,9 @@ class Result:
         frame = self.to_frame()
         table = frame.head(ROWS).to_html(index=False, border=0, float_format="%.4g")
         left = len(frame) - ROWS
-        said = html.escape(repr(self)).replace("\n", "<br>")
+        sentence = html.escape(repr(self)).replace("\n", "<br>")
         more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
-        return f"<p><code>{said}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
+        return f"<p><code>{sentence}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
 
 
 def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:

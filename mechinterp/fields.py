@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -62,21 +62,20 @@ class Rules:
 
     def at_least(self, least: float, *names: str) -> None:
         """Refuse the first field that is below a bound; None is not."""
-        for name in names:
-            value = getattr(self.config, name)
-            self.require(name, value is None or value >= least, f"must be >= {least}")
+        self._each(names, lambda value: value >= least, f"must be >= {least}")
 
     def at_most(self, most: float, *names: str) -> None:
         """Refuse the first field that is above a bound; None is not."""
-        for name in names:
-            value = getattr(self.config, name)
-            self.require(name, value is None or value <= most, f"must be <= {most}")
+        self._each(names, lambda value: value <= most, f"must be <= {most}")
 
     def positive(self, *names: str) -> None:
         """Refuse the first field that is 0 or negative; None is not."""
+        self._each(names, lambda value: value > 0, "must be > 0")
+
+    def _each(self, names: Iterable[str], holds: Callable[[Any], bool], rule: str) -> None:
         for name in names:
             value = getattr(self.config, name)
-            self.require(name, value is None or value > 0, "must be > 0")
+            self.require(name, value is None or holds(value), rule)
 
     def one_of(self, name: str, known: Iterable[str | None]) -> None:
         """Refuse a field that is not among the known values."""

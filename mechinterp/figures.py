@@ -23,12 +23,8 @@ LONG_LABEL = 16
 LEAST_TICKS = 3
 """Of a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
-__getattr__ = names_of(
-    __name__,
-    dict.fromkeys(
-        ("Matrices", "head_heatmaps", "heatmap", "layers_by_heads"), "mechinterp.heatmaps"
-    ),
-)
+OLD = ("Matrices", "head_heatmaps", "heatmap", "layers_by_heads")
+__getattr__ = names_of(__name__, dict.fromkeys(OLD, "mechinterp.heatmaps"))
 """Names that stood here in 0.1."""
 
 
@@ -74,10 +70,8 @@ def lines(
     drawn = {n: curve if isinstance(curve, tuple) else (curve, None) for n, curve in curves.items()}
     for index, name in enumerate(sorted(drawn, key=lambda name: name == MODEL)):
         values, error = drawn[name]
-        line: dict[str, object] = {
-            "color": colors[index % len(colors)],
-            "dash": "solid" if index < len(colors) else "dot",
-        }
+        dash = "solid" if index < len(colors) else "dot"
+        line: dict[str, object] = {"color": colors[index % len(colors)], "dash": dash}
         if name == MODEL:
             line = {"color": MODEL_COLOR["light"], "dash": "dash", "width": 3}
         figure.add_scatter(
@@ -92,16 +86,16 @@ def lines(
         )
     for level in levels:
         figure.add_hline(float(level), line_dash="dot", line_width=1)
-    figure.update_xaxes(title_text=x_title, type="log" if log_x else "linear")
+    figure.update_xaxes(title_text=x_title, **_axis([x], log=log_x))
     if np.issubdtype(x.dtype, np.integer) and np.ptp(x) <= 10:
         figure.update_xaxes(dtick=1)  # a number of layers or heads has no half
-    figure.update_yaxes(title_text=y_title, type="log" if log_y else "linear", zeroline=zero_line)
-    if log_x:
-        figure.update_xaxes(log_ticks([x]))
-    if log_y:
-        ends = [v + sign * (0 if e is None else e) for v, e in drawn.values() for sign in (-1, 1)]
-        figure.update_yaxes(log_ticks(ends))
+    ends = [v + sign * (0 if e is None else e) for v, e in drawn.values() for sign in (-1, 1)]
+    figure.update_yaxes(title_text=y_title, zeroline=zero_line, **_axis(ends, log=log_y))
     return finish(figure, title, height=HEIGHT)
+
+
+def _axis(values: Iterable[np.ndarray], *, log: bool) -> dict[str, object]:
+    return {"type": "log", **log_ticks(values)} if log else {"type": "linear"}
 
 
 def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
@@ -111,11 +105,11 @@ def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
         >>> log_ticks([np.array([0.03, 0.4])])["ticktext"]
         ['0.02', '0.05', '0.1', '0.2', '0.5']
     """
-    found = np.concatenate([np.ravel(each).astype(float) for each in values])
-    found = found[np.isfinite(found) & (found > 0)]
-    if not len(found) or found.max() < found.min() * (1 + 1e-6):
+    every = np.concatenate([np.ravel(each).astype(float) for each in values])
+    drawn = every[np.isfinite(every) & (every > 0)]
+    if not len(drawn) or drawn.max() < drawn.min() * (1 + 1e-6):
         return {}
-    low, high = float(found.min()), float(found.max())
+    low, high = float(drawn.min()), float(drawn.max())
     powers = range(int(np.floor(np.log10(low))) - 1, int(np.ceil(np.log10(high))) + 2)
     for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
         every = np.array([step * 10.0**power for power in powers for step in steps])
@@ -139,17 +133,17 @@ def log_range(values: np.ndarray) -> tuple[float, float] | None:
         >>> log_range(np.array([1.0, 100.0]))
         (-0.1, 2.1)
     """
-    found = np.log10(values[values > 0])
-    if not len(found):
+    powers = np.log10(values[values > 0])
+    if not len(powers):
         return None
-    room = 0.05 * float(np.ptp(found)) or 0.1
-    return float(found.min()) - room, float(found.max()) + room
+    room = 0.05 * float(np.ptp(powers)) or 0.1
+    return float(powers.min()) - room, float(powers.max()) + room
 
 
 def _tick(value: float) -> str:
-    for least, letter in ((1e6, "M"), (1e4, "k")):
+    for least, unit, letter in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if least <= value < 1e9:
-            return f"{value / (1e6 if letter == 'M' else 1e3):.6g}{letter}"
+            return f"{value / unit:.6g}{letter}"
     if 1e-4 <= value < 1e9:
         return f"{value:,.6g}"
     power = int(np.floor(np.log10(value) + 1e-9))
@@ -238,13 +232,10 @@ def runs(
                 opacity=0.8,
                 hovertemplate=f"{_plain(model)}<br>%{{x}}, %{{y:.4g}}<extra></extra>",
             )
-    kind = "log" if log else "linear"
-    figure.update_xaxes(title_text=x_title, type=kind, zeroline=markers)
-    figure.update_yaxes(title_text=y_title, type=kind, zeroline=markers)
-    if log:
-        every = [curve for models in groups.values() for curve in models.values()]
-        figure.update_xaxes(log_ticks(curve[0] for curve in every))
-        figure.update_yaxes(log_ticks(curve[1] for curve in every))
+    every = [curve for models in groups.values() for curve in models.values()]
+    x_axis, y_axis = (_axis((curve[at] for curve in every), log=log) for at in (0, 1))
+    figure.update_xaxes(title_text=x_title, zeroline=markers, **x_axis)
+    figure.update_yaxes(title_text=y_title, zeroline=markers, **y_axis)
     return finish(figure, title, height=HEIGHT + 80)
 
 
@@ -282,18 +273,11 @@ def with_slider(
         }
         for (name, changes), title in zip(frames.items(), titles, strict=True)
     ]
-    at_once = {
-        "mode": "immediate",
-        "frame": {"duration": 0, "redraw": True},
-        "transition": {"duration": 0},
-    }
+    frame = {"duration": 0, "redraw": True}
+    at_once = {"mode": "immediate", "frame": frame, "transition": {"duration": 0}}
     steps = [{"label": name, "method": "animate", "args": [[name], at_once]} for name in frames]
-    slider = {
-        "steps": steps,
-        "active": start,
-        "currentvalue": {"prefix": f"{label} "},
-        "pad": {"t": 70},
-    }
+    slider = {"steps": steps, "active": start, "pad": {"t": 70}}
+    slider["currentvalue"] = {"prefix": f"{label} "}
     figure.update_layout(sliders=[slider], title_text=titles[start])
     for place, change in zip(places, list(frames.values())[start], strict=True):
         figure.data[place].update(change)

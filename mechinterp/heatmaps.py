@@ -83,11 +83,8 @@ def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
             int(heights[rows].sum()) + PANEL_GAP * size
             for rows, size in ((slice(first), first), (slice(first, first + count), count - 1))
         )
-        bar = {
-            "title": {"text": kind.unit},
-            "y": 1 - (above + own / 2) / area,
-            "len": max(own, LEAST_BAR) / area,
-        }
+        place, length = 1 - (above + own / 2) / area, max(own, LEAST_BAR) / area
+        bar = {"title": {"text": kind.unit}, "y": place, "len": length}
         places = f"<br>{kind.row_title} %{{y}}<br>{kind.column_title} %{{x}}<br>%{{z:.4f}}"
         for head, (name, drawn) in enumerate(zip(kind.titles, kind.changing, strict=True)):
             figure.add_heatmap(
@@ -168,5 +165,5 @@ def scales() -> dict[str, dict[str, object]]:
         for name, colors in DARK_SCALES.items()
     }
     light = {name: go.Heatmap(colorscale=scale).colorscale for name, scale in LIGHT_SCALES.items()}
-    found = {"light": light, "dark": named}
-    return {look: {**found[look], "model": MODEL_COLOR[look]} for look in TEMPLATES}
+    looks = {"light": light, "dark": named}
+    return {look: {**looks[look], "model": MODEL_COLOR[look]} for look in TEMPLATES}

@@ -102,10 +102,10 @@ def require_memory(needed: int, what: str) -> None:
     """
     if needed <= CHUNK_BYTES:
         return
-    there = available_memory()
-    if needed > there:
+    available = available_memory()
+    if needed > available:
         raise ValueError(
-            f"{what} must fit into memory: {needed} bytes are needed, {there} bytes are there."
+            f"{what} must fit into memory: {needed} bytes are needed, {available} bytes are there."
         )
 
 

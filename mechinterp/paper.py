@@ -49,24 +49,16 @@ def save_figure(
         ValueError: figure.doc: must end in .pdf, .svg or .png.
     """
     path = Path(path)
-    path.write_bytes(drawn(shown, path, width=width, height=height, title=title))
-    return path
-
-
-def drawn(
-    shown: object,
-    path: Path,
-    *,
-    width: float = COLUMN,
-    height: float | None = None,
-    title: str = "",
-) -> bytes:
-    """What `save_figure` writes."""
     require_format(path)
     for name, inches in (("width", width), ("height", height)):
         if inches is not None and not inches > 0:
             raise ValueError(f"{name} must be > 0 inches, got {inches}.")
-    figure = for_print(shown, width=width, height=height, title=title)
+    path.write_bytes(_drawn(for_print(shown, width=width, height=height, title=title), path))
+    return path
+
+
+def _drawn(figure: go.Figure, path: Path) -> bytes:
+    """The file of a figure for print."""
     # Here and not above: it is an extra.
     from kaleido.errors import ChromeNotFoundError
 
@@ -87,8 +79,7 @@ def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
     Raises:
         ValueError: As `save_figure` does.
     """
-    paths = {name: Path(f"{name}.{ending}") for name in shown}
-    require_format(next(iter(paths.values()), Path(f"figure.{ending}")))
+    require_format(Path(f"{next(iter(shown), 'figure')}.{ending}"))
     import kaleido
 
     kaleido.start_sync_server(silence_warnings=True)
@@ -96,10 +87,8 @@ def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
         with warnings.catch_warnings():
             # Plotly's own settings for a browser of its own.
             warnings.filterwarnings("ignore", message="The kopts argument is ignored")
-            return {
-                str(paths[name]): drawn(each, paths[name], width=PAGE)
-                for name, each in shown.items()
-            }
+            printed = {f"{n}.{ending}": for_print(each, width=PAGE) for n, each in shown.items()}
+            return {file: _drawn(each, Path(file)) for file, each in printed.items()}
     finally:
         kaleido.stop_sync_server(silence_warnings=True)
 
@@ -127,7 +116,9 @@ def for_print(
         >>> for_print(go.Figure(layout={"height": 320}), width=6.75).layout.width
         648
     """
-    screen = shown if isinstance(shown, go.Figure) else _plot_of(shown)
+    if not isinstance(shown, go.Figure) and not hasattr(shown, "plot"):
+        raise ValueError(f"A figure or a result with a plot is needed, got {type(shown).__name__}.")
+    screen = shown if isinstance(shown, go.Figure) else shown.plot()
     figure = go.Figure(screen.to_dict())
     figure.frames, figure.layout.sliders, figure.layout.updatemenus = (), (), ()
     pixels = round(width * PIXELS)
@@ -135,6 +126,7 @@ def for_print(
     inches = max(shrunk / PIXELS, LEAST_HEIGHT) if height is None else height
     size = FONT_POINTS * PIXELS / 72
     font = {"family": FONT, "size": size, "color": "black"}
+    top = 2.5 * size if title or screen.layout.annotations else 8
     bar = {"thickness": 8, "nticks": 5, "tickfont": font, "title": {"font": font}}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": font}
     figure.update_layout(
@@ -144,12 +136,7 @@ def for_print(
         title={"text": title, "font": font},
         font=font,
         legend=legend,
-        margin={
-            "l": 8,
-            "r": 8,
-            "t": 2.5 * size if title or screen.layout.annotations else 8,
-            "b": 4.5 * size,
-        },
+        margin={"l": 8, "r": 8, "t": top, "b": 4.5 * size},
     )
     axis = {"title_standoff": 4, "tickfont": font, "title_font": font, "automargin": True}
     figure.update_xaxes(axis)
@@ -159,12 +146,3 @@ def for_print(
     thin = {"line": {"width": 1.5}, "marker": {"size": 4}, "textfont": font}
     figure.update_traces(thin, selector={"type": "scatter"})
     return figure
-
-
-def _plot_of(result: object) -> go.Figure:
-    plot = getattr(result, "plot", None)
-    if plot is None:
-        raise ValueError(
-            f"A figure or a result with a plot is needed, got {type(result).__name__}."
-        )
-    return plot()

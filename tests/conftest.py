@@ -1,6 +1,7 @@
 """Fixtures with known answers."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +26,9 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     """Cases as parameters of a test, of which `make test` runs those to keep and `make test-all` the others too."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if keep(case) else pytest.mark.exhaustive,
-        )
-        for case in cases
-    ]
+    marked = [(case, () if keep(case) else pytest.mark.exhaustive) for case in cases]
+    each = ((case if isinstance(case, tuple) else (case,), marks) for case, marks in marked)
+    return [pytest.param(*case, marks=marks) for case, marks in each]
 
 
 def assert_same(actual: AnyWeights, expected: AnyWeights):
@@ -106,22 +103,41 @@ class Ran:
 
         return json.loads(self.out, parse_constant=refuse)
 
-    def assert_refused(self, *words: str):
-        """Exit code 2, nothing on standard output, one line on standard error with these words."""
+    def done(self, *, silent: bool = False) -> "Ran":
+        """The same, with exit code 0; `silent` with nothing on standard error."""
+        assert self.code == 0, self.err
+        assert not silent or self.err == ""
+        return self
+
+    def assert_refused(self, *words: str, lines: int = 1):
+        """Exit code 2, nothing on standard output, a line on standard error with these words; `lines` with others before."""
         assert (self.code, self.out) == (2, ""), self.err
         assert self.err.startswith("mechinterp: ")
-        assert self.err.count("\n") == 1
+        assert self.err.count("\n") <= lines
         assert self.err.endswith("\n")
         for word in words:
-            assert str(word) in self.err
+            assert str(word) in self.err.splitlines()[-1] + "\n"
+
+
+def started(*command: object, **settings: object) -> Ran:
+    """A program that has run in a process of its own."""
+    words = [str(word) for word in command]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, **settings)
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def python(*arguments: object, **settings: object) -> Ran:
+    """Python that has run with these arguments."""
+    return started(sys.executable, *arguments, **settings)
 
 
 Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process."""
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs a command in this process; those that train set the number of threads."""
+    threads = torch.get_num_threads()
 
     def command(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["mechinterp", *map(str, arguments)])
@@ -130,7 +146,8 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Run:
             cli.main()
         return Ran(ended.value.code, *capsys.readouterr())
 
-    return command
+    yield command
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

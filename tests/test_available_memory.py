@@ -1,7 +1,6 @@
 """Sizes whose memory is foreseeable go in chunks, or are refused with the bytes needed and those there."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +20,16 @@ from mechinterp.models.tokens import tokens_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.jobs import PackJob, train_job
 from mechinterp.training.one_layer.step import initial_weights
-from tests.conftest import Run, assert_close_to_rounding
+from tests.conftest import Run, assert_close_to_rounding, python
 
 HEADS = ModelConfig(n_heads=3)
 DEEP = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=6, d_head=3)
 LINEAR = ModelConfig(n_layers=2, context_only=True, d_head=3, score="linear/L")
 NORMED = ModelConfig(n_layers=2, context_only=True, d_model=6, d_head=3, norm="before", d_mlp=5)
 TASK = TaskConfig(d_x=3, context_length=5)
+EACH_MODEL = pytest.mark.parametrize(
+    "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
+)
 REFUSED = r"must fit into memory: (\d+) bytes are needed, (\d+) bytes are there\."
 
 
@@ -47,12 +49,8 @@ def predictions(model: ModelConfig) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
-)
-def test_chunks_say_what_all_prompts_at_once_say(
-    monkeypatch: pytest.MonkeyPatch, model: ModelConfig
-):
+@EACH_MODEL
+def test_chunks_say_what_all_prompts_at_once_say(monkeypatch, model: ModelConfig):
     whole = predictions(model)
     monkeypatch.setattr(memory, "CHUNK_BYTES", 1)
     for part, expected in zip(predictions(model), whole, strict=True):
@@ -123,12 +121,8 @@ def test_a_step_is_foreseen_with_as_many_tokens_as_a_prompt_has(layout: str):
         DeepRun({"x": config})
 
 
-@pytest.mark.parametrize(
-    "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
-)
-def test_a_model_that_two_prompts_are_too_many_for(
-    monkeypatch: pytest.MonkeyPatch, model: ModelConfig
-):
+@EACH_MODEL
+def test_a_model_that_two_prompts_are_too_many_for(monkeypatch, model: ModelConfig):
     initial = initial_weights if model.one_attention else initial_deep_weights
     predictor, prompts = predictor_of(initial(experiment(model))), sample_prompts(TASK, 4)
     monkeypatch.setattr(memory, "CHUNK_BYTES", 100)
@@ -141,11 +135,8 @@ def test_a_model_that_two_prompts_are_too_many_for(
 def test_memory_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert 2**20 < memory.available_memory() < 2**50
     monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
-    for name, text in {
-        "max": "5000\n",
-        "current": "4000\n",
-        "stat": "anon 3\ninactive_file 20\n",
-    }.items():
+    stat = "anon 3\ninactive_file 20\n"
+    for name, text in {"max": "5000\n", "current": "4000\n", "stat": stat}.items():
         (tmp_path / f"memory.{name}").write_text(text)
     assert memory.available_memory() == 1020
     (tmp_path / "memory.max").write_text("max\n")
@@ -193,10 +184,8 @@ tries("wide-pairs", 4096, {"d_x": 1000, "context_length": 10_000}, {})
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
 def test_real_sizes_within_real_limits():
-    command = [sys.executable, "-c", LIMITED]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = dict(line.split(" ", 1) for line in ran.stdout.splitlines())
+    lines = python("-c", LIMITED).done().out.splitlines()
+    found = dict(line.split(" ", 1) for line in lines)
     fit = {"heads": 4096, "deep-heads": 192, "pairs": 512, "wide": 256, "most-pairs": 2}
     assert {name: int(found.pop(name)) for name in fit} == fit
     assert set(found) == {"deep-pairs", "many-most-pairs", "deep-most-pairs", "wide-pairs"}
@@ -208,10 +197,8 @@ def test_real_sizes_within_real_limits():
 def test_a_command_names_the_file(run: Run, tmp_path: Path):
     config = experiment(ModelConfig(), TaskConfig(context_length=2**20))
     save(tmp_path / "long", config, initial_weights(config), step=0)
-    ran = run("ablate", tmp_path / "long", "--n-prompts", 500_000)
-    ran.assert_refused(
-        f"{tmp_path / 'long'}: 500000 prompts of 1048576 pairs with d_x = 5 must fit"
-    )
+    words = f"{tmp_path / 'long'}: 500000 prompts of 1048576 pairs with d_x = 5 must fit"
+    run("ablate", tmp_path / "long", "--n-prompts", 500_000).assert_refused(words)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x: can't allocate memory: y")])
@@ -220,7 +207,6 @@ def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr("mechinterp.training.train.train_one", fails)
-    monkeypatch.setattr(
-        "mechinterp.checkpoints.native.folder.named_config", lambda _: ExperimentConfig()
-    )
+    named = "mechinterp.checkpoints.native.folder.named_config"
+    monkeypatch.setattr(named, lambda _: ExperimentConfig())
     run("train", "softmax-h2").assert_refused("train needs more memory than there is.")

@@ -23,14 +23,8 @@ CURVES = {"head 0": np.array([1.0, 2.0]), "head 1": np.array([3.0, -4.0])}
 
 
 def lines(curves: dict = CURVES, **options) -> go.Figure:
-    return figures.lines(
-        np.array([10, 20]),
-        curves,
-        title="Loss",
-        x_title="step",
-        y_title="loss (y²)",
-        **options,
-    )
+    titles = {"title": "Loss", "x_title": "step", "y_title": "loss (y²)"}
+    return figures.lines(np.array([10, 20]), curves, **titles | options)
 
 
 def bars(n_groups: int = 1) -> go.Figure:
@@ -111,16 +105,9 @@ def test_a_head_has_one_colour_in_every_figure():
     n_heads = len(figures.COLORS) + 1
     points = [trace.marker.color for trace in scatter(n_heads).data]
     names = [f"head {head}" for head in range(n_heads)]
-    curves = figures.lines(
-        np.array([1, 2]),
-        {name: np.zeros(2) for name in names},
-        title="",
-        x_title="",
-        y_title="",
-        colors=[figures.head_color(head) for head in range(n_heads)],
-    )
-    assert [trace.line.color for trace in curves.data] == points
-    assert points == [figures.head_color(head) for head in range(n_heads)]
+    colors = [figures.head_color(head) for head in range(n_heads)]
+    curves = lines({name: np.zeros(2) for name in names}, colors=colors)
+    assert [trace.line.color for trace in curves.data] == points == colors
     assert len(set(points[:-1])) == n_heads - 1
     assert points[-1] == points[0]
     assert not set(figures.BAR_COLORS) & set(figures.COLORS)
@@ -137,19 +124,14 @@ def test_lines_carry_values_and_errors():
 
 def test_lines_go_on_in_dots_when_the_colours_run_out():
     curves = {str(i): np.zeros(2) for i in range(3)}
-    figure = figures.lines(
-        np.array([1, 2]), curves, title="", x_title="", y_title="", colors=("black", "red")
-    )
-    styles = [(trace.line.color, trace.line.dash) for trace in figure.data]
+    drawn = lines(curves, colors=("black", "red")).data
+    styles = [(trace.line.color, trace.line.dash) for trace in drawn]
     assert styles == [("black", "solid"), ("red", "solid"), ("black", "dot")]
 
 
 def test_lines_take_logarithmic_axes():
     assert (lines().layout.xaxis.type, lines().layout.yaxis.type) == ("linear", "linear")
-    assert (lines(log_x=True).layout.xaxis.type, lines(log_y=True).layout.yaxis.type) == (
-        "log",
-        "log",
-    )
+    assert lines(log_x=True).layout.xaxis.type == lines(log_y=True).layout.yaxis.type == "log"
     assert lines(zero_line=True).layout.yaxis.zeroline
 
 
@@ -177,13 +159,9 @@ def test_ticks_of_a_logarithmic_axis_are_read_at_once(values, texts):
 
 def test_the_curve_of_the_model_is_dashed_and_on_top():
     curves = {figures.MODEL: np.array([1.0, 2.0]), "ridge": np.array([1.0, 3.0])}
-    below, above = figures.lines(np.array([1, 2]), curves, title="", x_title="", y_title="").data
-    assert (above.name, above.line.dash, above.meta, above.legendrank) == (
-        "model",
-        "dash",
-        "model",
-        1,
-    )
+    below, above = lines(curves).data
+    assert (above.name, above.meta, above.line.dash) == ("model", "model", "dash")
+    assert above.legendrank == 1
     assert above.line.width > 2
     assert (list(above.y), below.name, below.line.color) == ([1, 2], "ridge", figures.COLORS[0])
 
@@ -206,10 +184,8 @@ def test_a_few_whole_numbers_get_no_halves_between_them():
 
 def test_lines_have_levels_as_dotted_lines_across():
     shapes = lines(levels=np.array([0.5, -1.0])).layout.shapes
-    assert [(shape.y0, shape.y1, shape.line.dash) for shape in shapes] == [
-        (0.5, 0.5, "dot"),
-        (-1, -1, "dot"),
-    ]
+    drawn = [(shape.y0, shape.y1, shape.line.dash) for shape in shapes]
+    assert drawn == [(0.5, 0.5, "dot"), (-1, -1, "dot")]
     assert not lines().layout.shapes
 
 

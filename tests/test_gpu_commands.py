@@ -1,13 +1,13 @@
 """What `make test-gpu` and `make bench-gpu` say and do where there is no GPU, and that the timing runs."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import started
 from tests.gpu import bench
 from tests.gpu.machine import NO_DEVICE, READY, WRONG_BUILD, state
 
@@ -44,9 +44,8 @@ def test_make_without_a_device_says_so_and_ends_well(target: str, tmp_path: Path
     """The recipe runs this Python, and installs nothing."""
     folder = Path(sys.executable).parent
     asked = ["make", "-s", "-f", MAKEFILE, target, f"BIN={folder}", "STAMP=", "-o", "install"]
-    ran = subprocess.run(asked, capture_output=True, text=True, cwd=MAKEFILE.parent, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == "No CUDA device on this machine: nothing was tested.\n"
+    said = started(*asked, cwd=MAKEFILE.parent).done(silent=True).out
+    assert said == "No CUDA device on this machine: nothing was tested.\n"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -13,6 +12,7 @@ import pytest
 
 import mechinterp
 from mechinterp import moved
+from tests.conftest import python
 from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
@@ -100,14 +100,8 @@ def f():
     from . import neighbour
     import numpy
 """
-    assert imported_modules(source) == {
-        "config",
-        "models.scores",
-        "icl.prompts",
-        "mechinterp",
-        "training.one_layer.step",
-        ".",
-    }
+    names = {"config", "models.scores", "icl.prompts", "training.one_layer.step"}
+    assert imported_modules(source) == names | {"mechinterp", "."}
 
 
 ROOT = PACKAGE.parent
@@ -138,79 +132,61 @@ def test_names_of_a_room_are_where_it_says(room: str):
         _ = module.no
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2.pt", "model"])
-def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
-    if kind == "model":
-        deep_softmax(tmp_path)
-    else:
-        gpt2_file(tmp_path)
-    arguments = ["classify", str(tmp_path / kind), "--n-prompts", "8", "--json"]
-    arguments += ["--n-heads", "4"] if kind == "gpt2.pt" else []
-    code = f"""
+STARTED = """
 import sys
-from mechinterp.cli import main
-sys.argv = ["mechinterp", *{arguments}]
+from mechinterp.cli.main import main
 try:
     main()
 except SystemExit as ended:
-    assert not ended.code
-loaded = [name for name in ("transformer_lens", "transformers", "torch._dynamo") if name in sys.modules]
-print(loaded, file=sys.stderr)
+    print(ended.code or 0, *sys.modules, file=sys.stderr)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stderr.splitlines()[-1] == "[]"
+HEAVY = {"transformer_lens", "transformers", "torch._dynamo", "sklearn", "ray", "jinja2"}
+"""What no classification needs."""
+
+
+def loaded_by(*arguments: str) -> tuple[str, set[str]]:
+    """Exit code of a command in a process of its own, and the modules that it has loaded."""
+    code, *modules = python("-c", STARTED, *arguments).done().err.splitlines()[-1].split()
+    return code, set(modules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2.pt", "model", "one layer"])
+def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
+    gpt2_file(tmp_path)
+    deep_softmax(tmp_path)
+    path = "checkpoints/softmax-h2-s0" if kind == "one layer" else str(tmp_path / kind)
+    hints = ("--n-heads", "4") if kind == "gpt2.pt" else ()
+    code, loaded = loaded_by("classify", path, "--n-prompts", "64", "--json", *hints)
+    assert code == "0"
+    assert "mechinterp.analysis.one_layer.classify" in loaded
+    assert not HEAVY & loaded
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "allowed"),
     [
-        ["--help"],
-        ["info", "nothing"],
-        ["classify", "nothing"],
-        ["train", "--list"],
-        ["report", "nothing"],
-        ["info", "checkpoints/softmax-h2-s0"],
+        (["--help"], set()),
+        (["info", "nothing"], {"numpy"}),
+        (["classify", "nothing"], {"numpy"}),
+        (["train", "--list"], {"numpy"}),
+        (["report", "nothing", "--out", "nowhere"], {"numpy"}),
+        (["info", "checkpoints/softmax-h2-s0"], {"numpy", "pandas"}),  # for its history
     ],
 )
-def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str]):
-    arguments += ["--out", "nowhere"] if arguments[0] == "report" else []
-    heavy = ["transformer_lens", "torch", "plotly", "scipy"]
-    heavy += [] if "checkpoints/softmax-h2-s0" in arguments else ["pandas"]  # for its history
-    code = f"""
-import sys
-from mechinterp.cli import main
-sys.argv = ["mechinterp", *{arguments}]
-try:
-    main()
-except SystemExit:
-    pass
-heavy = {heavy}
-loaded = [name for name in heavy if name in sys.modules]
-print(loaded, file=sys.stderr)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stderr.splitlines()[-1] == "[]"
+def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str], allowed: set[str]):
+    heavy = HEAVY | {"torch", "plotly", "scipy", "pandas", "numpy", "rich.progress"}
+    _, loaded = loaded_by(*arguments)
+    assert (heavy & loaded) <= allowed
+    assert "mechinterp.analysis.one_layer.classify" not in loaded
 
 
 @pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])
 def test_start_up_is_light(module: str):
-    heavy = [
-        "torch",
-        "transformer_lens",
-        "transformers",
-        "sklearn",
-        "ray",
-        "numba",
-        "plotly",
-        "scipy",
-    ]
+    heavy = [*HEAVY, "torch", "numba", "plotly", "scipy"]
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     # Without the import hook of the tests, as a user starts it.
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    assert python("-c", code).done().out.strip() == "[]"
 
 
 @pytest.mark.parametrize(("old", "new"), sorted(moved.MOVED.items()))

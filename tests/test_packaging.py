@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import python
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.slow
 def build(kind: str, folder: Path) -> Path:
     """The file that the build backend makes in a source folder, without a network."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return folder / "dist" / done.stdout.splitlines()[-1]
+    return folder / "dist" / python("-c", code, cwd=folder).done().out.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +49,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds the installed wheel and nothing else."""
     target = tmp_path_factory.mktemp("installed")
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(target)]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *options, str(wheel)], check=True
-    )
+    python("-m", "pip", "install", "--quiet", *options, wheel).done()
     return target
 
 
@@ -65,16 +60,7 @@ def bundled() -> list[str]:
 def run(installed: Path, cwd: Path, *arguments: str) -> str:
     """Standard output of Python in an empty folder, with the installed package before all others."""
     environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(*arguments, cwd=cwd, env=environment).done().out
 
 
 def test_sdist_holds_readme_licence_and_changelog_and_no_half_of_the_tests(sdist: Path):
@@ -106,9 +92,7 @@ def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
 def test_the_installed_package_loads_every_bundled_model_by_its_name(
     installed: Path, tmp_path: Path
 ):
-    code = (
-        "import sys, mechinterp as mi; print(mi.__file__, *(mi.load(n).name for n in sys.argv[1:]))"
-    )
+    code = "import sys, mechinterp as m; print(m.__file__, *(m.load(n).name for n in sys.argv[1:]))"
     where, *names = run(installed, tmp_path, "-c", code, *bundled()).split()
     assert Path(where).is_relative_to(installed)
     assert names == bundled()
@@ -127,9 +111,8 @@ def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
 
 def test_commands_take_names_and_paths(installed: Path, tmp_path: Path):
     models = ("softmax-h2-s0", "linear-merged-s0", str(CHECKPOINT))
-    documents = json.loads(
-        run(installed, tmp_path, "-m", "mechinterp", "classify", *models, "--json")
-    )
+    answer = run(installed, tmp_path, "-m", "mechinterp", "classify", *models, "--json")
+    documents = json.loads(answer)
     patterns = [document["pattern"] for document in documents]
     assert patterns == ["debiased_gd", "linear_gd", "debiased_gd"]
 

@@ -7,6 +7,24 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.sparse import questions as ask
+from analyses.sparse.fairness import (
+    LEARNERS,
+    algorithm_1,
+    both,
+    descent,
+    fitted,
+    jackknife,
+    lista,
+    moments,
+    refined,
+    risk,
+)
+from analyses.sparse.questions import Numbers, of_row, rises, spread, verdicts
+from analyses.sparse.setting import typical_ratio, unseen
+from analyses.sparse.settings import one_model, shorter_of
+from analyses.sparse.settings_table import RESULTS, SHOWN, figure, several, table_of
+from analyses.sparse.start import config_of, start_of, step_sizes
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
@@ -30,8 +48,6 @@ def sparse_prompts():
 
 
 def test_paths_with_one_size_are_the_learners_of_the_package(sparse_prompts):
-    from analyses.sparse.fairness import algorithm_1, both, descent, lista, moments
-
     gram, r, _ = moments(sparse_prompts)
     sizes, alone = torch.full((3, 1), 0.3, dtype=torch.float64), torch.zeros(3, 1)
     plain, ours = (
@@ -56,8 +72,6 @@ def of_modes(values: list[float]) -> tuple[torch.Tensor, ...]:
 def test_the_best_steps_of_descent_are_found_where_they_are_known():
     """Two eigenvalues, two steps: 1 / l1 and 1 / l2 end at the solution. From equal steps a search
     ends at the equal ones that are best, whose risk is far from 0."""
-    from analyses.sparse.fairness import LEARNERS, fitted, refined, risk
-
     descent, target = LEARNERS["gd"], of_modes([1.0, 0.2])
     found = fitted(descent, target, 2)
     assert sorted(found.flatten().tolist()) == pytest.approx([1, 5], rel=1e-3)
@@ -68,8 +82,6 @@ def test_the_best_steps_of_descent_are_found_where_they_are_known():
 
 def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known():
     """G = 1 and task vectors (1, 1/2): r^2 has the eigenvalues 1 and 1/4."""
-    from analyses.sparse.fairness import LEARNERS, fitted, risk
-
     gram, _, signs = of_modes([1.0, 1.0])
     beta = signs * torch.tensor([1.0, 0.5], dtype=torch.float64)
     found = fitted(LEARNERS["algorithm"], (gram, beta, beta), 3)
@@ -79,8 +91,6 @@ def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known():
 
 @pytest.mark.slow
 def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(sparse_prompts):
-    from analyses.sparse.fairness import LEARNERS, fitted, moments, risk
-
     target = moments(sparse_prompts)
     for learner in LEARNERS.values():
         fits = [fitted(learner, target, n_layers) for n_layers in (2, 3)]
@@ -94,8 +104,6 @@ def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(sparse_prompts
 
 
 def test_a_jackknife_of_means_is_their_standard_error():
-    from analyses.sparse.fairness import jackknife
-
     blocks = np.random.default_rng(0).normal(size=8)
     without = [np.delete(blocks, b).mean() for b in range(8)]
     assert jackknife(without) == pytest.approx(blocks.std(ddof=1) / 8**0.5)
@@ -103,8 +111,6 @@ def test_a_jackknife_of_means_is_their_standard_error():
 
 def test_claims_are_judged_by_medians_and_new_read_outs():
     """What few prompts carry, the mean rise or risk, has no part in it."""
-    from analyses.sparse.questions import Numbers, of_row, verdicts
-
     held = Numbers([4.0, 2.0, 1.5], [0.4, 0.8, 0.9], later=1.2, later_median=1.9, first=2.5)
     assert verdicts(held) == {"C10": True, "C11": True, "C12": True}
     for change, fails in (
@@ -132,8 +138,6 @@ def test_claims_are_judged_by_medians_and_new_read_outs():
 
 
 def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
-    from analyses.sparse.setting import typical_ratio
-
     own, theirs = np.random.default_rng(0).uniform(1, 3, size=(2, 1000))
     pair, how = typical_ratio(own, theirs)
     assert how == "mean"
@@ -148,8 +152,6 @@ def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
 
 
 def test_heads_at_work_are_counted_by_median_rises():
-    from analyses.sparse.questions import rises, spread
-
     folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
     checkpoint = load(folder)
     prompts = sample_prompts(checkpoint.task, 512, seed=0)
@@ -174,8 +176,6 @@ def test_every_model_of_the_plan_with_several_heads_has_a_partner():
 
 @pytest.mark.slow
 def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
-    from analyses.sparse.settings import one_model, shorter_of
-
     model = ModelConfig(
         n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
     )
@@ -201,8 +201,6 @@ def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
 
 
 def test_committed_verdicts_follow_from_the_numbers_beside_them():
-    from analyses.sparse.settings_table import RESULTS, several, table_of
-
     table = several(table_of(RESULTS))
     judged = table.dropna(subset=["C9"])
     # The single heads of two models, with which C9 compares them, were not trained.
@@ -226,8 +224,6 @@ def test_committed_verdicts_follow_from_the_numbers_beside_them():
 
 
 def test_the_figure_has_the_shares_of_each_layer():
-    from analyses.sparse.settings_table import RESULTS, SHOWN, figure
-
     drawn = figure(RESULTS, list(SHOWN))
     assert len(drawn.data) == len(SHOWN)
     for heatmap in drawn.data:
@@ -235,11 +231,6 @@ def test_the_figure_has_the_shares_of_each_layer():
 
 
 def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps():
-    from analyses.sparse import questions as ask
-    from analyses.sparse.fairness import algorithm_1, moments
-    from analyses.sparse.setting import unseen
-    from analyses.sparse.start import config_of, start_of, step_sizes
-
     config = config_of(1)
     etas = step_sizes(config, 64)
     assert len(etas) == config.model.n_layers - 1

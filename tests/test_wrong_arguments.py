@@ -1,5 +1,7 @@
 """Arguments that a user gets wrong in Python work, or are refused in one line that says what is meant."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -49,24 +51,23 @@ def refusal(call) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", [SHIPPED, DEEP])
-@pytest.mark.parametrize("analysis", [classify, fit_learners, classify_layers])
-def test_prompts_in_place_of_a_task_are_refused(path, analysis):
+@pytest.mark.parametrize(
+    ("analysis", "path"),
+    [
+        *product([classify, fit_learners, classify_layers], [SHIPPED, DEEP]),
+        (classify_attention, SHIPPED),
+    ],
+)
+def test_prompts_in_place_of_a_task_are_refused(analysis, path):
     checkpoint = load(path)
     said = refusal(lambda: analysis(checkpoint, drawn(checkpoint.task)))
     assert said.startswith("task must be a TaskConfig, got Prompts; ")
     assert said.endswith(" draws its own prompts, as task=, n_prompts= and seed= say.")
 
 
-def test_prompts_in_place_of_a_task_are_refused_for_one_layer_and_functions():
-    checkpoint = load(SHIPPED)
-    prompts = drawn(checkpoint.task)
-    assert "got Prompts; classify_attention" in refusal(
-        lambda: classify_attention(checkpoint, prompts)
-    )
-    assert "got Prompts; fit_learners" in refusal(
-        lambda: fit_learners(lambda given: given.y_query, prompts)
-    )
+def test_prompts_in_place_of_a_task_are_refused_for_functions():
+    said = refusal(lambda: fit_learners(lambda given: given.y_query, drawn(TASK)))
+    assert "got Prompts; fit_learners" in said
 
 
 @pytest.mark.parametrize(
@@ -187,10 +188,6 @@ def test_faults_of_a_module_that_has_run_keep_their_kind():
         model.predict(drawn(TASK))
 
 
-def whole(module: nn.Module) -> nn.Module:
-    return torch.compile(module)
-
-
 def in_place(module: nn.Module) -> nn.Module:
     module.compile()
     return module
@@ -202,7 +199,7 @@ def inside(module: nn.Sequential) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("compiled", [whole, in_place, inside])
+@pytest.mark.parametrize("compiled", [torch.compile, in_place, inside])
 def test_a_compiled_module_is_hooked_without_it(compiled):
     prompts, expected = drawn(TASK), hooked()
     model = hooked(compiled(encoder()))
@@ -213,15 +210,15 @@ def test_a_compiled_module_is_hooked_without_it(compiled):
     assert (abs(rises) > 0).all()
 
 
-@pytest.mark.parametrize("heads", [0, -1, True, 2.0, "2"])
-def test_no_number_of_heads_is_refused(heads):
-    assert refusal(lambda: hooked(heads=heads)) == f"heads must be an integer >= 1, got {heads!r}."
-
-
-@pytest.mark.parametrize("position", [True, 1.0, "last"])
-def test_no_number_of_a_position_is_refused(position):
-    said = refusal(lambda: hooked(position=position))
-    assert said == f"position must be an integer, got {position!r}."
+@pytest.mark.parametrize(
+    ("name", "rule", "value"),
+    [
+        *product(["heads"], ["an integer >= 1"], [0, -1, True, 2.0, "2"]),
+        *product(["position"], ["an integer"], [True, 1.0, "last"]),
+    ],
+)
+def test_what_is_no_number_is_refused(name, rule, value):
+    assert refusal(lambda: hooked(**{name: value})) == f"{name} must be {rule}, got {value!r}."
 
 
 @pytest.mark.parametrize("outputs", [["merge"], "merge", ["1.self_attn", "merge"]])

@@ -28,7 +28,6 @@ COMMON = {
     "learner": "Closed-form learner that the model is compared with.",
     "models": "Models of the setting that form this pattern.",
     "n_kept": "Number of heads kept.",
-    "n_masked": "Number of heads masked.",
     "of": "Models of the setting.",
     "order": "Order in which heads are masked.",
     "other": "The other head.",
@@ -72,19 +71,19 @@ def unit_of(meaning: str) -> str:
         >>> unit_of("Fall of the risk, unit y^2."), unit_of("Share.")
         ('y²', '')
     """
-    found = UNIT.search(meaning)
-    return found[1].replace("^2", "²") if found else ""
+    unit = UNIT.search(meaning)
+    return unit[1].replace("^2", "²") if unit else ""
 
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
     """The docstring of each field and property of a class, its bases' before it, and its `COLUMNS` beside them."""
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(cls.__mro__[:-1]):
-        said |= {
+        texts |= {
             n: v.__doc__ for n, v in vars(each).items() if isinstance(v, property) and v.__doc__
         }
-        said |= vars(each).get("COLUMNS", {})
+        texts |= vars(each).get("COLUMNS", {})
         if not is_dataclass(each):
             continue
         try:
@@ -93,8 +92,8 @@ def docstrings(cls: type) -> Mapping[str, str]:
             continue
         for field, text in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                said[field.target.id] = text.value.value  # type: ignore[union-attr,attr-defined]
-    return {name: " ".join(text.replace("`", "").split()) for name, text in said.items()}
+                texts[field.target.id] = text.value.value  # type: ignore[union-attr,attr-defined]
+    return {name: " ".join(text.replace("`", "").split()) for name, text in texts.items()}
 
 
 def _classes(result: object) -> Iterator[type]:

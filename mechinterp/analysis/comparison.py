@@ -15,6 +15,7 @@ from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify_attention
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.histories import loss_curve
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
@@ -58,17 +59,18 @@ class Comparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model."""
-        rows = []
-        for row, found in enumerate(self.found):
-            scales = {
-                "omega_abs": _active_mean(np.abs(found.omega_form), found.labels),
-                "mu_abs": float(np.abs(found.circuits.mu.mean(1)).sum()),
-                "eta": float(found.scales.eta.mean()),
-            }
-            about = {"checkpoint": self.names[row], "setting": self.settings[row]}
-            about |= {"seed": self.seeds[row], "pattern": found.pattern}
-            rows.append(about | {"loss": self.loss[row], "loss_sem": self.loss_sem[row]} | scales)
-        return pd.DataFrame(rows)
+        columns = {
+            "checkpoint": self.names,
+            "setting": self.settings,
+            "seed": self.seeds,
+            "pattern": [each.pattern for each in self.found],
+            "loss": self.loss,
+            "loss_sem": self.loss_sem,
+            "omega_abs": [_active_mean(np.abs(e.omega_form), e.labels) for e in self.found],
+            "mu_abs": [np.abs(each.circuits.mu.mean(1)).sum() for each in self.found],
+            "eta": [each.scales.eta.mean() for each in self.found],
+        }
+        return pd.DataFrame(columns)
 
     def settings_frame(self) -> pd.DataFrame:
         """One row per setting and pattern found in it: means over its models, with standard errors over them."""
@@ -83,7 +85,7 @@ class Comparison(Result):
 
     def plot(self) -> go.Figure:
         """Heads of all models in the plane of omega and mu."""
-        points = [(found.omega_form, found.circuits.mu.mean(1)) for found in self.found]
+        points = [(each.omega_form, each.circuits.mu.mean(1)) for each in self.found]
         return figures.runs(
             self._grouped(points),
             title="Heads of all models",
@@ -115,20 +117,16 @@ class Comparison(Result):
 
     def mean_curves(self) -> dict[str, Float[np.ndarray, "3 step"]]:
         """Step, mean loss and its standard error over the models, of settings whose models share their steps."""
-        found = {}
+        shared = {}
         for setting in self.fields["setting"]:
             chosen = np.array(self.settings) == setting
             curves = [curve for curve, own in zip(self.curves, chosen, strict=True) if own]
             steps = curves[0][:, 0]
-            if (
-                len(curves) > 1
-                and len(steps)
-                and all(np.array_equal(curve[:, 0], steps) for curve in curves)
-            ):
-                losses = np.stack([curve[:, 1] for curve in curves])
-                sem = losses.std(0, ddof=1) / len(curves) ** 0.5
-                found[setting] = _thinned(np.stack([steps, losses.mean(0), sem], 1)).T
-        return found
+            alike = all(np.array_equal(curve[:, 0], steps) for curve in curves)
+            if len(curves) > 1 and len(steps) and alike:
+                mean, sem = mean_and_sem(np.stack([curve[:, 1] for curve in curves]))
+                shared[setting] = _thinned(np.stack([steps, mean, sem], 1)).T
+        return shared
 
     def plot_mean_curves(self) -> go.Figure:
         """Mean loss over training of each setting whose models share their steps, with error bars over the models."""
@@ -171,24 +169,19 @@ def compare(
         raise ValueError("compare needs at least one checkpoint, got none.")
     for each in checkpoints:
         checkpoint_of(each, "compare")
-    groups: dict[str, list[int]] = {}
-    for row, checkpoint in enumerate(checkpoints):
-        groups.setdefault(_setting(checkpoint.config), []).append(row)
+    own = [_setting(checkpoint.config) for checkpoint in checkpoints]
+    groups = {each: [row for row, other in enumerate(own) if other == each] for each in own}
     titles = _titles([[checkpoints[row].name for row in rows] for rows in groups.values()])
-    settings = [""] * len(checkpoints)
-    loss, loss_sem = np.zeros(len(checkpoints)), np.zeros(len(checkpoints))
-    for title, rows in progress(
-        list(zip(titles, groups.values(), strict=True)), "measuring losses"
-    ):
+    title_of = dict(zip(groups, titles, strict=True))
+    loss, loss_sem = np.zeros((2, len(checkpoints)))
+    for rows in progress(list(groups.values()), "measuring losses"):
         models = {str(row): checkpoints[row] for row in rows}
         task = checkpoints[rows[0]].config.task
         losses = shared_losses(models, task, n_prompts=5 * n_prompts, seed=seed)
         loss[rows], loss_sem[rows] = losses.loss[0], losses.loss_sem[0]
-        for row in rows:
-            settings[row] = title
     return Comparison(
         names=tuple(checkpoint.name for checkpoint in checkpoints),
-        settings=tuple(settings),
+        settings=tuple(title_of[each] for each in own),
         seeds=np.array([checkpoint.config.seed for checkpoint in checkpoints]),
         fields=_fields(titles, [json.loads(setting) for setting in groups]),
         found=tuple(
@@ -218,18 +211,12 @@ def _titles(names: list[list[str]]) -> list[str]:
 
 
 def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
-    names = list(dict.fromkeys(name for setting in settings for name in setting))
-    differing = [
-        name
-        for name in names
-        if any(setting.get(name) != settings[0].get(name) for setting in settings)
-    ]
-    values = {name: [setting.get(name) for setting in settings] for name in differing}
-    columns = {
-        name: [value if isinstance(value, str) else json.dumps(value) for value in found]
-        for name, found in values.items()
-    }
-    return pd.DataFrame({"setting": titles, **columns})
+    """A row for each setting: its name, and the fields in which settings differ."""
+    fields = pd.DataFrame(settings, dtype=object)
+    fields = fields.map(lambda value: value if isinstance(value, str) else json.dumps(value))
+    fields = fields.loc[:, fields.nunique() > 1]
+    fields.insert(0, "setting", titles)
+    return fields
 
 
 def _active_mean(values: np.ndarray, labels: Sequence[str]) -> float:

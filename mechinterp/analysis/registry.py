@@ -144,11 +144,6 @@ ANALYSES: dict[str, Analysis] = {
 """In this order they stand on the page."""
 
 
-def suits(analysis: Analysis, source: Model) -> bool:
-    """Whether the page of a model has an analysis unasked."""
-    return analysis.needs(source) and analysis.on_page(source)
-
-
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     """Name and analysis of a name, of `module:function`, or of a function itself.
 
@@ -210,8 +205,8 @@ def run_analysis(
         (1, 13)
     """
     name, analysis = analysis_of(named)
-    told = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
-    told = {option: value for option, value in told.items() if value is not None}
+    drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
+    told = {option: value for option, value in drawn_by.items() if value is not None}
     if told and not analysis.draws_prompts:
         option, value = next(iter(told.items()))
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")

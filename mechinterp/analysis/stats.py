@@ -77,29 +77,29 @@ def ratio_and_sem(
 
 
 def r2_and_sem(
-    found: Float[Tensor, "prompt d_y"], expected: Float[Tensor, "prompt d_y"]
+    predicted: Float[Tensor, "prompt d_y"], expected: Float[Tensor, "prompt d_y"]
 ) -> tuple[float, float]:
-    """1 - mean (found - expected)^2 / mean expected^2, and its standard error over prompts.
+    """1 - mean (predicted - expected)^2 / mean expected^2, and its standard error over prompts.
 
     Example:
         >>> line = torch.tensor([[1.0], [2.0]])
         >>> r2_and_sem(line / 2, line)
         (0.75, 0.0)
     """
-    return loss_and_r2(found.numpy(), expected.numpy())[2:]
+    return loss_and_r2(predicted.numpy(), expected.numpy())[2:]
 
 
 def loss_and_r2(
-    found: Float[np.ndarray, "prompt d_y"], expected: Float[np.ndarray, "prompt d_y"]
+    predicted: Float[np.ndarray, "prompt d_y"], expected: Float[np.ndarray, "prompt d_y"]
 ) -> tuple[float, float, float, float]:
-    """Mean (found - expected)^2 and 1 - that over mean expected^2, each with its standard error over prompts.
+    """Mean (predicted - expected)^2 and 1 - that over mean expected^2, each with its standard error over prompts.
 
     Example:
         >>> line = np.array([[1.0], [2.0]])
         >>> loss_and_r2(line / 2, line)[::2]
         (0.625, 0.75)
     """
-    errors, squares = (np.square(values).mean(1) for values in (found - expected, expected))
+    errors, squares = (np.square(values).mean(1) for values in (predicted - expected, expected))
     loss, loss_sem = mean_and_sem(errors)
     unexplained, sem = ratio_and_sem(errors, squares)
     return float(loss), float(loss_sem), 1 - float(unexplained), float(sem)

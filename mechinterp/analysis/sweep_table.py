@@ -8,10 +8,8 @@ import pandas as pd
 
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.native.history import write_own_table
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
-from mechinterp.training.train import RESULTS
 
 MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 
@@ -42,27 +40,14 @@ def sweep_frame(
         0  softmax-h1-s0              1  kernel_regression
         1  softmax-h2-s0              2        debiased_gd
     """
-    lost = {} if diverged is None else diverged
+    lost = diverged or {}
     rows = []
     for name, config in models.items():
         row = {"name": name, "id": config.id, **flatten(asdict(config)), "diverged": name in lost}
-        if name in lost:
-            rows.append(row | {"steps": lost[name]})
-        else:
-            rows.append(row | _found(Path(run_folder) / name, n_prompts))
+        ran = {"steps": lost[name]} if name in lost else _ran(Path(run_folder) / name, n_prompts)
+        rows.append(row | ran)
     names = [*(name for name in rows[0] if name not in MEASURED), *MEASURED]
     return pd.DataFrame({name: _column([row.get(name) for row in rows]) for name in names})
-
-
-def write_results(frame: pd.DataFrame, run_folder: str | Path) -> Path:
-    """Write the table of a run into its folder, in place of an earlier one; its file.
-
-    Raises:
-        CheckpointError: If it cannot be written, or another table has its name.
-    """
-    file = Path(run_folder) / RESULTS
-    write_own_table(file, frame)
-    return file
 
 
 def _column(values: list[object]) -> pd.Series:
@@ -73,12 +58,11 @@ def _column(values: list[object]) -> pd.Series:
     )
 
 
-def _found(folder: Path, n_prompts: int) -> dict[str, object]:
+def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
+    """Steps, last losses, pattern and heads of a checkpoint."""
     checkpoint = load(folder)
     losses = {}
     if checkpoint.history is not None:
-        last = checkpoint.history.iloc[-1]
-        losses = {name: float(last[name]) for name in ("loss", "eval_loss")}
-    found = classify(checkpoint, n_prompts=n_prompts)
-    said = {"steps": checkpoint.step, **losses, "pattern": found.pattern}
-    return said | found.of_a_row
+        losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
+    label = classify(checkpoint, n_prompts=n_prompts)
+    return {"steps": checkpoint.step, **losses, "pattern": label.pattern, **label.of_a_row}

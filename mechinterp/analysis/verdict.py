@@ -53,14 +53,14 @@ class Verdict:
     @property
     def lines(self) -> dict[str, str]:
         """All that is said, under headings."""
-        said = {
+        texts = {
             "What it computes": self.computes,
             "How sure": self.sure,
             "What predicts as well": self.alike,
             "What it is not": self.is_not,
             "What to doubt": self.doubt,
         }
-        return {heading: text for heading, text in said.items() if text}
+        return {heading: text for heading, text in texts.items() if text}
 
     def __str__(self) -> str:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
@@ -158,5 +158,5 @@ def spelled_out(reason: str) -> str:
         >>> spelled_out("zero_sum 0.379 is above 0.05")
         'the sum of mu over the sum of |mu| 0.379 is above 0.05; omega and mu are what a head multiplies x·x and y by'
     """
-    said = re.sub("|".join(WORDS), lambda found: WORDS[found[0]], reason)
-    return said + (f"; {FACTORS}" if re.search(r"\b(omega|mu)\b", said) else "")
+    text = re.sub("|".join(WORDS), lambda name: WORDS[name[0]], reason)
+    return text + (f"; {FACTORS}" if re.search(r"\b(omega|mu)\b", text) else "")

@@ -1,44 +1,50 @@
-"""Commands that run one analysis of one model: argument parsing only."""
+"""Commands that run one analysis of one model, and its options from the arguments of its function: argument parsing only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
 
 import typer
 
 from mechinterp.cli.options import (
     Asked,
+    Files,
     PathArgument,
     PromptsOption,
     SeedOption,
     about_paths,
     asks_checkpoints,
-    load_checkpoint,
     runs_checkpoints,
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say
+from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say, say_json
 
 if TYPE_CHECKING:
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
     from mechinterp.analysis.ablation.pruning import Pruning
+    from mechinterp.analysis.registry import Analysis
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.progress import ProgressCallback
 
+SHARED = ("n_prompts", "seed", "context_length")
+"""Arguments that all analyses take by options of the command itself."""
+PLAIN = (int, float, str)
+
 
 @asks_checkpoints
-def ablate(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
+def ablate(path: PathArgument, *, asked: Asked, files: Files) -> None:
     """Mask every head, and every subset of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
-    show("ablate", path, asked, hints, device)
+    show("ablate", path, asked, files)
 
 
 @asks_checkpoints
-def probe(path: PathArgument, *, asked: Asked, hints: "Hints", device: str) -> None:
+def probe(path: PathArgument, *, asked: Asked, files: Files) -> None:
     """Say what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
-    show("probe", path, asked, hints, device)
+    show("probe", path, asked, files)
 
 
 @asks_checkpoints
@@ -57,15 +63,13 @@ def analyse(
     ] = None,
     *,
     asked: Asked,
-    hints: "Hints",
-    device: str,
+    files: Files,
 ) -> None:
     """Run any one analysis by its name. Example: mechinterp analyse p-probe checkpoints/sparse-h4-noise0.1-s0 --steps 20"""
     from mechinterp.analysis.registry import analysis_of
-    from mechinterp.cli.settings import settings_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, hints, device, settings)
+    show(name, path, asked, files, settings)
 
 
 @runs_checkpoints
@@ -85,23 +89,21 @@ def fit(
     as_json: JsonOption = False,
     wide: WideOption = False,
     *,
-    hints: "Hints",
-    device: str,
+    files: Files,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
     from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
 
     asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json, wide=wide)
     settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
-    show("fit", path, asked, hints, device, settings)
+    show("fit", path, asked, files, settings)
 
 
 def show(
     name: str,
     path: Path,
     asked: Asked,
-    hints: "Hints",
-    device: str,
+    files: Files,
     settings: Mapping[str, object] | None = None,
 ) -> None:
     """Print what an analysis says of a checkpoint.
@@ -111,13 +113,12 @@ def show(
     """
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import dumps
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
 
     with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = load_checkpoint(path, hints, asked.context_length, device=device)
-        found = run_analysis(
+        checkpoint = files.load(path, asked.context_length)
+        result = run_analysis(
             name,
             checkpoint,
             context_length=asked.context_length,
@@ -127,9 +128,9 @@ def show(
             settings=settings,
         )
     if asked.as_json:
-        say(dumps(to_json(analysis_of(name)[0], checkpoint, found)))
+        say_json(to_json(analysis_of(name)[0], checkpoint, result))
     else:
-        say_of(path, to_text(analysis_of(name)[0], found, wide=asked.wide))
+        say_of(path, to_text(analysis_of(name)[0], result, wide=asked.wide))
 
 
 @asks_checkpoints
@@ -155,13 +156,16 @@ def prune(
     ] = None,
     *,
     asked: Asked,
-    hints: "Hints",
-    device: str,
+    files: Files,
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
     from mechinterp.analysis.ablation import pruning
+    from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
+    from mechinterp.report.text import wrapped
+    from mechinterp.report.to_json import to_json
+    from mechinterp.report.to_text import to_text
 
     if rule not in pruning.RULES:
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
@@ -169,42 +173,28 @@ def prune(
         require_new(out)
     paths = (path,) if out is None else (path, out)
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = _of_several_layers(path, hints, asked.context_length, device)
+        checkpoint = files.load(path, asked.context_length)
+        if checkpoint.config.model.n_layers == 1:
+            raise ValueError(
+                f"{path}: prune takes models of several layers, got one; ablate masks its heads."
+            )
         prompts, chosen = asked.prompts(checkpoint), pruning.RULES[rule]
-        found = pruning.prune(
+        pruned = pruning.prune(
             checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
         )
         tuned = None
         if fine_tune is not None:
-            tuned = _fine_tuned(checkpoint, found, asked, steps=fine_tune, progress=progress)
+            tuned = _fine_tuned(checkpoint, pruned, asked, steps=fine_tune, progress=progress)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
-            pruning.save_pruned(checkpoint, found.kept, out, prompts=prompts)
-    _say_pruned(path, checkpoint, found, tuned, asked, out)
-
-
-def _say_pruned(
-    path: Path,
-    checkpoint: "Checkpoint",
-    found: "Pruning",
-    tuned: "FineTuning | None",
-    asked: Asked,
-    out: Path | None,
-) -> None:
-    from mechinterp.analysis.result import records
-    from mechinterp.report.header import dumps
-    from mechinterp.report.text import wrapped
-    from mechinterp.report.to_json import to_json
-    from mechinterp.report.to_text import to_text
-
+            pruning.save_pruned(checkpoint, pruned.kept, out, prompts=prompts)
     if asked.as_json:
-        document = to_json("prune", checkpoint, found)
+        document = to_json("prune", checkpoint, pruned)
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
         document["checkpoint"] = None if out is None else str(out)
-        say(dumps(document))
-        return
-    say_of(path, to_text("prune", found, wide=asked.wide))
+        return say_json(document)
+    say_of(path, to_text("prune", pruned, wide=asked.wide))
     if tuned is not None:
         say(wrapped(*tuned.sentences()))
     if out is not None:
@@ -213,7 +203,7 @@ def _say_pruned(
 
 def _fine_tuned(
     checkpoint: "Checkpoint",
-    found: "Pruning",
+    pruned: "Pruning",
     asked: Asked,
     *,
     steps: int,
@@ -227,16 +217,72 @@ def _fine_tuned(
         )
     # The heads are chosen on all of the prompts that were asked for.
     others = replace(asked, seed=(asked.seed or 0) + 1).prompts(checkpoint)
-    return fine_tune(checkpoint, found.kept, others, steps=steps, progress=progress)
+    return fine_tune(checkpoint, pruned.kept, others, steps=steps, progress=progress)
 
 
-def _of_several_layers(
-    path: Path, hints: "Hints", context_length: int | None, device: str
-) -> "Checkpoint":
-    """The checkpoint of a model in which there is a first layer and a later one."""
-    checkpoint = load_checkpoint(path, hints, context_length, device=device)
-    if checkpoint.config.model.n_layers == 1:
-        raise ValueError(
-            f"{path}: prune takes models of several layers, got one; ablate masks its heads."
-        )
-    return checkpoint
+def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:
+    """Further arguments of an analysis, from what follows its own options on the command line.
+
+    A truth value is `--sequential` or `--no-sequential`; an option of several values is repeated.
+
+    Raises:
+        ValueError: If there is no such option, or its value is of the wrong type.
+    Example:
+        >>> from mechinterp.analysis.registry import ANALYSES
+        >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--variant=map"])
+        {'layer': 1, 'variant': 'map'}
+    """
+    hints = get_type_hints(analysis.function)
+    kinds = {
+        option: kind
+        for option, parameter in analysis.options.items()
+        if option not in SHARED and (kind := _kind(hints.get(option), parameter)) is not None
+    }
+    settings: dict[str, object] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        option, equals, value = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        off = key.removeprefix("no_")
+        if kinds.get(off) is bool and not equals:
+            settings[off] = key == off
+            continue
+        if not option.startswith("--") or key not in kinds or kinds[key] is bool:
+            known = (
+                ", ".join(f"--{each.replace('_', '-')}" for each in kinds) or "no further options"
+            )
+            raise ValueError(f"{name} takes {known}, got {word}.")
+        if not equals:
+            if not left:
+                raise ValueError(f"{option} needs a value.")
+            value = left.pop(0)
+        kind = kinds[key]
+        if isinstance(kind, tuple):
+            settings[key] = [*settings.get(key, []), _value(option, value, kind[0])]  # type: ignore[misc]
+        else:
+            settings[key] = _value(option, value, kind)
+    return settings
+
+
+def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
+    """A type that a word can be turned into, in a tuple if there may be several; None for others."""
+    if hint is None and parameter.default not in (None, Parameter.empty):
+        hint = type(parameter.default)
+    choices = [each for each in (get_args(hint) or (hint,)) if each is not NoneType]
+    if get_origin(hint) in (list, tuple, Sequence):
+        return (choices[0],) if choices[0] in PLAIN else None
+    for choice in choices:
+        if choice is bool or choice in PLAIN:
+            return choice
+        if get_origin(choice) in (list, tuple, Sequence):
+            return _kind(choice, parameter)
+    return None
+
+
+def _value(option: str, word: str, kind: type) -> object:
+    try:
+        return kind(word)
+    except ValueError:
+        words = {int: "an integer", float: "a number"}
+        raise ValueError(f"{option} must be {words[kind]}, got {word!r}.") from None

@@ -9,17 +9,16 @@ import typer
 
 from mechinterp.cli.options import (
     Asked,
+    Files,
     PathArgument,
     about_paths,
     asks_checkpoints,
     complain,
-    load_checkpoint,
     reads_checkpoints,
-    run_of,
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, say
+from mechinterp.cli.training import JsonOption, answer, say, say_json
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
@@ -38,13 +37,11 @@ def classify(
     ] = None,
     *,
     asked: Asked,
-    hints: "Hints",
-    device: str,
+    files: Files,
 ) -> None:
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import dumps
     from mechinterp.report.to_csv import require_writable, write_table
     from mechinterp.report.to_json import to_json
 
@@ -52,29 +49,26 @@ def classify(
         require_writable(out)
     documents: list[dict] = []
     groups = runs_among(checkpoint_paths(paths))
-    found_paths = [path for group in groups for path in group]
-    length, wide, as_json = asked.context_length, asked.wide, asked.as_json
-    steps = _steps(groups, hints, length, device)
+    all_paths = [path for group in groups for path in group]
+    length, wide = asked.context_length, asked.wide
+    steps = _steps(groups, files, length)
     headers: set[str] = set()
     with progress_bars(quiet=asked.quiet) as progress:
-        for path in progress(found_paths, "classifying"):
+        for path in progress(all_paths, "classifying"):
             try:
                 with about_paths(path):
-                    checkpoint, numbers = steps.get(path) or (
-                        load_checkpoint(path, hints, length, device=device),
-                        {},
-                    )
-                    found = _classified(checkpoint, asked)
-                    documents.append(to_json("classify", checkpoint, found) | numbers)
+                    checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
+                    result = _classified(checkpoint, asked)
+                    documents.append(to_json("classify", checkpoint, result) | numbers)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
                 continue
-            if not as_json:
-                one_of_many = None if len(found_paths) == 1 or wide else headers
-                _show_classification(path, found, headers=one_of_many, wide=wide)
-    if as_json:
-        say(dumps(documents))
+            if not asked.as_json:
+                one_of_many = None if len(all_paths) == 1 or wide else headers
+                _show_classification(path, result, headers=one_of_many, wide=wide)
+    if asked.as_json:
+        say_json(documents)
     if out is not None:
         write_table(out, documents)
     if any("error" in document for document in documents):
@@ -82,22 +76,22 @@ def classify(
 
 
 def _steps(
-    groups: Sequence[Sequence[Path]], hints: "Hints", context_length: int | None, device: str
+    groups: Sequence[Sequence[Path]], files: Files, context_length: int | None
 ) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
     """Of those paths that are steps of a run the model at the step, and the step with its loss."""
     from mechinterp.checkpoints.paths import steps_of
 
-    found = {}
+    steps = {}
     for group in groups:
-        run = run_of(group, hints, context_length, device=device)
+        run = files.run_of(group, context_length)
         if run is None or run.history is None:
             continue
         losses = run.history.drop_duplicates("step").set_index("step")
         for step, path in steps_of(group, told=True).items():
             numbers = {"step": step, "loss": losses["eval_loss"][step]}
             numbers["loss_sem"] = losses["eval_loss_sem"][step]
-            found[path] = replace(run.at(step), path=path), numbers
-    return found
+            steps[path] = replace(run.at(step), path=path), numbers
+    return steps
 
 
 def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
@@ -110,18 +104,18 @@ def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
 
 
 def _show_classification(
-    path: Path, found: "Classified", *, headers: set[str] | None, wide: bool
+    path: Path, result: "Classified", *, headers: set[str] | None, wide: bool
 ) -> None:
     """Print what was found: at length, or of one among many in few lines below headings that stand once."""
-    from mechinterp.report.classification import brief_text, classification_text
+    from mechinterp.report.to_text import brief_text, classification_text
 
     if headers is None:
-        say_of(path, classification_text(found, wide=wide))
+        say_of(path, classification_text(result, wide=wide))
         return
-    if found.heads_title not in headers:
-        headers.add(found.heads_title)
-        say(found.heads_title)
-    say_of(path, brief_text(found))
+    if result.heads_title not in headers:
+        headers.add(result.heads_title)
+        say(result.heads_title)
+    say_of(path, brief_text(result))
 
 
 @reads_checkpoints
@@ -134,13 +128,12 @@ def info(
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.checkpoints.native.outline import outline_of
-    from mechinterp.report.header import dumps
     from mechinterp.report.info import info_document, info_text
 
     hooks = as_json or wide
     outline = None if hooks or hints.given else outline_of(path)
-    document = info_document(outline or load_checkpoint(path, hints), hooks=hooks)
-    say(dumps(document) if as_json else info_text(document))
+    document = info_document(outline or Files(hints).load(path), hooks=hooks)
+    answer(document, info_text(document), as_json=as_json)
 
 
 @reads_checkpoints
@@ -154,22 +147,17 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import load as loading
-    from mechinterp.report.header import dumps
     from mechinterp.report.to_json import conversion_document
 
     with about_paths(path, out):
-        checkpoint = load_checkpoint(path, hints)
+        checkpoint = Files(hints).load(path)
         files = loading.convert(checkpoint, target, out)
     document = conversion_document(checkpoint, target, files)
-    if as_json:
-        say(dumps(document))
-        return
-    say(
-        f"{shown_path(out)}: {', '.join(str(f.relative_to(out)) for f in files if f != out) or 'written'}"
-    )
+    names = ", ".join(str(file.relative_to(out)) for file in files if file != out) or "written"
+    lines = [f"{shown_path(out)}: {names}"]
     if document["n_ctx"] is not None:
-        say(
-            f"n_ctx is {document['n_ctx']}; read load.py, then run it with transformer-lens 2 or 3."
-        )
+        how = "read load.py, then run it with transformer-lens 2 or 3."
+        lines.append(f"n_ctx is {document['n_ctx']}; {how}")
     if document["left_out"]:
-        say(f"Left out: {', '.join(document['left_out'])}.")
+        lines.append(f"Left out: {', '.join(document['left_out'])}.")
+    answer(document, "\n".join(lines), as_json=as_json)

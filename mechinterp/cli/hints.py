@@ -1,7 +1,9 @@
 """Options that say what a file of weights does not say itself."""
 
+from collections.abc import Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,82 +11,66 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.foreign.options import Hints
 
 
-def hints_of(
-    task: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Fields of the task, for files that do not state it; else the softmax paper's.",
-        ),
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The file's format, where it does not tell.")
-    ] = None,
-    d_x: Annotated[int | None, typer.Option(min=1, help="Dimension of a covariate.")] = None,
-    d_y: Annotated[int | None, typer.Option(min=1, help="Number of responses.")] = None,
-    n_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads, for files that do not say.")
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option(help="Factor on the scores, for files that do not say.")
-    ] = None,
-    attend_to_self: Annotated[
-        bool | None,
-        typer.Option(
-            "--attend-to-self/--context-only", help="Whether the query is among its keys."
-        ),
-    ] = None,
-    score: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Score function, for files that do not say: softmax, linear, linear/L, 1+tanh, 1+Cx, (1+Cx)^2.",
-        ),
-    ] = None,
-    score_slope: Annotated[
-        float | None, typer.Option(help="The constant C of the score; 1 if left out.")
-    ] = None,
-    columns: Annotated[
-        str | None, typer.Option(metavar="x,y|y,x", help="Order of a token's columns.")
-    ] = None,
-    orientation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="out,in|in,out", help="Axes of matrices, for names that do not say: W x or x W."
-        ),
-    ] = None,
-    sign: Annotated[
-        str | None,
-        typer.Option(metavar="plus|minus", help="Sign of the y entry in the prediction."),
-    ] = None,
-    output_column: Annotated[
-        int | None,
-        typer.Option(min=0, help="Entry of a layer's output that is the prediction, from 0."),
-    ] = None,
-    output_scale: Annotated[
-        float | None, typer.Option(help="Factor on what attention adds, for files without it.")
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="How norms, MLPs and tokens are joined (norm=before, layout=in_turn); repeatable.",
-        ),
-    ] = None,
-    map: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="THEIRS=KNOWN", help="A name as a known one (to_q=q_proj); repeatable."
-        ),
-    ] = None,
-) -> "Hints":
+def _option(kind: Any, text: str, *names: str, **settings: Any) -> Any:
+    """The annotation of an option that may be left out."""
+    return Annotated[kind | None, typer.Option(*names, help=text, **settings)]
+
+
+OPTIONS: Mapping[str, Any] = {
+    "task": _option(
+        Path,
+        "Fields of the task, for files that do not state it; else the softmax paper's.",
+        metavar="FILE.json",
+    ),
+    "format": _option(str, "The file's format, where it does not tell.", metavar="NAME"),
+    "d_x": _option(int, "Dimension of a covariate.", min=1),
+    "d_y": _option(int, "Number of responses.", min=1),
+    "n_heads": _option(int, "Heads, for files that do not say.", min=1),
+    "scale": _option(float, "Factor on the scores, for files that do not say."),
+    "attend_to_self": _option(
+        bool, "Whether the query is among its keys.", "--attend-to-self/--context-only"
+    ),
+    "score": _option(
+        str,
+        "Score function, for files that do not say: softmax, linear, linear/L, 1+tanh, 1+Cx, (1+Cx)^2.",
+        metavar="NAME",
+    ),
+    "score_slope": _option(float, "The constant C of the score; 1 if left out."),
+    "columns": _option(str, "Order of a token's columns.", metavar="x,y|y,x"),
+    "orientation": _option(
+        str, "Axes of matrices, for names that do not say: W x or x W.", metavar="out,in|in,out"
+    ),
+    "sign": _option(str, "Sign of the y entry in the prediction.", metavar="plus|minus"),
+    "output_column": _option(
+        int, "Entry of a layer's output that is the prediction, from 0.", min=0
+    ),
+    "output_scale": _option(float, "Factor on what attention adds, for files without it."),
+    "model": _option(
+        list[str],
+        "How norms, MLPs and tokens are joined (norm=before, layout=in_turn); repeatable.",
+        metavar="NAME=VALUE",
+    ),
+    "map": _option(
+        list[str], "A name as a known one (to_q=q_proj); repeatable.", metavar="THEIRS=KNOWN"
+    ),
+}
+
+
+def hints_of(**given: Any) -> "Hints":
     """What the options say of files that do not say it."""
-    given = dict(locals())
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.io.atomic import read_task
 
-    given["task"] = None if task is None else read_task(task)
-    rows = [row.partition("=") for row in model or ()]
+    task, rows = given.pop("task", None), given.pop("model", None)
+    joins = (row.partition("=") for row in rows or ())
     flags = {"true": True, "false": False}
-    given["model"] = {name: flags.get(value.lower(), value) for name, _, value in rows} or None
-    return Hints(**given)
+    model = {name: flags.get(value.lower(), value) for name, _, value in joins} or None
+    return Hints(task=None if task is None else read_task(task), model=model, **given)
+
+
+hints_of.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in OPTIONS.items()
+    ]
+)

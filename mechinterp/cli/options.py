@@ -8,14 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mechinterp.cli.hints import hints_of
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, device_of, say
+from mechinterp.cli.training import (
+    DeviceOption,
+    JsonOption,
+    QuietOption,
+    WideOption,
+    device_of,
+    say,
+)
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -112,8 +119,8 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: object) -> None:
             by_name(given)
             require_there(given)
-            said = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            command(**given, **{name: bundles[name](**options) for name, options in said.items()})
+            apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
+            command(**given, **{name: bundles[name](**options) for name, options in apart.items()})
 
         options = [option for group in shared.values() for option in group.values()]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
@@ -124,49 +131,60 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
+@dataclass(frozen=True)
+class Files:
+    """How the options say that files are read, and where models run."""
+
+    hints: "Hints"
+    device: str = "cpu"
+
+    def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
+        """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
+        from mechinterp.checkpoints.load import load, load_run
+
+        given: dict[str, Any] = dict(self.hints.given)
+        checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
+        if self.device != "cpu":
+            checkpoint = checkpoint.to(self.device)
+        if context_length is not None and LENGTH in checkpoint.assumed:
+            checkpoint = checkpoint.at_length(context_length)
+        if checkpoint.kept:
+            steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
+            complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
+        if checkpoint.assumed:
+            complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
+        return checkpoint
+
+    def run_of(
+        self, paths: Sequence[Path], context_length: int | None = None
+    ) -> "Checkpoint | None":
+        """The run whose steps these are; None if they are separate models."""
+        from mechinterp.checkpoints.io.errors import CheckpointError
+
+        if len(paths) > 1:
+            with suppress(CheckpointError):  # each of them says by itself what is wrong with it
+                return self.load(paths, context_length)
+        return None
+
+
+def files_of(device: DeviceOption = "auto", **hints: object) -> Files:
+    """How files are read, by the options of `hints_of` and --device."""
+    return Files(hints_of(**hints), device_of(device))
+
+
+files_of.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        p.replace(kind=Parameter.KEYWORD_ONLY)
+        for bundle in (hints_of, device_of)
+        for p in signature(bundle).parameters.values()
+    ]
+)
 reads_checkpoints = takes(hints=hints_of)
 """Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
-runs_checkpoints = takes(hints=hints_of, device=device_of)
-"""The same, and --device as its argument `device`."""
-asks_checkpoints = takes(asked=Asked, hints=hints_of, device=device_of)
+runs_checkpoints = takes(files=files_of)
+"""The same, and --device, as its argument `files`."""
+asks_checkpoints = takes(asked=Asked, files=files_of)
 """The same, and the options of `Asked` as its argument `asked`."""
-
-
-def load_checkpoint(
-    path: Path | Sequence[Path],
-    hints: "Hints",
-    context_length: int | None = None,
-    *,
-    device: str = "cpu",
-) -> "Checkpoint":
-    """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
-    from mechinterp.checkpoints.load import load, load_run
-
-    given: dict[str, Any] = dict(hints.given)
-    checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
-    if device != "cpu":
-        checkpoint = checkpoint.to(device)
-    if context_length is not None and LENGTH in checkpoint.assumed:
-        checkpoint = checkpoint.at_length(context_length)
-    if checkpoint.kept:
-        steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
-        complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
-    if checkpoint.assumed:
-        complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
-    return checkpoint
-
-
-def run_of(
-    paths: Sequence[Path], hints: "Hints", context_length: int | None = None, *, device: str = "cpu"
-) -> "Checkpoint | None":
-    """The run whose steps these are; None if they are separate models."""
-    from mechinterp.checkpoints.io.errors import CheckpointError
-
-    if len(paths) == 1:
-        return None
-    with suppress(CheckpointError):  # each of them says by itself what is wrong with it
-        return load_checkpoint(paths, hints, context_length, device=device)
-    return None
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:
@@ -176,27 +194,15 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
         shown["scale"] = 1 / divisor
     task = checkpoint.task.told
-    said = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
-    said += [
+    assumed = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+    assumed += [
         f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
         for name, value in shown.items()
         if value not in (None, (), []) and name.startswith(("model.", "scale"))
     ]
     tried = "; ".join(map(repr, checkpoint.readings[:2]))
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-    return ", ".join(said) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
-
-
-def require_one_layer(checkpoint: "Checkpoint") -> None:
-    """Refuse a model that is not one layer of attention."""
-    from mechinterp.models.weights import why_no_circuits
-
-    found = why_no_circuits(checkpoint.config.model)
-    if found is not None:
-        raise ValueError(
-            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around it, got {found}; "
-            "the report on one model takes it."
-        )
+    return ", ".join(assumed) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
 
 
 @contextmanager
@@ -215,8 +221,8 @@ def about_paths(*paths: Path) -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether Python or PyTorch found no more memory, on a GPU too."""
-    said = ("allocate memory", "CUDA out of memory")
-    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
+    messages = ("allocate memory", "CUDA out of memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
 
 
 def say_of(path: Path, text: str) -> None:
@@ -239,13 +245,11 @@ def complain(message: str) -> None:
     """Print an error on standard error: one line, which a terminal shows broken between words."""
     line = f"mechinterp: {' '.join(message.split())}"
     if sys.stderr.isatty():  # a reader, not a script
-        line = "\n".join(
-            textwrap.wrap(
-                line,
-                shutil.get_terminal_size().columns,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        line = textwrap.fill(
+            line,
+            shutil.get_terminal_size().columns,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     say(line, error=True)

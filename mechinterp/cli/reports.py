@@ -7,20 +7,17 @@ import typer
 
 from mechinterp.cli.options import (
     CountOption,
+    Files,
     SeedOption,
     about_paths,
     complain,
-    load_checkpoint,
-    require_one_layer,
-    run_of,
     runs_checkpoints,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, say
+from mechinterp.cli.training import JsonOption, QuietOption, answer
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.report.page import Report
 
 
@@ -51,12 +48,10 @@ def report(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
     *,
-    hints: "Hints",
-    device: str,
+    files: Files,
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import dumps
     from mechinterp.report.text import wrapped
 
     with progress_bars(quiet=quiet) as progress:
@@ -67,10 +62,10 @@ def report(
             "figures": figures,
             "progress": progress,
         }
-        about, written = _written(paths, out, analyses, hints, device, asked)
+        about, written = _written(paths, out, analyses, files, asked)
     document = about[0] if len(about) == 1 else {"checkpoints": about}
     shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"
-    say(dumps(document | written.to_document()) if as_json else shown)
+    answer(document | written.to_document(), shown, as_json=as_json)
     if any("error" in each for each in about):
         raise typer.Exit(2)
 
@@ -79,8 +74,7 @@ def _written(
     paths: list[Path],
     out: Path,
     analyses: list[str] | None,
-    hints: "Hints",
-    device: str,
+    files: Files,
     asked: dict[str, Any],
 ) -> tuple[list[dict[str, str]], "Report"]:
     """What JSON says of every path, and the report on one checkpoint or on several."""
@@ -88,34 +82,40 @@ def _written(
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.page import write_report
 
-    found = checkpoint_paths(paths)
-    groups = runs_among(found)
-    run = run_of(groups[0], hints, device=device) if len(groups) == 1 else None
-    if run is not None or len(found) == 1:
-        path = found[0] if run is None else run.path
+    all_paths = checkpoint_paths(paths)
+    groups = runs_among(all_paths)
+    run = files.run_of(groups[0]) if len(groups) == 1 else None
+    if run is not None or len(all_paths) == 1:
+        path = all_paths[0] if run is None else run.path
         with about_paths(path, out):
-            checkpoint = run or load_checkpoint(path, hints, device=device)
+            checkpoint = run or files.load(path)
             return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
     if analyses is not None:
-        raise ValueError(f"--analysis is of one checkpoint, got {len(found)} of them.")
-    loaded, about = _those_that_load(groups, hints, device)
+        raise ValueError(f"--analysis is of one checkpoint, got {len(all_paths)} of them.")
+    loaded, about = _those_that_load(groups, files)
     left_out = {each["path"]: each["error"] for each in about if "error" in each}
     with about_paths(out):
         return about, write_comparison(loaded, out, left_out=left_out, **asked)
 
 
 def _those_that_load(
-    groups: list[list[Path]], hints: "Hints", device: str
+    groups: list[list[Path]], files: Files
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
     """The checkpoints that can be read, a run being one, and of every path what JSON says: its error if there is one."""
+    from mechinterp.models.weights import why_no_circuits
+
     loaded, about = [], []
     for group in groups:
-        run = run_of(group, hints, device=device)
+        run = files.run_of(group)
         for path in group if run is None else [run.path]:
             try:
                 with about_paths(path):
-                    checkpoint = run or load_checkpoint(path, hints, device=device)
-                    require_one_layer(checkpoint)
+                    checkpoint = run or files.load(path)
+                    if why := why_no_circuits(checkpoint.config.model):
+                        raise ValueError(
+                            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around "
+                            f"it, got {why}; the report on one model takes it."
+                        )
                 loaded.append(checkpoint)
                 about.append({"path": str(path)})
             except (ValueError, OSError) as error:

@@ -1,6 +1,5 @@
 """Commands that train models or predict their training: argument parsing only."""
 
-import json
 import os
 import re
 import sys
@@ -51,15 +50,13 @@ def train(
     from mechinterp.presets import PRESETS
 
     if list_presets:
-        say(json.dumps(list(PRESETS), indent=2) if as_json else "\n".join(PRESETS))
-        return
+        return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.header import dumps
     from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 
@@ -72,7 +69,7 @@ def train(
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
     document = training_document(summary, str(folder))
     text = f"{printable(str(folder))}: loss {summary.loss:.4f} after {config.train.steps} steps"
-    say(dumps(document) if as_json else f"{text} ({document['steps_per_second']:.0f} steps/s)")
+    answer(document, f"{text} ({document['steps_per_second']:.0f} steps/s)", as_json=as_json)
 
 
 def sweep(
@@ -91,21 +88,21 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.sweep_table import sweep_frame, write_results
+    from mechinterp.analysis.sweep_table import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
+    from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.header import dumps
     from mechinterp.report.to_json import training_document
     from mechinterp.training.sweep_file import load_sweep
-    from mechinterp.training.train import require_finite, train_models
+    from mechinterp.training.train import RESULTS, require_finite, train_models
 
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
-    table = write_results(sweep_frame(models, out, diverged=summary.diverged), out)
+    write_own_table(out / RESULTS, sweep_frame(models, out, diverged=summary.diverged))
     require_finite(models, out, summary)
-    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {table.name}"
-    say(dumps(training_document(summary, str(out))) if as_json else text)
+    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
+    answer(training_document(summary, str(out)), text, as_json=as_json)
 
 
 def predict_jumps(
@@ -123,7 +120,6 @@ def predict_jumps(
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
-    from mechinterp.report.header import dumps
     from mechinterp.report.text import frame_text, wrapped
     from mechinterp.report.to_json import forecast_document
 
@@ -133,15 +129,11 @@ def predict_jumps(
         from mechinterp.report.page import write_figure
 
         write_figure(out, forecast.plot())
-    if as_json:
-        say(dumps(forecast_document(config, forecast, out)))
-        return
     levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
-    say(f"{frame_text(forecast.to_frame())}\nloss levels (y²): {levels}")
-    for note in forecast.notes:
-        say(wrapped(f"note: {note}", "  "))
-    if out is not None:
-        say(f"Figure: {printable(str(out.resolve()))}")
+    lines = [frame_text(forecast.to_frame()), f"loss levels (y²): {levels}"]
+    lines += [wrapped(f"note: {note}", "  ") for note in forecast.notes]
+    lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
+    answer(forecast_document(config, forecast, out), "\n".join(lines), as_json=as_json)
 
 
 def say(text: str, *, error: bool = False) -> None:
@@ -173,6 +165,21 @@ def say(text: str, *, error: bool = False) -> None:
         raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
 
 
+def answer(document: object, text: str, *, as_json: bool) -> None:
+    """Print what a command found: a JSON document, or a text."""
+    if as_json:
+        say_json(document)
+    else:
+        say(text)
+
+
+def say_json(document: object) -> None:
+    """Print a document as JSON."""
+    from mechinterp.report.header import dumps
+
+    say(dumps(document))
+
+
 def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":
     if name not in ("local", "ray"):
         raise ValueError(f"--engine must be local or ray, got {name!r}.")
@@ -191,15 +198,15 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
     # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
     torch.set_num_threads(1)
     # "auto" is left to each model: some train on the processor alone.
-    found = device_of(device)
-    return partial(train_here, device=device if device == "auto" else found, memory=limit)
+    known = device_of(device)
+    return partial(train_here, device=device if device == "auto" else known, memory=limit)
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text)
-    if not found:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text)
+    if not size:
         raise ValueError(f"--memory must be a number of MB or GB such as 2GB, got {text!r}.")
-    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]])
+    return int(float(size[1]) * {"MB": 1e6, "GB": 1e9}[size[2]])
 
 
 def require_device(name: str) -> None:

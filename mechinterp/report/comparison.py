@@ -52,17 +52,16 @@ def write_comparison(
     """
     require_free(Path(out), overwrite)
     checkpoints = sorted(checkpoints, key=lambda each: natural(each.name))
-    found = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
-    missing = [_left_out(left_out)] if left_out else []
+    comparison = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
     parts = [
-        _settings(found, n_prompts, _pages(found, Path(out))),
-        *missing,
-        _heads(found),
-        *_training(found),
+        _settings(comparison, n_prompts, _pages(comparison, Path(out))),
+        *([_left_out(left_out)] if left_out else []),
+        _heads(comparison),
+        *_training(comparison),
     ]
     title = "Comparison of " + counted(len(checkpoints), "model")
-    about = ", ".join(found.names)
-    verdict = _verdict(found)
+    about = ", ".join(comparison.names)
+    verdict = _verdict(comparison)
     if left_out:
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
     return write_page(Path(out), title, about, verdict, parts, overwrite=overwrite, figures=figures)
@@ -80,29 +79,29 @@ def natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _pages(found: Comparison, out: Path) -> dict[str, str]:
+def _pages(comparison: Comparison, out: Path) -> dict[str, str]:
     """Addresses of the models' own reports, where they lie beside this one under the models' names."""
     beside = out.resolve().parent
     return {
         name: f"../{quote(name)}/{PAGE}"
-        for name in found.names
+        for name in comparison.names
         if to_html.files_of(beside / name / PAGE)
     }
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(comparison: Comparison) -> str:
     counts = [
         f"{setting}: " + ", ".join(f"{row.pattern} {row.models}" for row in rows.itertuples())
-        for setting, rows in found.settings_frame().groupby("setting", sort=False)
+        for setting, rows in comparison.settings_frame().groupby("setting", sort=False)
     ]
-    settings = counted(len(found.fields), "setting")
-    return f"{counted(len(found.names), 'model')} of {settings}: {'; '.join(counts)}."
+    settings = counted(len(comparison.fields), "setting")
+    return f"{counted(len(comparison.names), 'model')} of {settings}: {'; '.join(counts)}."
 
 
-def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Section:
-    tables = {"settings": found.settings_frame(), "models": found.to_frame()}
-    if len(found.fields.columns) > 1:
-        tables["fields"] = found.fields
+def _settings(comparison: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Section:
+    tables = {"settings": comparison.settings_frame(), "models": comparison.to_frame()}
+    if len(comparison.fields.columns) > 1:
+        tables["fields"] = comparison.fields
     columns = [column for frame in tables.values() for column in frame.columns]
     return Section(
         "Settings and models",
@@ -111,9 +110,11 @@ def _settings(found: Comparison, n_prompts: int, pages: Mapping[str, str]) -> Se
         "A model's name leads to its own report where that lies beside this one, in a folder of that name.",
         f"Losses are mean squared errors on {5 * n_prompts} prompts of the model's own task and context length, the same "
         "prompts for all models of one task. omega and mu are as in the report on one model.",
-        figures={"means": found.plot_means()} if len(found.names) > len(found.fields) else {},
+        figures={"means": comparison.plot_means()}
+        if len(comparison.names) > len(comparison.fields)
+        else {},
         tables={name: Table(frame) for name, frame in tables.items()},
-        meanings=meanings(found, columns),
+        meanings=meanings(comparison, columns),
         longest_table=LONGEST_TABLE,
         unfolded=True,
         links=pages,
@@ -135,17 +136,17 @@ def _left_out(reasons: Mapping[str, str]) -> Section:
     )
 
 
-def _heads(found: Comparison) -> Section:
+def _heads(comparison: Comparison) -> Section:
     return Section(
         "Heads of all models",
         "Every head by omega and mu; in the published pattern heads lie on two points, mirror images of each other.",
         "From the weights alone; a point is a head, a colour a setting.",
-        {"heads": found.plot()},
+        {"heads": comparison.plot()},
     )
 
 
-def _training(found: Comparison) -> list[Section]:
-    if not any(len(curve) for curve in found.curves):
+def _training(comparison: Comparison) -> list[Section]:
+    if not any(len(curve) for curve in comparison.curves):
         return []
     return [
         Section(
@@ -153,7 +154,7 @@ def _training(found: Comparison) -> list[Section]:
             "Loss on prompts that training never sees. Models without a history are left out.",
             "From each model's history, at most 200 steps of it; settings may have different evaluation prompts. Means are of "
             "settings whose models share their steps, error bars standard errors over the models.",
-            {"curves": found.plot_curves()}
-            | ({"mean_curves": found.plot_mean_curves()} if found.mean_curves() else {}),
+            {"curves": comparison.plot_curves()}
+            | ({"mean_curves": comparison.plot_mean_curves()} if comparison.mean_curves() else {}),
         )
     ]

@@ -1,34 +1,29 @@
 """Verdict and sections of the page about one model: what `run_analysis` gives of each of its analyses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
+import numpy as np
+import plotly.graph_objects as go
+
+from mechinterp import figures
 from mechinterp.analysis.classified import Classified
+from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.needs import one_attention
-from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis, suits
-from mechinterp.analysis.result import Finding
+from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis
+from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report.parts import Section
-from mechinterp.report.sections import section_of, with_heads
+from mechinterp.report.parts import Section, Toggles
 
-LEAST_PROMPTS = 8
+HEIGHT, TOP = 420, 60
+"""Of a figure that does not say how high it is, and of the room above it."""
+LEAST_PROMPTS, MOST_TOGGLES = 8, 8
 CLASSIFY = ANALYSES["classify"]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a page says of a model."""
-
-    verdict: str
-    """What it computes, how sure, what it is not, and what to doubt: a line each."""
-    loss: str
-    """Its loss beside those of ridge regression and of predicting 0."""
-    sections: tuple[Section, ...]
 
 
 def contents_of(
@@ -38,8 +33,8 @@ def contents_of(
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
     progress: ProgressCallback = no_progress,
-) -> Contents:
-    """The verdict and the sections.
+) -> tuple[str, str, list[Section]]:
+    """The verdict, a line on the loss beside those of ridge regression and of predicting 0, and the sections.
 
     Args:
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
@@ -56,37 +51,33 @@ def contents_of(
 
     def run(analysis: Analysis) -> Finding:
         told = prompts_of(analysis, n_prompts, seed)
-        return run_analysis(
-            analysis.function,
-            checkpoint,
-            n_prompts=told.get("n_prompts"),
-            seed=told.get("seed"),
-            progress=progress,
-        )
+        return run_analysis(analysis.function, checkpoint, progress=progress, **told)
 
-    chosen = [analysis_of(each) for each in analyses or default_names(checkpoint)]
     results: dict[str, Finding] = {}
     left_out: dict[str, str] = {}
-    for name, analysis in chosen:
+    shown = dict(analysis_of(each) for each in analyses or default_names(checkpoint))
+    for name, analysis in list(shown.items()):
         try:
             results[name] = run(analysis)
         except NoStreamError as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
-    shown = {name: analysis for name, analysis in chosen if name in results}
+            del shown[name]
     answers = (results[name] for name, analysis in shown.items() if analysis == CLASSIFY)
     classified = cast("Classified", next(answers, None) or run(CLASSIFY))
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
     for name, analysis in shown.items():
         prompts = _prompts_text(prompts_of(analysis, n_prompts, seed))
-        section = section_of(name, analysis, results[name], said=top, prompts=prompts)
+        section = section_of(name, analysis, results[name], shown=top, prompts=prompts)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        listed.append(_left_out(left_out))
-    return Contents(str(classified.verdict), classified.loss_text, tuple(listed))
+        names, why = ", ".join(left_out), next(iter(left_out.values()))
+        text, method = f"{names}: {why}", "These read the stream between layers."
+        listed.append(Section("Left out", text, method))
+    return str(classified.verdict), classified.loss_text, listed
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -103,7 +94,7 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
     )
 
 
-def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, int]:
+def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, Any]:
     """Number and seed of an analysis' prompts: what is asked for, of many runs no more than its own."""
     if not analysis.draws_prompts:
         return {}
@@ -120,15 +111,88 @@ def _prompts_text(told: Mapping[str, int]) -> str:
     return f"{many}, seed {told['seed']}."
 
 
-def _left_out(reasons: Mapping[str, str]) -> Section:
-    """The analyses that the model has no stream for, and why."""
+def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
+    """The analyses that suit a model."""
+    taken = (name for name, each in ANALYSES.items() if each.needs(checkpoint))
+    return tuple(name for name in taken if ANALYSES[name].on_page(checkpoint))
+
+
+def section_of(
+    name: str, analysis: Analysis, result: Finding, *, shown: Sequence[str] = (), prompts: str = ""
+) -> Section:
+    """Sentences, figures and tables of a result, and how it was computed.
+
+    Args:
+        shown: Sentences that the page has already.
+        prompts: Which prompts it was computed on.
+    Example:
+        >>> from mechinterp.analysis.one_layer.circuits import circuits
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> section_of("circuits", Analysis(circuits), circuits(zero_head(d_x=5))).title
+        'Circuits'
+    """
+    sentences = [text for text in sentences_of(result) if text not in shown]
+    text = " ".join(sentences)
+    tables = tables_of(name, result)
+    columns = [column for table in tables.values() for column in table.frame.columns]
     return Section(
-        "Left out",
-        f"{', '.join(reasons)}: {next(iter(reasons.values()))}",
-        "These read the stream between layers.",
+        analysis.title or name.replace("-", " ").capitalize(),
+        f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", ".")) else "."),
+        " ".join(filter(None, (analysis.described.replace("`", ""), prompts))),
+        {key: _ready(figure, name) for key, figure in figures_of(name, result).items()},
+        tables,
+        meanings(result, columns),
     )
 
 
-def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
-    """The analyses that suit a model."""
-    return tuple(name for name, each in ANALYSES.items() if suits(each, checkpoint))
+def _ready(figure: go.Figure, name: str) -> go.Figure:
+    """The figure with a height and a title of its own."""
+    layout = figure.layout
+    return figure.update_layout(
+        height=layout.height or HEIGHT,
+        margin_t=TOP if layout.margin.t is None else layout.margin.t,
+        title_text=layout.title.text or name,
+    )
+
+
+def with_heads(
+    sections: Mapping[str, Section], results: Mapping[str, Finding]
+) -> dict[str, Section]:
+    """The sections with what they show of several results: cards of heads, and switches for heads."""
+    shown = dict(sections)
+    for name in [name for name, result in results.items() if hasattr(result, "cards")][:1]:
+        cards: list[Card] = results[name].cards()  # type: ignore[attr-defined]
+        for other in results.values():
+            facts = other.head_facts() if hasattr(other, "head_facts") else [{}] * len(cards)
+            cards = [
+                replace(card, facts={**card.facts, **more})
+                for card, more in zip(cards, facts, strict=True)
+            ]
+        n_random = getattr(results[name], "n_random", 0)
+        legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
+        shown[name] = replace(shown[name], cards=tuple(cards), legend=legend)
+    switches = switches_of(results)
+    if switches is not None:
+        shown["ablate"] = replace(shown["ablate"], toggles=switches)
+    return shown
+
+
+def switches_of(results: Mapping[str, Finding]) -> Toggles | None:
+    """Switches for the heads of one layer of attention, from its subsets of heads and its attention on a few prompts."""
+    attention = results.get("attention")
+    subsets = getattr(results.get("ablate"), "subsets", None)
+    outputs = getattr(attention, "outputs", None)
+    if subsets is None or outputs is None or subsets.kept.shape[1] > MOST_TOGGLES:
+        return None
+    rows = zip(subsets.kept, subsets.risk, subsets.risk_sem, strict=True)
+    rest = np.asarray(attention.prediction - outputs.sum(1))[0]  # type: ignore[union-attr]
+    return Toggles(
+        colors=tuple(figures.head_color(head) for head in range(subsets.kept.shape[1])),
+        risks={
+            "".join(str(int(k)) for k in kept): (float(risk), float(sem))
+            for kept, risk, sem in rows
+        },
+        outputs=outputs.tolist(),
+        rest=rest.tolist(),
+        target=attention.target.tolist(),  # type: ignore[union-attr]
+    )

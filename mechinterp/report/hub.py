@@ -55,15 +55,13 @@ def model_card(
         | trained | 500,001 steps of 256 prompts at learning rate 0.001, seed 0 |
     """
     answer = classify(checkpoint, seed=seed)
-    verdict = answer.verdict
-    lines = [line for line in str(verdict).splitlines() if line.strip()]
     return CARD_TEXT.format(
         licence=licence,
         name=checkpoint.name,
         architecture=_architecture(checkpoint),
         version=__version__,
         pattern=answer.pattern,
-        verdict="\n\n".join(lines),
+        verdict="\n\n".join(str(answer.verdict).splitlines()),
         task=checkpoint.task.in_words(checkpoint.assumed_of_task),
         loss=answer.loss,
         trained=_trained(checkpoint),
@@ -73,13 +71,9 @@ def model_card(
 
 def _architecture(checkpoint: Checkpoint) -> str:
     model = checkpoint.config.model
-    parts = [
-        f"{counted(model.n_layers, 'layer')} of {counted(model.n_heads, 'head')}",
-        f"{model.score} scores",
-    ]
-    if model.d_mlp is not None:
-        parts.append(f"MLPs of width {model.d_mlp}")
-    return ", ".join(parts)
+    heads, mlps = counted(model.n_heads, "head"), f", MLPs of width {model.d_mlp}"
+    text = f"{counted(model.n_layers, 'layer')} of {heads}, {model.score} scores"
+    return text + ("" if model.d_mlp is None else mlps)
 
 
 def _trained(checkpoint: Checkpoint) -> str:

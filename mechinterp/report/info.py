@@ -74,17 +74,16 @@ def info_text(document: dict) -> str:
         "loss": "" if loss is None else f"{digits(loss)} y² on fixed prompts",
         "task": _settings(task, TaskConfig()) or DEFAULT,
         "model": _settings(model, ModelConfig()) or DEFAULT,
-        # How external weights were trained is not known.
-        "training": (_settings(document["experiment"]["train"], TrainConfig()) or DEFAULT)
-        if known
-        else "",
-        "seed": str(document["experiment"]["seed"]) if known else "",
+        "training": _settings(document["experiment"]["train"], TrainConfig()) or DEFAULT,
+        "seed": str(document["experiment"]["seed"]),
         "history": f"{document['history_rows']} rows" if document["history_rows"] else "",
         "snapshots": f"{len(snapshots)}, steps {snapshots[0]} to {snapshots[-1]}"
         if snapshots
         else "",
         "weights": ", ".join(_shapes(document["weights"])),
     }
+    if not known:  # how external weights were trained
+        card |= {"training": "", "seed": ""}
     lines = [wrapped(title, "  ")]
     lines += [wrapped(f"  {name:<10} {text}", " " * 11) for name, text in card.items() if text]
     hooks = document.get("hooks")
@@ -107,15 +106,15 @@ def _hook_lines(hooks: Sequence[Mapping]) -> list[str]:
 
 def _settings(values: Mapping[str, object], default: object) -> str:
     """Fields that are not the default."""
-    said = []
+    changed = []
     for name, value in values.items():
         usual = getattr(default, name)
         if isinstance(value, dict):
             inner = _settings(value, usual)
-            said += [f"{name} {inner}"] if inner else []
+            changed += [f"{name} {inner}"] if inner else []
         elif value != usual:
-            said.append(f"{name} {_plain(value)}")
-    return ", ".join(said)
+            changed.append(f"{name} {_plain(value)}")
+    return ", ".join(changed)
 
 
 def _plain(value: object) -> str:
@@ -126,11 +125,12 @@ def _plain(value: object) -> str:
 
 def _shapes(weights: Mapping[str, Sequence[int]]) -> list[str]:
     """Name and shape of each tensor, those of all layers as one."""
-    found: dict[str, list[str]] = {}
+    layers_of: dict[str, list[str]] = {}
     for name, shape in weights.items():
         layer = re.search(r"blocks\.(\d+)", name)
-        said = re.sub(r"blocks\.\d+", "blocks.*", name) + f" {'×'.join(map(str, shape))}"
-        found.setdefault(said, []).append(layer[1] if layer else "")
+        text = re.sub(r"blocks\.\d+", "blocks.*", name) + f" {'×'.join(map(str, shape))}"
+        layers_of.setdefault(text, []).append(layer[1] if layer else "")
     return [
-        said if len(layers) > 1 else said.replace("*", layers[0]) for said, layers in found.items()
+        text if len(layers) > 1 else text.replace("*", layers[0])
+        for text, layers in layers_of.items()
     ]

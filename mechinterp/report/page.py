@@ -19,7 +19,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.parts import Section
-from mechinterp.report.to_csv import csv_files
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
@@ -79,16 +78,16 @@ def write_report(
     require_free(Path(out), overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
-    contents = contents_of(
+    verdict, loss, sections = contents_of(
         checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
     )
     return write_page(
         Path(out),
         checkpoint.name,
         checkpoint.in_words,
-        contents.verdict,
-        contents.sections,
-        loss=contents.loss,
+        verdict,
+        sections,
+        loss=loss,
         overwrite=overwrite,
         figures=figures,
     )
@@ -101,16 +100,16 @@ def require_free(out: Path, overwrite: bool) -> None:
         ValueError: If `out` is a file, or a folder that holds anything; with `overwrite`, anything but a report.
     """
     settle(out)
-    found = entries(out)
-    if not overwrite and (found or (os.path.lexists(out) and not out.is_dir())):
+    files, is_other = entries(out), os.path.lexists(out) and not out.is_dir()
+    if not overwrite and (files or is_other):
         raise ValueError(
             f"{out}: already exists and is not overwritten; choose another --out, or --overwrite."
         )
-    if found and not to_html.files_of(out / PAGE):
+    if files and not to_html.files_of(out / PAGE):
         raise ValueError(
-            f"{out}: already holds {found[0]} and no report of this version; it is not overwritten."
+            f"{out}: already holds {files[0]} and no report of this version; it is not overwritten."
         )
-    if os.path.lexists(out) and not out.is_dir():
+    if is_other:
         raise ValueError(f"{out}: already exists and is not overwritten, not being a folder.")
 
 
@@ -134,7 +133,7 @@ def write_page(
     Raises:
         CheckpointError: If another file is in the way, or the folder cannot be written.
     """
-    frames = csv_files(parts)
+    frames = {f"{n}.csv": table.frame for part in parts for n, table in part.tables.items()}
     shown = {name: figure for section in parts for name, figure in section.figures.items()}
     pictures = all_drawn(shown, figures) if figures else {}
     replaced = to_html.files_of(out / PAGE) if overwrite else frozenset()
@@ -145,13 +144,9 @@ def write_page(
         for file, frame in frames.items():
             claim.write(file, partial(frame.to_csv, index=False))
         for file, picture in pictures.items():
-            claim.write(file, partial(_write_bytes, picture))
+            claim.write(file, partial(Path.write_bytes, data=picture))
         claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
     return Report(out / PAGE, tuple(out / file for file in frames), verdict)
-
-
-def _write_bytes(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
 
 
 def write_figure(file: Path, figure: go.Figure) -> None:

@@ -25,8 +25,8 @@ class Toggles:
     def to_document(self) -> dict[str, object]:
         """What the script of the page reads."""
         names = ("risks", "outputs", "rest", "target")
-        said = {subset: with_error(*risk) for subset, risk in self.risks.items()}
-        return {name: getattr(self, name) for name in names} | {"said": said}
+        texts = {subset: with_error(*risk) for subset, risk in self.risks.items()}
+        return {name: getattr(self, name) for name in names} | {"said": texts}
 
 
 @dataclass(frozen=True)

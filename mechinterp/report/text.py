@@ -67,8 +67,9 @@ def frame_text(
         least_p: The p-value below which none can be told.
     """
     shown = frame if wide else narrow(frame.head(ROWS))
+    named = {name: f"{name} ({unit})" for name, unit in (units or {}).items() if unit}
     cells = {
-        _signs(_heading(str(name), units or {})): [
+        _signs(named.get(str(name), str(name))): [
             _signs(cell(value, str(name), least_p)) for value in shown[name]
         ]
         for name in shown.columns
@@ -96,10 +97,6 @@ def narrow(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _signs(text: str) -> str:
     return spelled(text, sys.stdout.encoding)
-
-
-def _heading(name: str, units: Mapping[str, str]) -> str:
-    return f"{name} ({units[name]})" if units.get(name) else name
 
 
 def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables as CSV files: those of a page, and the documents of `classify` as one table with a row for each checkpoint."""
+"""The documents of `classify` as one table, CSV or parquet, with a row for each checkpoint."""
 
 import os
 from collections.abc import Sequence
@@ -10,17 +10,11 @@ import pandas as pd
 
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.report.parts import Section
 
 OF_RUNS = ("step", "loss", "loss_sem")
 """Of checkpoints that are steps of a run, loss with its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
-
-
-def csv_files(sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
-    """The tables of a page by their files' names."""
-    return {f"{n}.csv": t.frame for section in sections for n, t in section.tables.items()}
 
 
 def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
@@ -41,7 +35,7 @@ def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
         | {"error": _encodable(document.get("error"))}
         for document in documents
     ]
-    frame = pd.DataFrame(rows, columns=_columns(rows))
+    frame = pd.DataFrame(rows, columns=None if rows else [*HEADER, "error"])
     plain = [name for name in frame.columns if name in HEADER or frame[name].notna().any()]
     return frame[[*(name for name in plain if name != "error"), "error"]].convert_dtypes()
 
@@ -85,8 +79,3 @@ def _scalar(value: object) -> object:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, bool | int | float | str) else None
-
-
-def _columns(rows: Sequence[dict]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row if name != "error")
-    return [*(names or dict.fromkeys(HEADER)), "error"]

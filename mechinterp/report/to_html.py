@@ -87,8 +87,8 @@ def files_of(page: Path) -> frozenset[str]:
     if page.is_symlink() or not page.is_file():
         return frozenset()
     with page.open("rb") as stream:
-        found = MARK.search(stream.read(HEAD).decode(errors="replace"))
-    return frozenset(html.unescape(found[1]).split("/")) if found else frozenset()
+        mark = MARK.search(stream.read(HEAD).decode(errors="replace"))
+    return frozenset(html.unescape(mark[1]).split("/")) if mark else frozenset()
 
 
 def _drawn(figure: go.Figure) -> dict:

@@ -1,10 +1,12 @@
-"""Results as text for a terminal."""
+"""Results as text for a terminal; what `classify` says of a model at length, of one among many in a few lines."""
 
 from collections.abc import Iterator
 
 import pandas as pd
 
+from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.columns import meanings, unit_of
+from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
 from mechinterp.report.text import ROWS, frame_text, wrapped
 
@@ -44,3 +46,24 @@ def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:
         return [("", table.frame)]
     groups = table.frame.groupby(table.per, sort=False)
     return [(str(value), part.drop(columns=table.per)) for value, part in groups]
+
+
+def classification_text(result: Classified, *, wide: bool = False) -> str:
+    """The pattern, the verdict, the loss beside those of ridge regression and of 0, and the table of heads."""
+    if wide:
+        notes = [wrapped(f"\n{text}", "  ") for text in result.notes]
+        return "\n".join([result.pattern, to_text("classify", result, wide=True), *notes])
+    told = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
+    return "\n".join([told, "", result.heads_title, *result.head_lines(ROWS)])
+
+
+def brief_text(result: Classified) -> str:
+    """One of many: pattern, loss, what earned it, and the heads without a header."""
+    loss = result.loss
+    line = (
+        f"  loss {digits(loss.model)} y² (ridge {digits(loss.ridge)}, predicting 0 "
+        f"{digits(loss.zero)}){result.brief}"
+    )
+    if result.task_doubt:
+        line += f"; {result.task_doubt}"
+    return "\n".join([result.pattern, wrapped(line, "  "), *result.head_lines(ROWS)])

@@ -13,12 +13,9 @@ from mechinterp.models.heads import AttentionWeights
 def weights_with_circuits(QK: np.ndarray, OV: np.ndarray, scale: float = 0.5) -> AttentionWeights:
     """Weights whose circuits are given, split in a way that hides them."""
     heads, d_model, _ = QK.shape
-    mix = torch.linalg.qr(
-        torch.randn(
-            heads, d_model, d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-        )
-    )[0]
-    mix = mix * 3.0  # W_Q A, W_K A^-T
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(heads, d_model, d_model, dtype=torch.float64, generator=generator)
+    mix = 3.0 * torch.linalg.qr(mix)[0]  # W_Q A, W_K A^-T
     return AttentionWeights(
         W_Q=torch.from_numpy(QK) @ mix / scale,
         W_K=torch.linalg.inv(mix).mT.contiguous(),
@@ -58,14 +55,8 @@ def test_a_zero_head_has_zero_circuits_and_no_nan():
 def test_two_responses_give_two_mu():
     found = circuits(diagonal_heads([0.2], [1.5], d_x=2, d_y=2))
     np.testing.assert_allclose(found.mu, [[1.5, 1.5]])
-    assert list(found.to_frame().columns[:6]) == [
-        "head",
-        "omega_mean",
-        "omega_0",
-        "omega_1",
-        "mu_0",
-        "mu_1",
-    ]
+    columns = ["head", "omega_mean", "omega_0", "omega_1", "mu_0", "mu_1"]
+    assert list(found.to_frame().columns[:6]) == columns
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.head_statistics import read_groups, read_heads
+from mechinterp.analysis.one_layer.head_statistics import common_matrix, read_groups, read_heads
 from mechinterp.analysis.one_layer.random_null import null_of
-from mechinterp.analysis.one_layer.shared_qk import common_matrix
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import (
@@ -23,7 +22,15 @@ from mechinterp.models.constructions.one_layer import (
 )
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.training.one_layer.step import initial_weights
-from tests.analysis.test_labels import MODE_2, MODE_3, TABLE_2, TWO, rotation, with_blocks
+from tests.analysis.test_labels import (
+    MODE_2,
+    MODE_3,
+    TABLE_2,
+    TWO,
+    assert_undetermined,
+    rotation,
+    with_blocks,
+)
 
 FREE = replace(TWO, supports=None)
 ONE_HEAD = ModelConfig(n_heads=1, d_head=6)
@@ -69,9 +76,8 @@ def two_shapes(apart: float) -> Tensor:
 @pytest.mark.slow
 def test_heads_that_serve_one_response_with_the_wrong_sign_are_no_task_heads():
     found = two_responses(MODE_3.omega.tolist(), [[0, -3.2], [0, 3.2], [3.3, 0], [-3.3, 0]], TWO)
-    assert found.pattern == "undetermined"
-    assert found.labels == ("mismatched", "mismatched", "positive", "negative")
-    assert found.reason == "heads serve several responses and support_leak is not defined"
+    labels = ("mismatched", "mismatched", "positive", "negative")
+    assert_undetermined(found, "and support_leak is not defined", *labels)
     assert np.isnan(found.scales.support_leak)
     assert np.isnan(found.scales.theta_spread)
 
@@ -86,8 +92,7 @@ def test_opposite_heads_may_serve_a_response_half_as_much(part: float):
 
 def test_opposite_heads_that_serve_a_response_too_little_do_not_weigh():
     found = opposite(UNEVEN, [2, 0.8])
-    assert found.pattern == "undetermined"
-    assert "theta_spread 0.333 is above 0.25" in found.reason
+    assert_undetermined(found, "theta_spread 0.333 is above 0.25")
 
 
 @pytest.mark.slow
@@ -108,30 +113,30 @@ def test_a_step_is_plain_only_where_all_supports_are_full():
     assert classify(weights, replace(TWO, supports=(full, full))).pattern == "debiased_gd"
 
 
-def test_unequal_pairs_are_undetermined_with_several_responses():
-    found = two_responses([[0.08] * 6, [-0.16] * 6], [[3.4, 3.4], [-3.4, -3.4]])
-    assert found.pattern == "undetermined"
-    assert found.reason == "omega_spread 1.000 is above 0.25"
+@pytest.mark.parametrize(
+    ("omega", "mu", "reason"),
+    [
+        ((0.08, -0.16), (3.4, -3.4), "omega_spread 1.000 is above 0.25"),
+        ((0.13, -0.13), (3.4, -2.4), "zero_sum 0.172 is above 0.05"),
+    ],
+)
+def test_what_is_not_even_is_undetermined_with_several_responses(omega, mu, reason):
+    found = two_responses([[each] * 6 for each in omega], [[each] * 2 for each in mu])
+    assert_undetermined(found, reason)
 
 
 @pytest.mark.slow
 def test_an_uneven_theta_is_no_superposition():
     omega = TABLE_2.omega * torch.tensor([1, 1.6, 1, 1, 1, 1])
     found = two_responses(omega.tolist(), TABLE_2.mu.tolist(), TWO)
-    assert found.pattern == "undetermined"
-    assert found.reason == "heads serve several responses and theta_spread 0.600 is above 0.25"
-
-
-def test_heads_that_do_not_cancel_are_undetermined_with_several_responses():
-    found = two_responses([[0.13] * 6, [-0.13] * 6], [[3.4, 3.4], [-2.4, -2.4]])
-    assert found.reason == "zero_sum 0.172 is above 0.05"
+    assert_undetermined(found, "heads serve several responses and theta_spread 0.600 is above 0.25")
 
 
 def test_a_response_that_is_pushed_away_is_undetermined():
     found = opposite([0.13] * 6, [3.4, -3.4])
-    assert found.pattern == "undetermined"
-    assert found.labels == ("mixed", "mixed")
-    assert found.reason == "heads serve several responses and support_leak is not defined"
+    assert_undetermined(
+        found, "heads serve several responses and support_leak is not defined", "mixed", "mixed"
+    )
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -139,27 +144,21 @@ def test_a_response_that_no_head_serves_is_named(missing: int):
     mu = [0.0, 0.0]
     mu[1 - missing] = 3.4
     found = opposite([0.13] * 6, mu)
-    assert (found.pattern, found.reason) == (
-        "undetermined",
-        f"no head serves response {missing}",
-    )
-    assert found.labels == ("positive", "negative")
+    assert_undetermined(found, f"no head serves response {missing}", "positive", "negative")
     assert found.scales.unserved == (missing,)
     assert np.isnan(found.scales.zero_sum)
 
 
 def test_heads_that_all_cancel_are_no_model():
     found = classify(diagonal_heads([0.13, 0.13], [3.4, -3.4], d_x=5))
-    assert found.pattern == "undetermined"
-    assert found.reason == "no head is active, or those that are cancel each other"
+    assert_undetermined(found, "no head is active, or those that are cancel each other")
 
 
 @pytest.mark.slow
 def test_predictions_of_zero_are_undetermined():
     weights = diagonal_heads([0.5, -0.5], [1.0, 1.0], d_x=5)
     found = classify(replace(weights, score="linear", score_slope=0.025))
-    assert found.pattern == "undetermined"
-    assert found.reason == "the predictions are all 0, or not finite"
+    assert_undetermined(found, "the predictions are all 0, or not finite")
 
 
 def test_a_leaning_head_needs_a_better_substitute():
@@ -244,10 +243,12 @@ def test_reasons_of_several_responses_say_what_there_is():
     assert "; head" not in superposed.reason
 
 
-@pytest.mark.slow
-def test_theta_and_step_have_the_slope_of_the_score():
+def test_other_score_functions_count_with_their_slope():
     weights = replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5)
     found = classify(weights)
+    assert found.pattern == "debiased_gd"
+    assert found.substitution.r2 > 0.999
+    assert found.scales.eta[0] == pytest.approx(0.4)
     assert found.scales.theta == pytest.approx(np.full((1, 5), 0.4))
     torch.testing.assert_close(found.scales.step, 0.4 * EYE[None])
 
@@ -367,9 +368,10 @@ def test_prompts_are_those_of_the_seed_and_as_many_as_asked_for():
         assert by_circuits == pytest.approx(found)
 
 
-def test_circuits_are_read_with_these_thresholds():
-    weights = diagonal_heads([0.13, -0.2], [3.0, -3.0], d_x=5)
-    found = classify_circuits(weights.QK, weights.OV, thresholds=Thresholds(omega_spread=0.6))
+def test_thresholds_are_arguments():
+    weights, limits = diagonal_heads([0.13, -0.2], [3.0, -3.0], d_x=5), Thresholds(omega_spread=0.6)
+    assert classify(weights, thresholds=limits).pattern == "debiased_gd"
+    found = classify_circuits(weights.QK, weights.OV, thresholds=limits)
     assert found.pattern == "debiased_gd"
 
 

@@ -133,10 +133,7 @@ def test_a_model_of_the_package_frame_and_figures():
     ("arguments", "message"),
     [
         ((mixture(0.0),), "compare_priors needs a task when the model is a function of prompts"),
-        (
-            (mixture(0.0), replace(TASK, n_tasks=None)),
-            "task.n_tasks must be a number where no pool",
-        ),
+        ((mixture(0.0), replace(TASK, n_tasks=None)), "task.n_tasks must be a number where no"),
         ((mixture(0.0), TASK, POOL[:, :2]), r"\[M, 3, 2\], got \[6, 2, 2\]"),
     ],
 )
@@ -176,6 +173,5 @@ def test_dmmse_is_a_baseline_of_a_model_whose_task_has_a_pool():
     assert found.learners[-1] == "dMMSE"
     assert found.risk[-1] == pytest.approx(risk.mean().item())
     assert found.risk[-1] < found.risk[:-1].min()
-    assert (
-        "dMMSE" not in baselines(replace(given, task=replace(task, n_tasks=None)), prompts).learners
-    )
+    without = replace(given, task=replace(task, n_tasks=None))
+    assert "dMMSE" not in baselines(without, prompts).learners

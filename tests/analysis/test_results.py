@@ -6,10 +6,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.sweep_table import sweep_frame, write_results
+from mechinterp.analysis.sweep_table import sweep_frame
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native.folder import COLUMNS
+from mechinterp.checkpoints.native.history import write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
@@ -59,8 +60,8 @@ def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
 @pytest.mark.slow
 def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
     frame = sweep_frame(MODELS, run_folder, diverged={"lost": None})
-    file = write_results(frame, run_folder)
-    assert file == run_folder / "results.parquet"
+    file = run_folder / "results.parquet"
+    write_own_table(file, frame)
     stored = pd.read_parquet(file)
     assert stored.columns.tolist() == frame.columns.tolist()
     assert stored["steps"].isna().tolist() == [False, True, False]
@@ -70,7 +71,8 @@ def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
     assert [None if mu is None else mu.tolist() for mu in stored["mu"]] == frame["mu"].tolist()
     # One that is there is replaced: it is made anew whenever the run goes on.
     again = sweep_frame({"step": MODELS["step"]}, run_folder)
-    assert len(pd.read_parquet(write_results(again, run_folder))) == 1
+    write_own_table(file, again)
+    assert len(pd.read_parquet(file)) == 1
 
 
 def test_a_model_that_is_missing_or_cannot_be_written_is_named(run_folder: Path):
@@ -78,4 +80,4 @@ def test_a_model_that_is_missing_or_cannot_be_written_is_named(run_folder: Path)
         sweep_frame(MODELS, run_folder)
     frame = sweep_frame({"step": replace(MODELS["step"])}, run_folder)
     with pytest.raises(CheckpointError, match=r"results\.parquet: cannot be written \("):
-        write_results(frame, run_folder / "step" / "config.json")
+        write_own_table(run_folder / "step" / "config.json" / "results.parquet", frame)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.shared_qk import (
+from mechinterp.analysis.one_layer.head_statistics import (
     common_matrix,
     equal_heads,
     is_definite,
@@ -14,9 +14,8 @@ from mechinterp.analysis.one_layer.shared_qk import (
 
 
 def random_blocks(*shape: int) -> torch.Tensor:
-    return torch.randn(
-        *shape, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, 4, 4, dtype=torch.float64, generator=generator)
 
 
 def test_a_common_matrix_is_found_with_its_factors():
@@ -53,9 +52,8 @@ def test_zero_blocks_have_no_direction():
     found = common_matrix(torch.zeros(2, 3, 3).double(), torch.ones(2).double())
     assert found.alignment.tolist() == [0, 0]
     assert found.scale.tolist() == [0, 0]
-    mixed = common_matrix(
-        torch.stack([torch.eye(3), torch.zeros(3, 3)]).double(), torch.ones(2).double()
-    )
+    blocks = torch.stack([torch.eye(3), torch.zeros(3, 3)]).double()
+    mixed = common_matrix(blocks, torch.ones(2).double())
     assert mixed.alignment.tolist() == pytest.approx([1, 0])
 
 
@@ -99,12 +97,8 @@ def test_equal_heads_differ_little_relative_to_the_larger():
     assert equal_heads(blocks, tolerance=0.048).tolist() == [0, 1]
 
 
-def test_a_matrix_that_squeezes_one_direction_is_no_rotation():
-    assert np.isnan(rotation_angle(np.diag([1.0, 1.0, 0.5])))
-
-
-@pytest.mark.parametrize("diagonal", [[1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
-def test_a_reflection_is_no_rotation(diagonal: list[float]):
+@pytest.mark.parametrize("diagonal", [[1.0, 1.0, 0.5], [1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
+def test_what_squeezes_or_reflects_is_no_rotation(diagonal: list[float]):
     assert np.isnan(rotation_angle(np.diag(diagonal)))
 
 

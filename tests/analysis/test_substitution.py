@@ -38,11 +38,11 @@ def test_standard_errors_of_survival_are_those_of_repetition():
 
 
 def test_idealised_heads_lose_their_leaks_and_nothing_else():
-    clean = replace(diagonal_heads([0.3, -0.2], [2.0, -1.0], d_x=5), score="1+tanh")
+    law = {"score": "1+Cx", "score_slope": 0.5, "attend_to_self": True}
+    clean = replace(diagonal_heads([0.3, -0.2], [2.0, -1.0], d_x=5), **law)
     dirty = clean.with_tensors({"W_Q": clean.W_Q + 0.1, "W_V": clean.W_V + 0.1})
-    blocks = torch.diag_embed(clean.omega)
-    found = idealised(dirty, blocks, clean.mu)
-    assert found.score == "1+tanh"
+    found = idealised(dirty, torch.diag_embed(clean.omega), clean.mu)
+    assert {name: getattr(found, name) for name in law} == law
     torch.testing.assert_close(found.QK, clean.QK)
     torch.testing.assert_close(found.OV, clean.OV)
 
@@ -65,21 +65,19 @@ def test_small_heads_take_the_step_with_their_matrix(attend_to_self: bool):
     heads = replace(idealised(weights, blocks, mu), attend_to_self=attend_to_self)
     found = evaluation(task, 16, 0, attend_to_self)
     step = torch.einsum("hn,hij->nij", mu, blocks)
-    torch.testing.assert_close(
-        predict(heads, found.prompts), found.gradient_step(step, centred=True), rtol=1e-3, atol=1e-4
-    )
+    expected = found.gradient_step(step, centred=True)
+    torch.testing.assert_close(predict(heads, found.prompts), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_linear_attention_takes_the_step_exactly():
+@pytest.mark.parametrize("attend_to_self", [False, True])
+def test_linear_attention_takes_the_step_exactly(attend_to_self: bool):
     task = TaskConfig(d_x=3, context_length=9)
     weights = initial_weights(ExperimentConfig(task=task)).to(torch.float64)
     blocks, mu = weights.QK[:, :3, :3], weights.mu
-    for attend_to_self in (False, True):
-        law = replace(weights, score="linear", score_slope=1 / 9, attend_to_self=attend_to_self)
-        found = evaluation(task, 16, 0, attend_to_self)
-        step = torch.einsum("hn,hij->nij", mu, blocks)
-        expected = found.gradient_step(step, centred=False)
-        torch.testing.assert_close(predict(idealised(law, blocks, mu), found.prompts), expected)
+    law = replace(weights, score="linear", score_slope=1 / 9, attend_to_self=attend_to_self)
+    found = evaluation(task, 16, 0, attend_to_self)
+    expected = found.gradient_step(torch.einsum("hn,hij->nij", mu, blocks), centred=False)
+    torch.testing.assert_close(predict(idealised(law, blocks, mu), found.prompts), expected)
 
 
 def test_faithfulness_is_over_prompts_and_responses():
@@ -87,10 +85,3 @@ def test_faithfulness_is_over_prompts_and_responses():
     found = faithfulness(prediction, prediction - 0.1)
     assert found.rms == pytest.approx(0.1)
     assert found.r2 == pytest.approx(1 - 4 * 0.01 / 30)
-
-
-def test_idealised_heads_keep_their_law():
-    law = {"score": "1+Cx", "score_slope": 0.5, "attend_to_self": True}
-    weights = replace(diagonal_heads([0.3], [2.0], d_x=5), **law)
-    found = idealised(weights, torch.diag_embed(weights.omega), weights.mu)
-    assert {name: getattr(found, name) for name in law} == law

@@ -36,6 +36,10 @@ from mechinterp.models.run.predictor import BEYOND_SIZES
 from tests.conftest import CHECKPOINTS
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
+MADE_KERNELS, MADE_STEPS = (
+    f"of {PATTERNS[pattern].named} models made here"
+    for pattern in ("kernel_regression", "linear_gd")
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +48,14 @@ def step():
 
 
 def test_a_step_is_told_with_its_size_and_the_best_one(step):
-    assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in (
-        step.verdict.computes
-    )
-    assert step.verdict.computes.endswith("the step size that is best for its task is 0.879")
-    assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in step.verdict.sure
+    computes, sure = step.verdict.computes, step.verdict.sure
+    assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in computes
+    assert computes.endswith("the step size that is best for its task is 0.879")
+    assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in sure
     named = PATTERNS["debiased_gd"].named
-    assert f"of {named} models made here that got this label it was wrong for 0" in (
-        step.verdict.sure
-    )
+    assert f"of {named} models made here that got this label it was wrong for 0" in sure
     chance = f"none of {step.n_random} models with random weights does the task as well"
-    assert f"{chance} (p < {1 / step.n_random:.2g})" in step.verdict.sure
+    assert f"{chance} (p < {1 / step.n_random:.2g})" in sure
 
 
 def test_with_other_limits_nothing_is_said_of_the_calibration():
@@ -121,9 +122,8 @@ def test_a_handful_of_models_without_an_error_is_no_evidence():
 def test_a_p_value_is_told_by_its_count():
     assert chance_text(1 / 401, 400, "w").startswith("none of 400 models with w does")
     assert chance_text(2 / 401, 400, "w").startswith("1 of 400 models with w does")
-    assert chance_text(105 / 401, 400, "w") == (
-        "104 of 400 models with w do the task as well (p = 0.26)"
-    )
+    told = "104 of 400 models with w do the task as well (p = 0.26)"
+    assert chance_text(105 / 401, 400, "w") == told
 
 
 @pytest.mark.parametrize(
@@ -162,28 +162,10 @@ def test_a_step_of_another_size_is_doubted_under_its_own_task_only_if_that_is_as
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        (
-            "softmax-h1-s0",
-            [
-                "ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)",
-                f"of {PATTERNS['kernel_regression'].named} models made here",
-            ],
-        ),
+        ("softmax-h1-s0", ["ŷ = -1.50 Σ_l w_l y_l, w_l ∝ exp(-0.519 x_l·x)", MADE_KERNELS]),
         ("softmax-h2-s8", ["Σ_h μ_h", "μ = 0.643, ω = 0.560; μ = 0.824, ω = 0.532"]),
-        (
-            "two-tasks-h3-s0",
-            [
-                "Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)",
-                "Θ_1 = diag(",
-            ],
-        ),
-        (
-            "linear-merged-s0",
-            [
-                "singular values of Γ 2.23 to 7.31",
-                f"of {PATTERNS['linear_gd'].named} models made here",
-            ],
-        ),
+        ("two-tasks-h3-s0", ["Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)", "Θ_1 = diag("]),
+        ("linear-merged-s0", ["singular values of Γ 2.23 to 7.31", MADE_STEPS]),
         ("kms-0.5-h2-s0", ["preconditioned", "(x_l − x̄), singular values of Γ 0.420 to 2.07"]),
         ("softmax-h8-s1", ["none of the known formulas clearly", "omega and mu are what a head"]),
     ],

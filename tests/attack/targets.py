@@ -18,11 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.sweep_table import write_results
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.load import TARGETS, convert, load
-from mechinterp.checkpoints.native.history import MARK
+from mechinterp.checkpoints.native.history import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.parts import Section
@@ -30,7 +29,7 @@ from mechinterp.report.to_csv import write_table
 from mechinterp.training.jobs import pack_jobs
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state
-from mechinterp.training.train import train_models
+from mechinterp.training.train import RESULTS, train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg
@@ -174,7 +173,7 @@ def _writers(folder: Path, checkpoint: Checkpoint) -> dict[str, Subject]:
         "page": page,
         "page-overwrite": partial(page, overwrite=True),
         "table": lambda out: write_table(out / "table.csv", [document]),
-        "results": partial(write_results, frame),
+        "results": lambda out: write_own_table(out / RESULTS, frame),
         "train": partial(train_models, {".": SHORT}),
         "train-resume": partial(train_models, {".": SHORT}, resume=True),
         "sweep": partial(train_models, {"model": SHORT}),

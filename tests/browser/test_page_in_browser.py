@@ -5,7 +5,7 @@ Needs playwright and a chromium, named by CHROMIUM; `make test-browser` installs
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,9 @@ class Opened:
         self.page.wait_for_timeout(300)
 
 
+Visit = Callable[..., Opened]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator["playwright.Browser"]:
     with playwright.sync_playwright() as driver:
@@ -79,33 +82,40 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return files | {"both": both.page, "deep": several.page, "tasks": tasks.page}
 
 
-def opened(
-    browser: "playwright.Browser", file: Path, *, width: int = 1200, scheme: str = "light"
-) -> Opened:
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, has_touch=width < 500
-    )
-    found = Opened(context.new_page())
-    complaints, page = found.complaints, found.page
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-    page.on("request", lambda request: complaints.append(request.url))
-    page.goto(file.as_uri(), wait_until="commit")
-    page.wait_for_selector(READY)
-    # The page itself is all that is asked for.
-    assert complaints == [file.as_uri()]
-    complaints.clear()
-    return found
+@pytest.fixture
+def visit(browser: "playwright.Browser", pages: dict[str, Path]) -> Iterator[Visit]:
+    """Opens a page by its name; it is closed when the test ends."""
+    contexts = []
+
+    def opened(name: str, *, width: int = 1200, scheme: str = "light") -> Opened:
+        view = {"width": width, "height": 900}
+        context = browser.new_context(viewport=view, color_scheme=scheme, has_touch=width < 500)
+        contexts.append(context)
+        found = Opened(context.new_page())
+        complaints, page = found.complaints, found.page
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: complaints.append(request.url))
+        page.goto(pages[name].as_uri(), wait_until="commit")
+        page.wait_for_selector(READY)
+        # The page itself is all that is asked for.
+        assert complaints == [pages[name].as_uri()]
+        complaints.clear()
+        return found
+
+    yield opened
+    for context in contexts:
+        context.close()
 
 
 @pytest.mark.parametrize("width", [1200, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["evil", "linear", "both", "deep", "tasks"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
-    browser: "playwright.Browser", pages: dict[str, Path], name: str, scheme: str, width: int
+    visit: Visit, name: str, scheme: str, width: int
 ):
-    at = opened(browser, pages[name], width=width, scheme=scheme)
+    at = visit(name, width=width, scheme=scheme)
     figures = at.page.locator(".figure")
     assert figures.count() == {"evil": 14, "linear": 17, "both": 2, "deep": 23, "tasks": 14}[name]
     for figure in figures.all():
@@ -122,37 +132,30 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     for place, drawn in figures.evaluate_all(sizes):
         assert abs(place - drawn) <= 1
     assert at.complaints == []
-    at.page.context.close()
 
 
 @pytest.mark.parametrize("width", [1200, 400])
-def test_the_buttons_of_a_figure_lie_above_the_names_of_its_heads(
-    browser: "playwright.Browser", pages: dict[str, Path], width: int
-):
-    at = opened(browser, pages["evil"], width=width)
+def test_the_buttons_of_a_figure_lie_above_the_names_of_its_heads(visit: Visit, width: int):
+    at = visit("evil", width=width)
     figure = at.page.locator("#figure-circuits")
     figure.hover()
     buttons = figure.locator(".modebar").bounding_box()
     names = [name.bounding_box() for name in figure.locator(".annotation-text").all()]
     assert len(names) == 4  # QK and OV of two heads
     assert all(buttons["y"] + buttons["height"] <= name["y"] for name in names)
-    at.page.context.close()
 
 
-def test_text_is_seen_before_figures(browser: "playwright.Browser", pages: dict[str, Path]):
-    at = opened(browser, pages["linear"])
+def test_text_is_seen_before_figures(visit: Visit):
+    at = visit("linear")
     paint, drawn = at.page.evaluate(
         "[performance.getEntriesByName('first-contentful-paint')[0].startTime, performance.now()]"
     )
     assert paint < drawn / 2
-    at.page.context.close()
 
 
-def test_the_slider_moves_the_heatmaps_and_their_titles(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
+def test_the_slider_moves_the_heatmaps_and_their_titles(visit: Visit):
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    at = opened(browser, pages["evil"])
+    at = visit("evil")
     at.unfold("#figure-snapshot_qk")
     steps = list(checkpoint.snapshots)
     before = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
@@ -169,13 +172,10 @@ def test_the_slider_moves_the_heatmaps_and_their_titles(
     mark = at.page.evaluate("document.getElementById('figure-snapshot_loss').data[1].x[0]")
     assert mark == steps[1]
     assert at.complaints == []
-    at.page.context.close()
 
 
-def test_the_slider_of_linear_attention_tells_the_algorithm(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["linear"], width=400)
+def test_the_slider_of_linear_attention_tells_the_algorithm(visit: Visit):
+    at = visit("linear", width=400)
     at.unfold("#figure-component_loss")
     section = at.page.locator("section", has=at.page.locator("#figure-component_loss"))
     slider = section.locator("label.slider", has_text="step").locator("input")
@@ -192,13 +192,10 @@ def test_the_slider_of_linear_attention_tells_the_algorithm(
     assert told[0].endswith("principal component regression on 1 of 4 components")
     assert slider.get_attribute("aria-valuetext") == "1,200"
     assert at.complaints == []
-    at.page.context.close()
 
 
-def test_figures_follow_the_colours_of_the_page(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["evil"])
+def test_figures_follow_the_colours_of_the_page(visit: Visit):
+    at = visit("evil")
 
     def color() -> str:
         return at.page.locator("#figure-loss .xtick text").first.evaluate(
@@ -215,13 +212,10 @@ def test_figures_follow_the_colours_of_the_page(
     brightness = [sum(map(int, text[4:-1].split(","))) for text in (*light, *dark)]
     assert brightness[0] < 400 < brightness[1]
     assert brightness[2] > 400 > brightness[3]
-    at.page.context.close()
 
 
-def test_heads_are_switched_off_by_the_reader(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["evil"])
+def test_heads_are_switched_off_by_the_reader(visit: Visit):
+    at = visit("evil")
     at.unfold(".table[aria-label=subsets]")
     box = at.page.locator(".toggles")
     subsets = at.page.locator(".table[aria-label=subsets]")
@@ -243,13 +237,10 @@ def test_heads_are_switched_off_by_the_reader(
     told, (_, kept, _, _) = shown()
     assert (risks["none"] in told, kept) == (True, 0)
     assert at.complaints == []
-    at.page.context.close()
 
 
-def test_on_paper_everything_is_unfolded_and_nothing_is_cut(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["evil"])
+def test_on_paper_everything_is_unfolded_and_nothing_is_cut(visit: Visit, pages: dict[str, Path]):
+    at = visit("evil")
     at.page.set_viewport_size({"width": 700, "height": 900})
     at.page.emulate_media(media="print")
     at.page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -270,33 +261,26 @@ def test_on_paper_everything_is_unfolded_and_nothing_is_cut(
     assert at.page.locator("details[open]").count() == 0
     assert heads.count() == 1
     assert at.page.locator("[hidden]").count() == 0
-    at.page.context.close()
 
 
-def test_rows_of_text_are_not_tall_on_a_narrow_page(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["evil"], width=390)
+def test_rows_of_text_are_not_tall_on_a_narrow_page(visit: Visit):
+    at = visit("evil", width=390)
     at.unfold(".table[aria-label=pattern]")
     heights = at.page.locator(".table[aria-label=pattern] tr").evaluate_all(
         "found => found.map(one => one.offsetHeight)"
     )
     assert max(heights) <= 60
-    at.page.context.close()
 
 
-def test_wide_tables_say_that_they_scroll(browser: "playwright.Browser", pages: dict[str, Path]):
-    at = opened(browser, pages["evil"], width=400)
+def test_wide_tables_say_that_they_scroll(visit: Visit):
+    at = visit("evil", width=400)
     at.unfold(".table[aria-label=pattern]")
     assert at.page.locator(".table.wide[aria-label=pattern] caption").count() == 1
     assert at.page.locator(".table:not(.wide) caption").count() > 0
-    at.page.context.close()
 
 
-def test_heatmaps_are_dark_at_zero_on_a_dark_page(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["evil"])
+def test_heatmaps_are_dark_at_zero_on_a_dark_page(visit: Visit):
+    at = visit("evil")
 
     def ground() -> str:
         return at.page.evaluate(
@@ -315,13 +299,10 @@ def test_heatmaps_are_dark_at_zero_on_a_dark_page(
         ("rgb(247,247,247)", "#1c1c1c"),
         ("#14171c", "#f1f3f5"),
     )
-    at.page.context.close()
 
 
-def test_tables_are_sorted_by_a_click_or_by_the_keyboard(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
-    at = opened(browser, pages["linear"])
+def test_tables_are_sorted_by_a_click_or_by_the_keyboard(visit: Visit):
+    at = visit("linear")
     at.unfold("table:has-text('omega_mean')")
     table = at.page.locator("table", has_text="omega_mean").first
     names = table.locator("th").all_inner_texts()
@@ -341,16 +322,12 @@ def test_tables_are_sorted_by_a_click_or_by_the_keyboard(
     button.press("Enter")
     assert values() == sorted(before, reverse=True)
     assert table.locator("th").nth(column).get_attribute("aria-sort") == "descending"
-    at.page.context.close()
 
 
-def test_a_name_that_tries_to_be_a_tag_does_no_harm(
-    browser: "playwright.Browser", pages: dict[str, Path]
-):
+def test_a_name_that_tries_to_be_a_tag_does_no_harm(visit: Visit):
     for name, heading in (("evil", EVIL), ("both", "Comparison of 2 models")):
-        at = opened(browser, pages[name])
+        at = visit(name)
         assert at.page.locator("h1").inner_text() == heading
         assert EVIL in at.page.locator("header").inner_text()
         assert at.page.locator("img").count() == 0
         assert at.complaints == []
-        at.page.context.close()

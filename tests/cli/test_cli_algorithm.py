@@ -1,8 +1,5 @@
 """Checkpoints of four layers whose algorithm is known get their labels from `classify --json`."""
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from tests.analysis.test_algorithm import (
     noisy,
     saved,
 )
-from tests.conftest import Run, sampled
+from tests.conftest import Run, python, sampled
 
 SECONDS = 20
 """Of one core, for one checkpoint."""
@@ -82,6 +79,5 @@ def test_the_pattern_is_the_algorithm(name: str, tmp_path: Path, run: Run):
 def test_the_command_itself(name: str, tmp_path: Path):
     weights, task, label = KNOWN[name]
     folder = saved(weights, task, tmp_path / "model")
-    command = [sys.executable, "-m", "mechinterp", "classify", str(folder)]
-    asked = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(asked.stdout)[0]["pattern"] == label
+    (document,) = python("-m", "mechinterp", "classify", folder, "--json").document
+    assert document["pattern"] == label

@@ -47,13 +47,8 @@ def test_info_shows_every_layer(folder: Path, run: Run):
     assert "4 heads, linear/L attention" in run("info", folder).out
     wide = run("info", folder, "--wide").out.splitlines()
     assert max(map(len, wide)) <= 80
-    hook, shape, switch = (
-        "blocks.3.attn.hook_q_input",
-        "[batch, pos, 4, 64]",
-        "set_use_split_qkv_input",
-    )
-    (line,) = [line for line in wide if hook in line]
-    assert line.split() == [hook, *shape.split(), switch]
+    (line,) = [line for line in wide if "blocks.3.attn.hook_q_input" in line]
+    assert line.split()[1:] == ["[batch,", "pos,", "4,", "64]", "set_use_split_qkv_input"]
 
 
 @pytest.mark.slow
@@ -94,8 +89,8 @@ def test_convert_writes_them(folder: Path, tmp_path: Path, run: Run):
 @pytest.mark.slow
 def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     out = tmp_path / "page"
-    options = ("--out", out, "--n-prompts", 64)
-    document = run("report", folder, *options, "--json", "--quiet").document
+    options = ("--out", out, "--n-prompts", 64, "--json", "--quiet")
+    document = run("report", folder, *options).document
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
     assert document["verdict"].startswith("What it computes: ")
     assert {Path(table).stem for table in document["tables"]} == {
@@ -104,7 +99,6 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
         *("rules", "pruning", "chosen", "probes", "areas", "descent", "read_out_by_layer"),
         *("snapshots", "norms", "history"),
     }
-    run("report", folder, *options).assert_refused(out, "already exists and is not overwritten")
 
 
 @pytest.mark.slow
@@ -120,15 +114,12 @@ def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
 
 @pytest.mark.slow
 def test_a_sweep_has_a_row_for_each_model(tmp_path: Path, run: Run):
-    changes = dict(assignment.split("=") for assignment in SHORT)
-    entry = {
-        "preset": "sparse-h1",
-        "set": {"model.n_layers": 2} | {name: int(value) for name, value in changes.items()},
-        "grid": {"model.n_heads": [1, 4]},
-    }
+    changes = {name: int(value) for name, value in (each.split("=") for each in SHORT)}
+    changes |= {"model.n_layers": 2}
+    entry = {"preset": "sparse-h1", "set": changes, "grid": {"model.n_heads": [1, 4]}}
     file = tmp_path / "sweep.json"
     file.write_text(json.dumps(entry))
-    assert run("sweep", file, "--out", tmp_path / "run").code == 0
+    run("sweep", file, "--out", tmp_path / "run").done()
     frame = pd.read_parquet(tmp_path / "run" / "results.parquet")
     assert frame["pattern"].tolist() == ["unstructured"] * 2
     assert frame["model.n_heads"].tolist() == [1, 4]

@@ -47,7 +47,7 @@ def test_prune_and_save_refuse_a_folder_with_a_file(
 @pytest.mark.slow
 def test_prune_goes_on_where_it_was_killed(run: Run, deep: Path, tmp_path: Path):
     killed_while_writing(tmp_path / "u")
-    assert run("prune", deep, "--n-prompts", 80, "--out", tmp_path / "u", "-q").code == 0
+    run("prune", deep, "--n-prompts", 80, "--out", tmp_path / "u", "-q").done()
     names = sorted(path.name for path in (tmp_path / "u").iterdir())
     assert names == ["config.json", "model.safetensors"]
 
@@ -73,8 +73,7 @@ def test_training_leaves_temporary_files_of_others(run: Run, tmp_path: Path):
         (tmp_path / "runs" / name).write_text("mine")
     sweep = tmp_path / "sweep.json"
     sweep.write_text('{"preset": "softmax-h1", "set": {"train.steps": 20}, "name": "h1"}')
-    ran = run("sweep", sweep, "--out", tmp_path / "runs", "--device", "cpu", "-q")
-    assert ran.code == 0, ran.err
+    run("sweep", sweep, "--out", tmp_path / "runs", "--device", "cpu", "-q").done()
     assert {(tmp_path / "runs" / name).read_text() for name in names} == {"mine"}
 
 
@@ -89,9 +88,9 @@ def test_a_report_replaces_a_report_only(run: Run, tmp_path: Path):
     run(*command, "--overwrite").assert_refused(f"{out}: already holds {PAGE}", "no report of this")
     assert contents(out) == before
     (out / PAGE).unlink()
-    assert run(*command).code == 0
+    run(*command).done()
     (out / "notes.txt").write_text("mine")
-    assert run(*command, "--overwrite").code == 0
+    run(*command, "--overwrite").done()
     assert (out / "notes.txt").read_text() == "mine"
 
 

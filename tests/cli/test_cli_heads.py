@@ -39,18 +39,15 @@ def prompts(n_prompts: int, *, seed: int = 0):
 
 @pytest.mark.slow
 def test_ablate(run: Run, deep: Path):
-    ran = run("ablate", deep, "--n-prompts", 40, "--json")
-    assert ran.code == 0
-    found = ran.document
+    found = run("ablate", deep, "--n-prompts", 40, "--json").done().document
     expected = ablate_heads(load(deep).model, prompts(40))
     assert found["excess_risk"] == expected.full_risk
     assert [row["rise"] for row in found["heads"][:12]] == expected.rise.ravel().tolist()
     assert [row["method"] for row in found["heads"][::12]] == ["zero", "mean", "resample"]
     assert found["null_risk"] == expected.null_risk
     assert found["breaking"] == expected.breaking
-    assert [row["effective_heads"] for row in found["layers"][:3]] == (
-        expected.effective_heads.tolist()
-    )
+    effective = [row["effective_heads"] for row in found["layers"][:3]]
+    assert effective == expected.effective_heads.tolist()
     text = run("ablate", deep, "--n-prompts", 40).out
     assert "excess risk " in text
     assert "How a layer spreads it over its heads" in text
@@ -59,17 +56,13 @@ def test_ablate(run: Run, deep: Path):
 @pytest.mark.slow
 def test_prune(run: Run, deep: Path, tmp_path: Path):
     out = tmp_path / "pruned"
-    ran = run("prune", deep, "--n-prompts", 80, "--out", out, "--json")
-    assert ran.code == 0, ran.err
+    document = run("prune", deep, "--n-prompts", 80, "--out", out, "--json").done().document
     expected = prune(load(deep).model, prompts(80))
-    assert ran.document["ratio"] == expected.ratio
-    assert ran.document["ratio_sem"] == expected.ratio_sem
-    assert [row["chosen"] for row in ran.document["heads"]] == expected.chosen.ravel().tolist()
-    assert ran.document["carried_by_few"] is False
-    assert ran.document["heads_per_layer"] == [4, 1, 1]
-    assert ran.document["checkpoint"] == str(out)
+    assert (document["ratio"], document["ratio_sem"]) == (expected.ratio, expected.ratio_sem)
+    assert [row["chosen"] for row in document["heads"]] == expected.chosen.ravel().tolist()
+    assert document["carried_by_few"] is False
+    assert (document["heads_per_layer"], document["checkpoint"]) == ([4, 1, 1], str(out))
     assert [len(heads) for heads in load(out).weights.heads_per_layer] == [4, 1, 1]
-    run("prune", deep, "--n-prompts", 80, "--out", out).assert_refused(out, "already holds")
     first = run("prune", deep, "--n-prompts", 80, "--rule", "best-first", "--sequential")
     assert "heads kept in layers 0 to 2: 1, 4, 4 of 4" in first.out
     text = " ".join(run("prune", deep, "--n-prompts", 80).out.split())
@@ -84,18 +77,14 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
-    ran = run("prune", deep, *options, "--out", out, "--json")
-    assert ran.code == 0, ran.err
+    ran = run("prune", deep, *options, "--out", out, "--json").done()
     # Measured on other prompts than those that the heads are chosen on.
     found = fine_tune(
         load(deep), prune(load(deep).model, prompts(80)).kept, prompts(80, seed=1), steps=8
     )
     rows = ran.document["fine_tuning"]
-    assert [(row["model"], row["step"]) for row in rows[::4]] == [
-        ("pruned", 0),
-        ("pruned", 8),
-        ("full", 6),
-    ]
+    steps = [(row["model"], row["step"]) for row in rows[::4]]
+    assert steps == [("pruned", 0), ("pruned", 8), ("full", 6)]
     assert [row["ratio"] for row in rows] == pytest.approx(found.ratio.ravel().tolist(), rel=1e-6)
     assert load(out).step == load(deep).step + 8
     assert load(out).origin["fine_tuned_steps"] == 8
@@ -103,25 +92,26 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("train", out / "config.json").assert_refused("it was pruned from another")
     said = " ".join(run("prune", deep, *options).out.split())
     few, full = (with_error(*pair[:, -1]) for pair in np.stack([found.ratio, found.ratio_sem], 1))
-    assert (
-        f"After 8 steps of further training {few} times (all heads, trained as long: {full})."
-        in said
-    )
-    ran = run("prune", gpt2, "--n-heads", 4, *options)
-    assert (ran.code, ran.out) == (2, "")
-    assert "--fine-tune is for models that were trained by this package" in ran.err
+    told = f"After 8 steps of further training {few} times (all heads, trained as long: {full})."
+    assert told in said
+    words = "--fine-tune is for models that were trained by this package"
+    run("prune", gpt2, "--n-heads", 4, *options).assert_refused(words, lines=2)
+
+
+def assert_probed(document: dict):
+    """Rows of a model of three layers."""
+    assert [row["layer"] for row in document["response"]] == [0, 1, 2, 3]
+    names = ["raw x", "reweighted x", "after layer 0"]
+    assert [row["features"] for row in document["areas"]] == names
 
 
 @pytest.mark.slow
 def test_probe(run: Run, deep: Path):
-    ran = run("probe", deep, "--n-prompts", 60, "--json")
-    assert ran.code == 0, ran.err
-    assert [row["layer"] for row in ran.document["response"]] == [0, 1, 2, 3]
-    targets = [row["target"] for row in ran.document["structure"]]
+    document = run("probe", deep, "--n-prompts", 60, "--json").done().document
+    assert_probed(document)
+    targets = [row["target"] for row in document["structure"]]
     assert targets == ["reweighted x"] * 4 + ["preconditioned x"] * 4
-    names = ["raw x", "reweighted x", "after layer 0"]
-    assert [row["features"] for row in ran.document["areas"]] == names
-    assert len(ran.document["descent"]) == 3 * 33
+    assert len(document["descent"]) == 3 * 33
     assert "log area" in run("probe", deep, "--n-prompts", 60).out
 
 
@@ -143,9 +133,8 @@ OF_STACK = ("--n-heads", 2, "--d-y", 2, "--context-only")
 
 @pytest.mark.slow
 def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
-    ran = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--json")
-    assert ran.code == 0, ran.err
-    found, checkpoint = ran.document, load(gpt2, n_heads=4)
+    found = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--json").done().document
+    checkpoint = load(gpt2, n_heads=4)
     assert (found["format"], found["n_layers"], found["n_heads"]) == ("gpt2", 3, 4)
     # What classify says of the same prompts, with masks of its own.
     expected = classify_layers(checkpoint, n_prompts=40)
@@ -160,8 +149,7 @@ def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
 @pytest.mark.slow
 def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-heads", 4, "--n-prompts", 80)
-    ran = run("prune", gpt2, *options, "--out", out, "--json")
-    assert ran.code == 0, ran.err
+    ran = run("prune", gpt2, *options, "--out", out, "--json").done()
     assert ran.document["heads_per_layer"] == [4, 1, 1]
     gone = [(row["layer"], row["head"]) for row in ran.document["heads"] if not row["kept"]]
     before, after = load(gpt2, n_heads=4), load(out)
@@ -173,13 +161,13 @@ def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     full, expected = before.predictor.run(drawn, [[], gone])
     torch.testing.assert_close(after.model.predict(drawn), expected)
     assert (expected - full).abs().max() > 1e-3
-    run("prune", gpt2, *options, "--out", out).assert_refused(out, "already holds a checkpoint")
 
 
 def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
     out = tmp_path / "pruned"
-    ran = run("prune", stack, *OF_STACK, "--n-prompts", 40, "--out", out, "--rule", "best-first")
-    assert ran.code == 0, ran.err
+    ran = run(
+        "prune", stack, *OF_STACK, "--n-prompts", 40, "--out", out, "--rule", "best-first"
+    ).done()
     assert "heads kept in layers 0 to 1: 1, 2 of 2" in ran.out
     model = load(out).config.model
     assert (model.n_heads, model.norm, model.attend_to_self) == (2, "after", False)
@@ -188,14 +176,10 @@ def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
-    ran = run("probe", gpt2, "--n-heads", 4, "--n-prompts", 60, "--json")
-    assert ran.code == 0, ran.err
-    assert [row["layer"] for row in ran.document["response"]] == [0, 1, 2, 3]
-    assert {row["pos"] for row in ran.document["response"]} == {6}
-    names = ["raw x", "reweighted x", "after layer 0"]
-    assert [row["features"] for row in ran.document["areas"]] == names
-    text = run("probe", stack, *OF_STACK, "--n-prompts", 60)
-    assert "log area" in text.out
+    document = run("probe", gpt2, "--n-heads", 4, "--n-prompts", 60, "--json").done().document
+    assert_probed(document)
+    assert {row["pos"] for row in document["response"]} == {6}
+    assert "log area" in run("probe", stack, *OF_STACK, "--n-prompts", 60).out
 
 
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
@@ -214,28 +198,11 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "A probe of 12 features needs more")
     torch.save(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict(), tmp_path / "layer.pt")
     ran = run("prune", tmp_path / "layer.pt", "--n-heads", 2)
-    assert (ran.code, ran.out, ran.err.splitlines()[-1].partition("layer.pt: ")[2]) == (
-        2,
-        "",
-        words,
-    )
-    for command, option, value, message in (
-        (
-            "ablate",
-            "--context-length",
-            10,
-            "task.context_length must be <= 9, all that 20 positions have",
-        ),
-        (
-            "prune",
-            "--context-length",
-            10,
-            "task.context_length must be <= 9, all that 20 positions have",
-        ),
-        ("probe", "--n-prompts", 16, "A probe of 16 features needs more"),
-        ("prune", "--n-prompts", 16, "A probe of 16 features needs more"),
-    ):
+    ran.assert_refused(f"layer.pt: {words}\n", lines=2)
+    length = ("--context-length", 10, "context_length must be <= 9, all that 20 positions have")
+    few = ("--n-prompts", 16, "A probe of 16 features needs more")
+    asked = (("ablate", length), ("prune", length), ("probe", few), ("prune", few))
+    for command, (option, value, message) in asked:
         ran = run(command, gpt2, "--n-heads", 4, option, value)
-        assert (ran.code, ran.out) == (2, "")
-        assert ran.err.splitlines()[-1].startswith(f"mechinterp: {gpt2}: {message}"), ran.err
+        ran.assert_refused(f"mechinterp: {gpt2}: ", message, lines=2)
     run("probe", gpt2).assert_refused("n_heads is not in the file")

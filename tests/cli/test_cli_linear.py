@@ -8,19 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert
-from mechinterp.checkpoints.load import load as load_any
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import override
 from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
-from tests.conftest import Run, assert_close_to_rounding, assert_same
+from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 MERGED = CHECKPOINTS / "linear-merged-s0"
 SHIPPED = sorted(file.parent for file in CHECKPOINTS.glob("linear-[mrs]*/config.json"))
 JUMPS = ("predict-jumps", "linear-separate")
@@ -35,7 +33,7 @@ def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
     assert shapes == {f"blocks.0.attn.{name}": (8, 5, 5) for name in ("W_QK", "W_V", "W_O")}
     for target, out in (("native", tmp_path / "native"), ("npz", tmp_path / "plain.npz")):
         convert(before, target, out)
-        back = load_any(out)
+        back = load(out)
         assert_same(back.weights, before.weights)
         assert back.config == before.config
     model = tmp_path / "native" / "model.safetensors"
@@ -81,7 +79,7 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
         model.blocks[0].attn.W_O[..., :5] = 0
     save(tmp_path / "model", config, model.weights, step=0)
     convert(load(tmp_path / "model"), "transformer-lens", tmp_path / "lens")
-    there = load_any(tmp_path / "lens")
+    there = load(tmp_path / "lens")
     assert not there.config.model.merged_qk
     assert torch.equal(there.weights.circuits.W_K, torch.eye(6).expand(2, 6, 6))
     assert_close_to_rounding(there.weights.circuits.QK, model.weights.circuits.QK)
@@ -89,11 +87,9 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
 
 def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
     generator = torch.Generator().manual_seed(3)
-    state = {
-        f"{name}.weight": torch.randn(12, 4, generator=generator) / 9 for name in ("kq", "value")
-    }
+    state = {f"{n}.weight": torch.randn(12, 4, generator=generator) / 9 for n in ("kq", "value")}
     torch.save(state, tmp_path / "m.pt")
-    found = load_any(tmp_path / "m.pt")
+    found = load(tmp_path / "m.pt")
     assert found.weights.circuits.merged_qk
     assert found.config.model.merged_qk
     assert "model.merged_qk" not in found.assumed
@@ -120,9 +116,8 @@ def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     )
     weights = run("info", path, "--json").document["weights"]
     assert ("blocks.0.attn.W_QK" in weights) == (count == 4)
-    assert run("info", path).code == 0
-    ran = run("report", path, "--out", tmp_path / "page", "--n-prompts", 128)
-    assert ran.code == 0
+    run("info", path).done()
+    run("report", path, "--out", tmp_path / "page", "--n-prompts", 128).done()
     page = (tmp_path / "page" / PAGE).read_text(encoding="utf-8")
     for words in ("Exact gradient flow on the population", "principal components used"):
         assert words in page
@@ -149,8 +144,7 @@ def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):
 
 
 def test_predict_jumps_prints_a_table(run: Run):
-    ran = run(*JUMPS)
-    assert (ran.code, ran.err) == (0, "")
+    ran = run(*JUMPS).done(silent=True)
     _, header, *rows, levels = ran.out.splitlines()
     assert header.split()[:6] == ["jump", "step", "time", "direction", "eigenvalue", "head"]
     assert [row.split()[3] for row in rows] == ["0", "1", "2", "3"]
@@ -173,19 +167,17 @@ def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     assert "plotly.js v" in html
     assert 'src="http' not in html
     assert "learns e0" in html
-    run(*JUMPS, "--out", page).assert_refused(
-        page, "already exists; it is not overwritten; choose another --out."
-    )
+    words = "already exists; it is not overwritten; choose another --out."
+    run(*JUMPS, "--out", page).assert_refused(page, words)
     run(*JUMPS, "--out", tmp_path / "x.png").assert_refused("x.png", "must end in .html")
     assert "note: 3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
 
 
 def test_predict_jumps_takes_the_config_of_a_checkpoint(run: Run):
     file = CHECKPOINTS / "linear-separate-s1" / "config.json"
-    steps = [row["step"] for row in run("predict-jumps", file, "--json").document["jumps"]]
-    assert steps == [
-        row["step"] for row in run(*JUMPS, "--set", "seed=1", "--json").document["jumps"]
-    ]
+    of_file = run("predict-jumps", file, "--json").document["jumps"]
+    of_preset = run(*JUMPS, "--set", "seed=1", "--json").document["jumps"]
+    assert [row["step"] for row in of_file] == [row["step"] for row in of_preset]
 
 
 EIGENVALUES = "task.covariance.eigenvalues"

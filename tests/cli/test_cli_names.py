@@ -39,8 +39,7 @@ def test_what_is_not_printable_is_visible():
 def test_commands_show_escapes(run: Run, folder: Path, command: str):
     options = () if command == "info" else FEW
     for more in ((), ("--json",)):
-        ran = run(command, folder, *options, *more)
-        assert ran.code == 0, ran.err
+        ran = run(command, folder, *options, *more).done()
         assert harmless(ran.out + ran.err)
         assert more or SHOWN in ran.out
 
@@ -62,10 +61,8 @@ def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
 def test_train_shows_escapes(run: Run, tmp_path: Path):
     small = ("--set", "train.steps=2", "--set", "train.batch_size=4")
     for options in (("--quiet",), ()):
-        ran = run(
-            "train", "softmax-h1", *small, "--out", tmp_path / f"{len(options)}{NAME}", *options
-        )
-        assert ran.code == 0, ran.err
+        out = tmp_path / f"{len(options)}{NAME}"
+        ran = run("train", "softmax-h1", *small, "--out", out, *options).done()
         assert SHOWN in ran.out
         assert harmless(ran.out)
     assert NAME[1] not in run("train", tmp_path / f"gone{NAME}").err
@@ -75,8 +72,7 @@ def test_train_shows_escapes(run: Run, tmp_path: Path):
 def test_a_sweep_shows_escapes(run: Run, tmp_path: Path):
     entry = {"preset": "softmax-h1", "name": "m", "set": {"train.steps": 2, "train.batch_size": 4}}
     (tmp_path / "sweep.json").write_text(json.dumps([entry]))
-    ran = run("sweep", tmp_path / "sweep.json", "--out", tmp_path / NAME, "--quiet")
-    assert ran.code == 0, ran.err
+    ran = run("sweep", tmp_path / "sweep.json", "--out", tmp_path / NAME, "--quiet").done()
     assert SHOWN in ran.out
     assert harmless(ran.out + ran.err)
 

@@ -12,7 +12,7 @@ import pytest
 
 from mechinterp.checkpoints.io.atomic import write_new
 from mechinterp.cli.training import BROKEN_PIPE, say
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, started
 
 H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, H1]
@@ -30,13 +30,10 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
 
 @pytest.mark.slow
 def test_streams_that_are_closed(tmp_path: Path):
-    ran = subprocess.run(
-        ["/bin/sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--out", tmp_path / "table.csv"],
-        capture_output=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
-    assert (tmp_path / "table.csv").read_text().count("kernel_regression") == 2
+    table = tmp_path / "table.csv"
+    ran = started("/bin/sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--out", table)
+    assert ran.done(silent=True).out == ""
+    assert table.read_text().count("kernel_regression") == 2
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -53,10 +50,8 @@ def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, enco
 def test_a_full_standard_output():
     with open("/dev/full", "w") as full:
         ran = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stderr == (
-        "mechinterp: standard output: cannot be written (No space left on device).\n"
-    )
+    told = "mechinterp: standard output: cannot be written (No space left on device).\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
 
 
 @contextmanager
@@ -103,7 +98,7 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
     assert str(file) in line
     assert "Errno" not in line
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert run(*command, target).code == 0
+    run(*command, target).done()
     assert file.exists() or command[0] == "train"
 
 

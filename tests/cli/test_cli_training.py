@@ -5,33 +5,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
 from mechinterp.checkpoints.checkpoint import load
 
 CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
 
 
-@pytest.fixture(autouse=True)
-def restore_threads():
-    """The commands that train set the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     file = tmp_path / "sweep.json"
-    file.write_text(
-        json.dumps(
-            {
-                "config": CONFIG,
-                "grid": {"train.learning_rate": [1e-3, 1e30]},
-                "name": "lr{train.learning_rate}",
-            }
-        )
-    )
+    rates = {"train.learning_rate": [1e-3, 1e30]}
+    entry = {"config": CONFIG, "grid": rates, "name": "lr{train.learning_rate}"}
+    file.write_text(json.dumps(entry))
     return file
 
 

@@ -13,9 +13,8 @@ from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.comparison import write_comparison
 from mechinterp.report.page import PAGE, write_page
 from tests.conftest import CHECKPOINTS, Run
-from tests.report.test_page import explained_columns
+from tests.report.test_page import EVIL, unexplained_columns
 
-EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
 
 
@@ -29,18 +28,13 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     )
     text = written.page.read_text(encoding="utf-8")
     assert html.escape(written.verdict) in text
-    assert re.findall(r"<h2>(.*?)</h2>", text) == [
-        "Settings and models",
-        "Heads of all models",
-        "Training",
-    ]
+    headings = ["Settings and models", "Heads of all models", "Training"]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == headings
     assert [table.name for table in written.tables] == ["settings.csv", "models.csv", "fields.csv"]
     frame = pd.read_csv(tmp_path / "page" / "models.csv")
     assert frame["checkpoint"].tolist() == sorted(NAMES)
-    for table in written.tables[:2]:
-        columns = pd.read_csv(table).columns
-        assert set(columns) - explained_columns(text) == set()
     fields = pd.read_csv(written.tables[2]).set_index("setting")
+    assert unexplained_columns(written.page) == set(fields.columns)
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
     assert "linear/L" in fields["model.score"].tolist()  # without quotation marks
     assert written.page.stat().st_size < 6_000_000
@@ -95,8 +89,7 @@ def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path:
     assert ran.document["page"] == str(out / PAGE)
     assert len(pd.read_csv(out / "models.csv")) == 3
     run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
-    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite")
-    assert ran.code == 0
+    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite").done()
     assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")
 
 
@@ -120,8 +113,9 @@ def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, 
 def test_the_command_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
     for seed in (0, 1):
         shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", tmp_path / "all" / f"s{seed}")
-    ran = run("report", tmp_path / "all", "--out", tmp_path / "page", "--n-prompts", 64, "--json")
-    assert ran.code == 0
+    ran = run(
+        "report", tmp_path / "all", "--out", tmp_path / "page", "--n-prompts", 64, "--json"
+    ).done()
     assert len(ran.document["checkpoints"]) == 2
 
 
@@ -130,9 +124,3 @@ def test_nothing_to_compare_is_bad_input(run: Run, tmp_path: Path):
     assert ran.code == 2
     assert ran.err.splitlines()[-1].endswith("compare needs at least one checkpoint, got none.")
     assert not (tmp_path / "page").exists()
-
-
-def test_a_comparison_is_not_overwritten_unless_asked(tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_comparison([load(CHECKPOINTS / NAMES[0])], tmp_path, n_prompts=64)

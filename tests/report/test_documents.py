@@ -38,16 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def assert_header(document: dict, checkpoint: Checkpoint):
     assert list(document)[:8] == HEADER
-    assert [document[name] for name in HEADER] == [
-        2,
-        str(checkpoint.path),
-        "native",
-        {},
-        1,
-        3,
-        5,
-        1,
-    ]
+    expected = (2, str(checkpoint.path), "native", {}, *(1, 3, 5, 1))
+    assert tuple(document[name] for name in HEADER) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,12 +83,7 @@ def test_info_document(checkpoint: Checkpoint):
     assert json.loads(dumps(document))["experiment"] == json.loads(CONFIG.to_json())
     assert (document["history_rows"], document["snapshots"]) == (0, [])
     assert document["eval_loss"] is None
-    assert document["weights"] == {
-        "blocks.0.attn.W_Q": [3, 6, 6],
-        "blocks.0.attn.W_K": [3, 6, 6],
-        "blocks.0.attn.W_V": [3, 6, 6],
-        "blocks.0.attn.W_O": [3, 6, 6],
-    }
+    assert document["weights"] == {f"blocks.0.attn.W_{name}": [3, 6, 6] for name in "QKVO"}
     hooks = {hook["name"]: hook for hook in json.loads(dumps(document))["hooks"]}
     assert list(hooks) == list(checkpoint.model.hook_dict)
     assert hooks["blocks.0.attn.hook_pattern"]["shape"] == ["batch", 3, "pos", "pos"]
@@ -140,8 +127,7 @@ def test_classification_document(checkpoint: Checkpoint):
     assert negative["mu"] == pytest.approx([-22])
     assert negative["qk_diagonal"] == pytest.approx(1)
     assert negative["ov_last_entry"] == pytest.approx(1)
-    for name in ("qk_off_diagonal", "qk_y_leak", "ov_x_leak"):
-        assert negative[name] == 0
+    assert {negative[name] for name in ("qk_off_diagonal", "qk_y_leak", "ov_x_leak")} == {0}
     assert sum(head["share"] for head in document["heads"]) == pytest.approx(1)
 
     evidence = document["evidence"]
@@ -150,23 +136,11 @@ def test_classification_document(checkpoint: Checkpoint):
     assert set(evidence) == {
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
         *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
-        *("form", "isotropy", "shared", "rotation", "p_values"),
-        *(
-            "loss",
-            "learners",
-            "n_random",
-            "random_ranges",
-            "task",
-            "best_factor",
-            "best_factor_sem",
-            "n_prompts",
-        ),
+        *("form", "isotropy", "shared", "rotation", "p_values", "n_random", "random_ranges"),
+        *("loss", "learners", "task", "best_factor", "best_factor_sem", "n_prompts"),
         *("n_components", "learned", "off_diagonal"),
-        *(
-            f"{kind}_{name}"
-            for kind in ("substitution", "learner")
-            for name in ("r2", "r2_sem", "rms", "rms_sem")
-        ),
+        *("substitution_r2", "substitution_r2_sem", "substitution_rms", "substitution_rms_sem"),
+        *("learner_r2", "learner_r2_sem", "learner_rms", "learner_rms_sem"),
     }
     assert evidence["sign_matching"] is True
     assert evidence["eta"] == pytest.approx([0.88])
@@ -207,9 +181,8 @@ def test_ablation_document(checkpoint: Checkpoint):
     assert [row["kept"] for row in document["subsets"]] == [
         *("none", "H0", "H1", "H2", "H0 H1", "H0 H2", "H1 H2", "H0 H1 H2"),
     ]
-    assert (
-        list(to_json("ablate", checkpoint, Ablations(tuple(single), None))) == list(document)[:14]
-    )
+    alone = to_json("ablate", checkpoint, Ablations(tuple(single), None))
+    assert list(alone) == list(document)[:14]
 
 
 def test_fits_document(checkpoint: Checkpoint):
@@ -236,13 +209,8 @@ def test_fits_document(checkpoint: Checkpoint):
 
 def test_training_document():
     summary = TrainingSummary((Path("run"),), steps=300, seconds=2.0, loss=0.25)
-    assert training_document(summary, "run") == {
-        "checkpoint": "run",
-        "steps": 300,
-        "seconds": 2.0,
-        "steps_per_second": 150.0,
-        "loss": 0.25,
-    }
+    numbers = {"steps": 300, "seconds": 2.0, "steps_per_second": 150.0, "loss": 0.25}
+    assert training_document(summary, "run") == {"checkpoint": "run", **numbers}
     nothing_to_do = TrainingSummary((Path("run"),), steps=0, seconds=0.0, loss=math.nan)
     document = training_document(nothing_to_do, "run")
     assert document["steps_per_second"] == 0

@@ -21,10 +21,9 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.display import Result
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
-from mechinterp.report.contents import default_names
+from mechinterp.report.contents import default_names, section_of
 from mechinterp.report.header import dumps, header
 from mechinterp.report.page import write_report
-from mechinterp.report.sections import section_of
 from mechinterp.report.to_html import page
 from mechinterp.report.to_json import to_json
 from mechinterp.report.to_text import to_text

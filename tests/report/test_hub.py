@@ -1,9 +1,6 @@
 """Models go to a hub and come back: huggingface_hub itself against a stand-in of its HTTP interface."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +10,7 @@ import torch
 
 from mechinterp import classify, from_pretrained, load, model_card
 from mechinterp.checkpoints.io.errors import CheckpointError
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, python
 from tests.report.hub_stand_in import TOKEN, Hub, stand_in
 
 NAME = "someone/two-heads"
@@ -53,31 +50,22 @@ class Session:
     """That the hub had before the process that is offline, and after it."""
 
 
-def python(hub: Hub, folder: Path, code: str, **environment: str) -> dict:
+def said_with(hub: Hub, folder: Path, code: str, **environment: str) -> dict:
     """What Python says with the stand-in as its hub, which is settled when huggingface_hub is imported."""
     given = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-    imports = (
-        "import json; from mechinterp import *",
-        "from mechinterp.checkpoints.io.errors import CheckpointError",
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join([*imports, code])],
-        env={**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    refusal = "from mechinterp.checkpoints.io.errors import CheckpointError"
+    imports = f"import json; from mechinterp import *; {refusal}\n"
+    every = {**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
+    return python("-W", "ignore", "-c", imports + code, env=every).done().document
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("home")
     with stand_in() as hub:
-        online = python(hub, folder, ONLINE + PULL)
+        online = said_with(hub, folder, ONLINE + PULL)
         before = len(hub.asked)
-        offline = python(hub, folder, f"said = {{}}{PULL}", HF_HUB_OFFLINE="1")
+        offline = said_with(hub, folder, f"said = {{}}{PULL}", HF_HUB_OFFLINE="1")
         yield Session(hub, online, offline, (before, len(hub.asked)))
 
 

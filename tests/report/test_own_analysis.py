@@ -1,7 +1,5 @@
 """An analysis of the user's own, in a module outside of the package: JSON, terminal, page and CSV."""
 
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +9,9 @@ import pytest
 
 from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.checkpoints.load import load
-from mechinterp.cli.settings import settings_of
+from mechinterp.cli.analyses import settings_of
 from mechinterp.report.page import write_report
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, python
 
 MODULE = '''
 from dataclasses import dataclass
@@ -88,9 +86,8 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
 
 @pytest.mark.slow
 def test_it_runs_in_a_process_of_its_own(folder: Path):
-    command = [sys.executable, "-m", "mechinterp", "analyse", NAME, str(PATH), "--n-prompts", "8"]
-    ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(ran.stdout)["analysis"] == "mean-power"
+    ran = python("-m", "mechinterp", "analyse", NAME, PATH, "--n-prompts", 8, "--json")
+    assert ran.document["analysis"] == "mean-power"
 
 
 @pytest.mark.parametrize(

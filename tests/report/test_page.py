@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-import torch
 
 from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.learners.fits import fit_learners
@@ -22,10 +21,10 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.report import to_html
 from mechinterp.report.glossary import PAPERS, WORDS
-from mechinterp.report.page import PAGE, write_figure, write_report
+from mechinterp.report.page import PAGE, Report, write_figure, write_report
 from mechinterp.report.parts import Section
 from mechinterp.training.train import train_models
 
@@ -71,11 +70,8 @@ class Page(HTMLParser):
 
     @property
     def figures(self) -> list[str]:
-        return [
-            given["id"]
-            for _, given in self.tags
-            if given.get("class") == "figure" and given.get("id")
-        ]
+        drawn = (given for _, given in self.tags if given.get("class") == "figure")
+        return [given["id"] for given in drawn if given.get("id")]
 
     @property
     def drawn(self) -> list[dict]:
@@ -105,31 +101,28 @@ def write(folder: Path, name: str, weights: AttentionWeights) -> tuple[Checkpoin
     config = override(ExperimentConfig(), f"model.n_heads={weights.n_heads}")
     save(folder / name, config, weights, step=0)
     checkpoint = load(folder / name)
-    written = write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS)
-    return checkpoint, Page(written.page.read_text(encoding="utf-8"))
+    return checkpoint, opened(write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS))
 
 
-def explained_columns(page: str) -> set[str]:
-    """Columns with a meaning on a page."""
-    parts = page.split("<summary>What the columns mean</summary>")[1:]
+def unexplained_columns(page: Path) -> set[str]:
+    """Columns of the tables beside a page that have no meaning on it."""
+    parts = page.read_text(encoding="utf-8").split("<summary>What the columns mean</summary>")[1:]
     listed = (part.partition("</details>")[0] for part in parts)
-    return {name for part in listed for name in re.findall(r"<dt>(.*?)</dt>", part)}
+    explained = {name for part in listed for name in re.findall(r"<dt>(.*?)</dt>", part)}
+    tables = page.parent.glob("*.csv")
+    return {name for table in tables for name in pd.read_csv(table)} - explained
+
+
+def opened(written: Report) -> Page:
+    return Page(written.page.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     """A shortly trained model with a history, and the folder of its report."""
     folder = tmp_path_factory.mktemp("trained")
-    config = override(
-        ExperimentConfig(),
-        *(
-            "seed=1",
-            "train.steps=60",
-            "train.log_every=20",
-            "train.snapshot_every=30",
-            "train.n_eval_prompts=512",
-        ),
-    )
+    steps = ("train.steps=60", "train.log_every=20", "train.snapshot_every=30")
+    config = override(ExperimentConfig(), "seed=1", "train.n_eval_prompts=512", *steps)
     train_models({".": config}, folder / "model")
     checkpoint = load(folder / "model")
     write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS)
@@ -156,9 +149,8 @@ def page(trained: tuple[Checkpoint, Path]) -> Page:
 @pytest.mark.slow
 def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path]):
     assert [name for name in ("src", "srcset", "action", "data") if page.attributes(name)] == []
-    outside = [
-        link for link in page.attributes("href") if not re.fullmatch(r"#[\w-]+|\w+\.csv", link)
-    ]
+    links = page.attributes("href")
+    outside = [link for link in links if not re.fullmatch(r"#[\w-]+|\w+\.csv", link)]
     assert outside == list(PAPERS.values())  # to be clicked, not loaded
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
     policy = [given["content"] for _, given in page.tags if given.get("http-equiv")]
@@ -191,20 +183,12 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
 @pytest.mark.slow
 def test_dummy_heads_are_folded_away(tmp_path: Path):
     weights = debiased_gradient_step(0.88, 0.02, d_x=5)
-    padded = replace(
-        weights, **{n: pad_head(getattr(weights, n)) for n in ("W_Q", "W_K", "W_V", "W_O")}
-    )
-    _, found = write(tmp_path, "padded", padded)
+    _, found = write(tmp_path, "padded", stack([weights, zero_head(d_x=5)]))
     before, folded = found.source.split('<details class="dummies">')
     assert "1 dummy head: head 2" in folded
     assert "head 2: dummy" in folded
     assert "head 2: dummy" not in before
     assert "head 1: negative" in before
-
-
-def pad_head(values: torch.Tensor) -> torch.Tensor:
-    """The weights with a head of zeros."""
-    return torch.cat([values, torch.zeros_like(values[:1])])
 
 
 @pytest.mark.slow
@@ -320,14 +304,9 @@ def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
 def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5))
     found = classify(checkpoint, n_prompts=N_PROMPTS)
-    assert np.isnan(
-        [
-            found.scales.omega_spread,
-            found.scales.zero_sum,
-            found.scales.gamma,
-            found.substitution.r2,
-        ]
-    ).all()
+    scales = found.scales
+    undefined = (scales.omega_spread, scales.zero_sum, scales.gamma, found.substitution.r2)
+    assert np.isnan(undefined).all()
     evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     assert evidence["omega_spread"] == "–"
     assert evidence["R² of the closed form"] == "not defined"
@@ -356,9 +335,8 @@ def test_a_report_is_not_overwritten_unless_asked(tmp_path: Path):
     assert str(error.value).startswith(str(tmp_path / "report"))
     assert {file.read_text() for file in (tmp_path / "report").glob("*.csv")} == {"mine"}
     assert (tmp_path / "report" / PAGE).read_text() == page
-    written = write_report(
-        checkpoint, str(tmp_path / "report"), n_prompts=N_PROMPTS, overwrite=True
-    )
+    folder = str(tmp_path / "report")
+    written = write_report(checkpoint, folder, n_prompts=N_PROMPTS, overwrite=True)
     assert "mine" not in {file.read_text() for file in (tmp_path / "report").iterdir()}
     assert written.page.stat().st_size > 1_000_000
 
@@ -375,12 +353,9 @@ def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
 
 
 def test_every_column_is_explained(trained: tuple[Checkpoint, Path]):
-    columns = {name for file in trained[1].glob("*.csv") for name in pd.read_csv(file).columns}
-    page = (trained[1] / PAGE).read_text(encoding="utf-8")
-    assert columns - explained_columns(page) == set()
-    assert meanings(Circuits, ["mu_1", "unheard_of"]) == {
-        "mu_1": "One entry. Diagonal of OV's y block."
-    }
+    assert unexplained_columns(trained[1] / PAGE) == set()
+    expected = {"mu_1": "One entry. Diagonal of OV's y block."}
+    assert meanings(Circuits, ["mu_1", "unheard_of"]) == expected
 
 
 def test_a_head_has_a_card_with_its_numbers(page: Page, trained: tuple[Checkpoint, Path]):
@@ -434,11 +409,9 @@ def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):
     sliders = [json.loads(text) for text in page.attributes("data-frames")]
     assert sliders == [["0", "1", "2", "3", "4"], ["0", "30", "60"]]
     moving = [figure for figure in page.drawn if figure.get("frames")]
-    assert [[frame["name"] for frame in figure["frames"]] for figure in moving] == [
-        *[sliders[0]] * 2,
-        *[sliders[1]] * 3,
-    ]
-    assert [list(figure["titles"]) for figure in moving] == [*[sliders[0]] * 2, *[sliders[1]] * 3]
+    expected = [*[sliders[0]] * 2, *[sliders[1]] * 3]
+    assert [[frame["name"] for frame in figure["frames"]] for figure in moving] == expected
+    assert [list(figure["titles"]) for figure in moving] == expected
     assert moving[3]["titles"]["60"] == "QK circuits at step 60"
     # The page has a slider and titles of its own.
     assert not any({"sliders", "title"} & set(figure["layout"]) for figure in page.drawn)
@@ -447,7 +420,7 @@ def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):
 @pytest.mark.slow
 def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
     written = write_report(load("checkpoints/linear-separate-s0"), tmp_path, n_prompts=N_PROMPTS)
-    text = Page(written.page.read_text(encoding="utf-8"))
+    text = opened(written)
     assert {"head 0: negative", "head 4: positive"} <= set(
         re.findall(r"<h3>(.*?)</h3>", text.source)
     )
@@ -482,7 +455,6 @@ def test_one_layer_that_was_trained_as_several_are_has_its_curves(tmp_path: Path
     train_models({".": override(ExperimentConfig(), *steps, *sizes)}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
     assert "omega" not in checkpoint.history
-    written = write_report(checkpoint, tmp_path / "page", n_prompts=N_PROMPTS)
-    page = Page(written.page.read_text(encoding="utf-8"))
+    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=N_PROMPTS))
     assert page.headings[-2:] == ["Training, step by step", "Training"]
     assert {"figure-qk_norm", "figure-circuits", "figure-snapshot_qk"} <= set(page.figures)

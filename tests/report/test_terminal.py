@@ -28,9 +28,8 @@ from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report import bars
-from mechinterp.report.classification import brief_text, classification_text
 from mechinterp.report.text import ROWS, frame_text, wrapped
-from mechinterp.report.to_text import to_text
+from mechinterp.report.to_text import brief_text, classification_text, to_text
 from mechinterp.training.trained import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
@@ -171,24 +170,19 @@ def test_a_p_value_at_its_floor_is_below_it(pair, narrow):
 
 def test_the_bar_shows_models_loss_speed_and_time_left(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(
-        bars, "Console", lambda stderr: Console(file=shown, width=120, force_terminal=True)
-    )
+    console = Console(file=shown, width=120, force_terminal=True)
+    monkeypatch.setattr(bars, "Console", lambda stderr: console)
     with bars.progress_bar() as on_log:
         on_log(Progress(step=400, steps=1000, n_models=2, loss=0.25, steps_per_second=10.0))
     assert "2 models, loss 0.2500, 10 steps/s, 0:01:00 left" in shown.getvalue()
     assert "400/1000" in shown.getvalue()
 
 
-def test_a_quiet_bar_shows_nothing(capsys):
-    with bars.progress_bar(quiet=True) as on_log:
-        on_log(Progress(step=400, steps=1000, n_models=2, loss=0.25, steps_per_second=10.0))
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_bar_that_was_never_used_prints_nothing(capsys):
-    with bars.progress_bar():
-        pass
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_bar_that_is_quiet_or_was_never_used_prints_nothing(capsys, quiet):
+    with bars.progress_bar(quiet=quiet) as on_log:
+        if quiet:
+            on_log(Progress(step=400, steps=1000, n_models=2, loss=0.25, steps_per_second=10.0))
     assert capsys.readouterr() == ("", "")
 
 
@@ -223,17 +217,9 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
     ("arguments", "text", "lines"),
     sampled(
         [
-            (
-                ["fit", "softmax-h1-s0", "--n-prompts", "512", "--context-length", "20"],
-                "fitting",
-                "2",
-            ),
-            (
-                ["classify", "softmax-h1-s0", "softmax-h2-s0", "--n-prompts", "64"],
-                "classifying",
-                "2",
-            ),
-            (["ablate", "sparse-h1-noise0.1-s0", "--n-prompts", "64"], "masking heads", "1"),
+            ("fit softmax-h1-s0 --n-prompts 512 --context-length 20", "fitting", "2"),
+            ("classify softmax-h1-s0 softmax-h2-s0 --n-prompts 64", "classifying", "2"),
+            ("ablate sparse-h1-noise0.1-s0 --n-prompts 64", "masking heads", "1"),
         ],
         keep=lambda case: case[1] == "fitting",
     ),
@@ -241,7 +227,8 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
 def test_long_analyses_show_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(
     arguments, text, lines
 ):
-    paths = [str(CHECKPOINTS / a) if (CHECKPOINTS / a).exists() else a for a in arguments]
+    words = arguments.split()
+    paths = [str(CHECKPOINTS / a) if (CHECKPOINTS / a).exists() else a for a in words]
     output, shown = on_a_terminal(*paths, "--json")
     json.loads(output)
     assert text in shown
@@ -269,10 +256,8 @@ def test_a_table_without_rows_and_columns_without_text_are_left_out():
             return go.Figure()
 
         def tables(self) -> dict[str, Table]:
-            return {
-                "told": Table(self.to_frame(), "Told"),
-                "none": Table(pd.DataFrame({"a": []}), "None"),
-            }
+            none = Table(pd.DataFrame({"a": []}), "None")
+            return {"told": Table(self.to_frame(), "Told"), "none": none}
 
     text = to_text("told", Told())
     assert "Told" in text

@@ -71,11 +71,11 @@ class Baselines(Result):
 
     def plot(self) -> go.Figure:
         """Excess risk of the model and of each learner but the prediction 0, beside which all others are small."""
-        shown = [index for index, name in enumerate(self.learners) if name != "zero"]
-        risks = np.array([self.model_risk, *self.risk[shown]])
-        errors = np.array([self.model_risk_sem, *self.risk_sem[shown]])
+        shown = self.to_frame().query("learner != 'zero'")
+        risks = np.array([self.model_risk, *shown["risk"]])
+        errors = np.array([self.model_risk_sem, *shown["risk_sem"]])
         return figures.bars(
-            ["the model", *(self.learners[index] for index in shown)],
+            ["the model", *shown["learner"]],
             {"excess risk": (risks, errors)},
             title="Excess risk of the model, and of learners at their best on the same prompts",
             y_title="excess risk (y²)",
@@ -114,28 +114,24 @@ def baselines(
         np.True_
     """
     require_task(task, "baselines")
-    if is_learner(source):
-        if task is None and prompts is None:
-            raise ValueError("baselines needs prompts or a task when the model is a function.")
-        law = task
-    else:
-        law = predictor_of(source).task if task is None else task
+    if is_learner(source) and task is None and prompts is None:
+        raise ValueError("baselines needs prompts or a task when the model is a function.")
+    law = task if task is not None or is_learner(source) else predictor_of(source).task
     drawn_from = source if task is None else task
     prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed)
     predictions = learner_of(source)(prompts).double()
     require_moderate(predictions)
     own = _errors(predictions, prompts)
     learners = _learners(prompts.to(torch.float64), law)
-    squares = {name: (tuned, risk) for name, tuned, risk in learners}
-    zero = squares["zero"][1].mean()
+    zero = learners["zero"][1].mean()
     rows = []
-    for setting, errors in squares.values():
+    for setting, errors in learners.values():
         exact = errors.mean() <= EXACT * zero
         ratio = (np.nan, np.nan) if exact else ratio_and_sem(own, errors)
         rows.append([setting, *mean_and_sem(errors), *ratio])
     tuned, risk, risk_sem, ratios, ratios_sem = np.array(rows, dtype=float).T
     return Baselines(
-        learners=tuple(squares),
+        learners=tuple(learners),
         tuned=tuned,
         **estimates(risk=(risk, risk_sem), ratio=(ratios, ratios_sem)),
         **estimates(model_risk=mean_and_sem(own)),
@@ -145,22 +141,21 @@ def baselines(
 rivals, Rivals = baselines, Baselines  # their names before 0.2.0
 
 
-def _learners(prompts: Prompts, task: TaskConfig | None) -> list[tuple[str, float, np.ndarray]]:
-    """Of each learner its name, what was chosen, and its squared error on every prompt."""
-    paths = {"GD": gradient_descent, "Algorithm 1": preprocess_then_optimise}
+def _learners(prompts: Prompts, task: TaskConfig | None) -> dict[str, tuple[float, np.ndarray]]:
+    """Of each learner, by name, what was chosen and its squared error on every prompt."""
     penalised = torch.stack([ridge(prompts, penalty=penalty) for penalty in PENALTIES])
-    found = [
-        ("zero", np.nan, _errors(zero_prediction(prompts), prompts)),
-        ("least squares", np.nan, _errors(ols(prompts), prompts)),
-        ("ridge", *_best(penalised, np.array(PENALTIES), prompts)),
-    ]
-    for name, path in paths.items():
-        steps = np.arange(STEPS + 1.0)
-        found.append((name, *_best(path(prompts, steps=STEPS), steps, prompts)))
+    steps = np.arange(STEPS + 1.0)
+    learners = {
+        "zero": (np.nan, _errors(zero_prediction(prompts), prompts)),
+        "least squares": (np.nan, _errors(ols(prompts), prompts)),
+        "ridge": _best(penalised, np.array(PENALTIES), prompts),
+        "GD": _best(gradient_descent(prompts, steps=STEPS), steps, prompts),
+        "Algorithm 1": _best(preprocess_then_optimise(prompts, steps=STEPS), steps, prompts),
+    }
     if task is not None and task.n_tasks is not None:
         memory = dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
-        found.append(("dMMSE", np.nan, _errors(memory, prompts)))
-    return found
+        learners["dMMSE"] = (np.nan, _errors(memory, prompts))
+    return learners
 
 
 def _best(

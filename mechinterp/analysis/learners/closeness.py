@@ -14,6 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.patching.pairing import with_task_vectors
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
+from mechinterp.display import frame_of
 from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
@@ -56,14 +57,9 @@ class Closeness:
     """Excess risk of ridge, unit y^2."""
     risk_ridge_sem: Float[np.ndarray, "*axes"]
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """Every number by name, as one column."""
-        return {field.name: getattr(self, field.name).ravel() for field in fields(self)}
-
-    def frame(self, name: str, values: Int[np.ndarray, " value"]) -> pd.DataFrame:
-        """One row per kind of prompts and value of the second axis."""
-        index = {"tasks": np.repeat(KINDS, len(values)), name: np.tile(values, len(KINDS))}
-        return pd.DataFrame(index | self.columns())
+    def frame(self, **axis: Int[np.ndarray, " value"]) -> pd.DataFrame:
+        """One row per kind of prompts, and per value of the second axis where there is one."""
+        return frame_of(self, *(field.name for field in fields(self)), tasks=KINDS, **axis)
 
     def plot(self, values: Int[np.ndarray, " value"], title: str, x_title: str) -> go.Figure:
         """Relative distance over the second axis, on prompts of the pool and on new ones."""
@@ -167,7 +163,7 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
     # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
     weight, weight_sem = _ratios(inner, gap)
     risk, risk_dmmse, risk_ridge = map(mean_and_sem, errors)
-    found = estimates(
+    numbers = estimates(
         distance_dmmse=mean_and_sem(to_dmmse),
         distance_ridge=mean_and_sem(to_ridge),
         relative=_ratios(to_dmmse, to_dmmse + to_ridge),
@@ -177,7 +173,7 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
         risk_dmmse=risk_dmmse,
         risk_ridge=risk_ridge,
     )
-    return Closeness(**found)
+    return Closeness(**numbers)
 
 
 def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -290,7 +290,7 @@ def _fit_at(
     losses = np.square(learned - target[:, None]).mean(2)
     model_losses = np.square(prediction - target).mean(1)
     rms = np.sqrt(distance)
-    found = estimates(
+    numbers = estimates(
         factor=(factors[0], factors[1]),
         r2=(1 - ratio, ratio_sem),
         rms=(rms, distance_sem / np.maximum(2 * rms, np.finfo(float).tiny)),
@@ -298,7 +298,7 @@ def _fit_at(
         loss_gap=mean_and_sem(model_losses[:, None] - losses),
         model_loss=mean_and_sem(model_losses),
     )
-    return {"kernel_omega": omega, "squares": squares, **found}
+    return {"kernel_omega": omega, "squares": squares, **numbers}
 
 
 def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float:

@@ -1,6 +1,6 @@
 """Losses of several models and learners on the same prompts, over context lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,16 +8,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result, frame_of, with_sem
-from mechinterp.icl.prompts import Prompts, prompt_chunks
-from mechinterp.models.run.predictor import Source, learner_of
-
-Learner = Callable[[Prompts], Tensor]
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.run.predictor import Learner, Source, learner_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)

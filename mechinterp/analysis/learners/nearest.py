@@ -1,7 +1,7 @@
 """Which simple learner is nearest to a model's predictions: learners fitted to them, on the prompts of its task."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -13,6 +13,7 @@ from mechinterp.analysis.labels import LEARNERS
 from mechinterp.analysis.number_format import explained
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
+from mechinterp.display import frame_of
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -47,11 +48,8 @@ class Nearby:
 
     def records(self) -> list[dict[str, object]]:
         """One dict per learner."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "learners"}
-        return [
-            {"learner": learner} | {name: float(values[n]) for name, values in columns.items()}
-            for n, learner in enumerate(self.learners)
-        ]
+        names = ("r2", "r2_sem", "lead", "lead_sem")
+        return frame_of(self, *names, learner=self.learners).to_dict(orient="records")
 
     def told(self, n: int = 0) -> str:
         """A learner with what it explains."""

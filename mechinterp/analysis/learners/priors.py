@@ -59,32 +59,32 @@ class PriorComparison(Result):
         it generalises if it is nearer to ridge on new tasks and loses at most 1.5 times what ridge loses. "Nearer" is by two standard
         errors. A model that is far off the line between the two on prompts of the pool does neither.
         """
-        found = self.overall
-        if found.unexplained[0] > OFF_THE_LINE:
+        overall = self.overall
+        if overall.unexplained[0] > OFF_THE_LINE:
             return "neither"
-        over_ridge = found.risk[1] / found.risk_ridge[1]
-        if found.relative[0] + CLEAR * found.relative_sem[0] < 0.5 and over_ridge >= FORGETS:
+        over_ridge = overall.risk[1] / overall.risk_ridge[1]
+        if overall.relative[0] + CLEAR * overall.relative_sem[0] < 0.5 and over_ridge >= FORGETS:
             return "memorises"
-        if found.relative[1] - CLEAR * found.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
+        if overall.relative[1] - CLEAR * overall.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
             return "generalises"
         return "neither"
 
     def __repr__(self) -> str:
-        found = self.overall
+        overall = self.overall
         told = [
-            f"{kind}: relative {found.relative[i]:.3g} ± {found.relative_sem[i]:.1g}, "
-            f"weight {found.weight_dmmse[i]:.3g} ± {found.weight_dmmse_sem[i]:.1g}, "
-            f"risk {found.risk[i]:.3g} (dMMSE {found.risk_dmmse[i]:.3g}, ridge {found.risk_ridge[i]:.3g})"
+            f"{kind}: relative {overall.relative[i]:.3g} ± {overall.relative_sem[i]:.1g}, "
+            f"weight {overall.weight_dmmse[i]:.3g} ± {overall.weight_dmmse_sem[i]:.1g}, "
+            f"risk {overall.risk[i]:.3g} (dMMSE {overall.risk_dmmse[i]:.3g}, ridge {overall.risk_ridge[i]:.3g})"
             for i, kind in enumerate(KINDS)
         ]
         return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
 
     def sentences(self) -> list[str]:
         """What it does with the pool, how near it is to dMMSE and ridge, and what it loses beside them."""
-        found, where = self.overall, ("tasks of the pool", "new tasks")
-        pairs = zip(found.relative, found.relative_sem, where, strict=True)
+        overall, where = self.overall, ("tasks of the pool", "new tasks")
+        pairs = zip(overall.relative, overall.relative_sem, where, strict=True)
         near = ", ".join(f"{with_error(value, sem)} on {of}" for value, sem, of in pairs)
-        rows = zip(found.risk, found.risk_dmmse, found.risk_ridge, where, strict=True)
+        rows = zip(overall.risk, overall.risk_dmmse, overall.risk_ridge, where, strict=True)
         risks = ", ".join(
             f"{digits(own)} on {of} (dMMSE {digits(dmmse)}, ridge {digits(ridge)})"
             for own, dmmse, ridge, of in rows
@@ -106,11 +106,11 @@ class PriorComparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and context length."""
-        return self.at_length.frame("context_length", self.context_length)
+        return self.at_length.frame(context_length=self.context_length)
 
     def summary_frame(self) -> pd.DataFrame:
         """One row per kind of tasks, means over the context lengths."""
-        return pd.DataFrame({"tasks": KINDS, **self.overall.columns()})
+        return self.overall.frame()
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""

@@ -76,13 +76,12 @@ class AttentionPatterns(Result):
             )
         ranks = [self._rank(head) for head in range(n_heads)]
         # A head whose weights are all alike has no ranks.
-        said = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
-        told = ", ".join(
-            f"{rank} of {name}" for rank, name in zip(said, self.head_names, strict=True)
-        )
+        texts = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
+        of_each = [f"{rank} of {name}" for rank, name in zip(texts, self.head_names, strict=True)]
+        told = ", ".join(of_each)
         if n_heads > MOST_TOLD:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
-            told = f"{said[best]} of {self.head_names[best]}, the largest of {n_heads} heads"
+            told = f"{of_each[best]}, the largest of {n_heads} heads"
         return [
             f"Attention on {chosen}.",
             f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "
@@ -115,7 +114,7 @@ class AttentionPatterns(Result):
 
     def plot(self) -> go.Figure:
         """Attention of each head to each token, the most alike to the query last, with a slider over the prompts."""
-        n_prompts, n_heads, n_keys = self.pattern.shape
+        _, n_heads, n_keys = self.pattern.shape
         figure = heatmaps.heatmap(
             self.pattern[0],
             title="",
@@ -128,19 +127,20 @@ class AttentionPatterns(Result):
         hover = "%{y}, %{text}<br>weight %{z:.4f}<extra></extra>"
         figure.update_traces(hovertemplate=hover)
         figure.update_xaxes(title_text="tokens, the most alike to the query last", type="category")
-        frames = {}
-        for prompt in range(n_prompts):
+        frames, titles = {}, []
+        for prompt, weights in enumerate(self.pattern):
             order = self.similarity[prompt].argsort(kind="stable")
             tokens = self._tokens(prompt)
-            weights = self.pattern[prompt][:, order].astype(np.float32)
-            frames[str(prompt)] = [{"z": weights, "text": [[tokens[i] for i in order]] * n_heads}]
+            texts = [[tokens[i] for i in order]] * n_heads
+            frames[str(prompt)] = [{"z": weights[:, order].astype(np.float32), "text": texts}]
+            predicted, target = _told(self.prediction[prompt]), _told(self.target[prompt])
+            titles.append(f"Prompt {prompt}: ŷ {predicted}, x·β {target}")
         return figures.with_slider(
-            figure, frames, label="prompt", titles=self._titles(), start=self.typical
+            figure, frames, label="prompt", titles=titles, start=self.typical
         )
 
     def plot_similarity(self) -> go.Figure:
         """Attention against how alike token and query are, with a slider over the prompts."""
-        n_prompts, n_heads, _ = self.pattern.shape
         figure = figures.runs(
             {name: {name: (np.zeros(0), np.zeros(0))} for name in self.head_names},
             title="",
@@ -151,17 +151,10 @@ class AttentionPatterns(Result):
         figure.update_traces(
             hovertemplate="weight %{y:.4f}<br>%{text}<extra>%{fullData.name}</extra>"
         )
-        frames = {
-            str(prompt): [
-                {
-                    "x": self.similarity[prompt],
-                    "y": self.pattern[prompt, head],
-                    "text": self._tokens(prompt),
-                }
-                for head in range(n_heads)
-            ]
-            for prompt in range(n_prompts)
-        }
+        frames = {}
+        for prompt, weights in enumerate(self.pattern):
+            likeness, tokens = self.similarity[prompt], self._tokens(prompt)
+            frames[str(prompt)] = [{"x": likeness, "y": each, "text": tokens} for each in weights]
         titles = [f"Weight against likeness to the query, prompt {name}" for name in frames]
         return figures.with_slider(
             figure, frames, label="prompt", titles=titles, start=self.typical
@@ -179,12 +172,6 @@ class AttentionPatterns(Result):
         return [
             f"token {key}<br>x {_told(x, 2)}<br>y {_told(y)}<br>similarity {s:.3f}"
             for key, (x, y, s) in enumerate(rows)
-        ]
-
-    def _titles(self) -> list[str]:
-        return [
-            f"Prompt {prompt}: ŷ {_told(self.prediction[prompt])}, x·β {_told(self.target[prompt])}"
-            for prompt in range(len(self.pattern))
         ]
 
 

@@ -54,14 +54,14 @@ class AttentionEntropy(Result):
 
     def sentences(self) -> list[str]:
         """The heads of the least and of the largest entropy, beside uniform attention."""
-        said = []
+        heads = []
         for which in (self.entropy.argmin(), self.entropy.argmax()):
             at = np.unravel_index(int(which), self.entropy.shape)
-            said.append(
+            heads.append(
                 f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
                 f"{digits(self.uniform[at[0]])}; random weights: {cell(self.random[at[0]])})"
             )
-        return [f"Attention is least spread out in {said[0]} and most in {said[1]}."]
+        return [f"Attention is least spread out in {heads[0]} and most in {heads[1]}."]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

@@ -20,6 +20,8 @@ from mechinterp.display import Result
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
 
+NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuits(Result):
@@ -50,12 +52,9 @@ class Circuits(Result):
         return self.omega.mean(1)
 
     def __repr__(self) -> str:
-        pairs = zip(self.omega_mean, self.mu.mean(1), strict=True)
-        return (
-            "Circuits("
-            + "; ".join(f"H{h} omega {o:+.3f} mu {m:+.3f}" for h, (o, m) in enumerate(pairs))
-            + ")"
-        )
+        pairs = enumerate(zip(self.omega_mean, self.mu.mean(1), strict=True))
+        heads = "; ".join(f"H{head} omega {o:+.3f} mu {m:+.3f}" for head, (o, m) in pairs)
+        return f"Circuits({heads})"
 
     def sentences(self) -> list[str]:
         """Scales of each head, and how far its circuits are of the published form."""
@@ -72,15 +71,10 @@ class Circuits(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        columns: dict[str, np.ndarray] = {
-            "head": np.arange(len(self.QK)),
-            "omega_mean": self.omega_mean,
-        }
+        columns = {"head": np.arange(len(self.QK)), "omega_mean": self.omega_mean}
         columns |= {f"omega_{i}": self.omega[:, i] for i in range(self.omega.shape[1])}
         columns |= {f"mu_{n}": self.mu[:, n] for n in range(self.mu.shape[1])}
-        for name in ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak"):
-            columns[name] = getattr(self, name)
-        return pd.DataFrame(columns)
+        return pd.DataFrame(columns | {name: getattr(self, name) for name in NUMBERS})
 
     def plot(self) -> go.Figure:
         """The part of every QK circuit that acts, and every OV circuit below it."""
@@ -163,7 +157,6 @@ def weights_of(source: Source, analysis: str) -> AttentionWeights:
         ValueError: If the model is another.
     """
     try:
-        found = predictor_of(source).circuits
+        return predictor_of(source).circuits.to("cpu").to(torch.float64)
     except ValueError as error:
         raise ValueError(f"{analysis} {error}") from None
-    return found.to("cpu").to(torch.float64)

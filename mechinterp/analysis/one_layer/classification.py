@@ -13,11 +13,8 @@ from mechinterp import figures
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.number_format import cell, digits, explained, with_error
-from mechinterp.analysis.one_layer.circuits import Circuits
-from mechinterp.analysis.one_layer.effective_step import Scales
-from mechinterp.analysis.one_layer.head_statistics import Form
-from mechinterp.analysis.one_layer.pca_components import Components
-from mechinterp.analysis.one_layer.substitution import Faithfulness
+from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
+from mechinterp.analysis.one_layer.label_rules import Evidence
 from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.analysis.verdict import Verdict, spelled_out
@@ -33,14 +30,6 @@ MEANINGS = {
 }
 ADDS = "adds y weighted by how alike token and query are"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
-HEAD_NUMBERS = (
-    "omega_mean",
-    "qk_diagonal",
-    "qk_off_diagonal",
-    "qk_y_leak",
-    "ov_last_entry",
-    "ov_x_leak",
-)
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
     *("theta", "supports", "support_leak", "theta_spread"),
@@ -64,7 +53,7 @@ HOW = {
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Classification(Classified):
+class Classification(Evidence, Classified):
     """Label of a model and of its heads, with the evidence.
 
     `pattern` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
@@ -85,18 +74,6 @@ class Classification(Classified):
     """Mean over coordinates of each head's factor of the form: its factor on the common matrix, else omega_mean."""
     task_leak: Float[np.ndarray, " head"]
     """Second largest |mu_n| of a head over the largest; 0 for one response."""
-    form: Form
-    """What QK x blocks are held against."""
-    scales: Scales
-    """How omega and mu add up over heads."""
-    substitution: Faithfulness
-    """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
-    learner: Faithfulness
-    """What the closed-form learner built from omega and mu alone explains of the prediction."""
-    components: Components | None
-    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
-    p_values: dict[str, float]
-    """Fraction of randomly initialised models that are as structured, by the name of the number."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """Fraction of heads of such models that reach a head's `qk_diagonal` and `ov_last_entry`."""
     random_ranges: Mapping[str, tuple[float, float]]
@@ -232,21 +209,20 @@ class Classification(Classified):
         # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
         averages = self.kernel not in NO_AVERAGE
         for head, label in enumerate(self.labels):
-            omega, mu = scales.omega_mean[head], scales.mu[head]
+            omega, mu, share = scales.omega_mean[head], scales.mu[head], self.share[head]
             diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
-            band, share = self._band, self.share[head]
             facts = {
-                "share of output": (f"{share:.1%}", band("share", share)),
-                "omega (1/x²)": (f"{omega:+.3g}", band("omega_mean", omega)),
-                "mu": (
-                    ", ".join(f"{each:+.3g}" for each in mu),
-                    tuple(found for each in mu for found in band("mu", each)),
-                ),
-                "QK diagonal": (cell(diagonal), band("qk_diagonal", diagonal)),
-                "OV reads y only": (cell(reads_y), band("ov_last_entry", reads_y)),
+                "share of output": ("share", [share], f"{share:.1%}"),
+                "omega (1/x²)": ("omega_mean", [omega], f"{omega:+.3g}"),
+                "mu": ("mu", mu, ", ".join(f"{each:+.3g}" for each in mu)),
+                "QK diagonal": ("qk_diagonal", [diagonal], cell(diagonal)),
+                "OV reads y only": ("ov_last_entry", [reads_y], cell(reads_y)),
             }
-            texts = {name: text for name, (text, _) in facts.items()}
-            bands = {name: bands for name, (_, bands) in facts.items()}
+            texts = {fact: text for fact, (_, _, text) in facts.items()}
+            bands = {
+                fact: tuple(band for value in values for band in self._band(name, value))
+                for fact, (name, values, _) in facts.items()
+            }
             told = averages or label not in ("positive", "negative")
             meaning = MEANINGS[label] if told else ADDS
             color = figures.head_color(head)
@@ -260,39 +236,34 @@ class Classification(Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales, numbers = self.circuits, {}
-        for name in HEAD_NUMBERS:
-            numbers[name] = getattr(scales, name)
+        scales = self.circuits
+        columns = {
+            "layer": [0] * len(self.labels),
+            "head": range(len(self.labels)),
+            "label": self.labels,
+            "share": self.share,
+            "omega": scales.omega.tolist(),
+            "omega_mean": scales.omega_mean,
+            "omega_form": self.omega_form,
+            "mu": scales.mu.tolist(),
+        }
+        for name in NUMBERS:
+            columns[name] = getattr(scales, name)
             if name in self.head_p_values:
-                numbers[f"{name}_p"] = self.head_p_values[name]
-        heads = [
-            {
-                "layer": 0,
-                "head": head,
-                "label": label,
-                "share": self.share[head],
-                "omega": scales.omega[head].tolist(),
-                "omega_mean": scales.omega_mean[head],
-                "omega_form": self.omega_form[head],
-                "mu": scales.mu[head].tolist(),
-            }
-            | {name: values[head] for name, values in numbers.items()}
-            | {"task_leak": self.task_leak[head]}
-            for head, label in enumerate(self.labels)
-        ]
-        evidence: dict[str, object] = {"sign_matching": self.sign_matching}
-        evidence |= {name: getattr(self.scales, name) for name in SCALES}
-        for kind in ("substitution", "learner"):
-            explained = asdict(getattr(self, kind))
-            evidence |= {f"{kind}_{name}": value for name, value in explained.items()}
-        for name in ("n_components", "learned", "off_diagonal"):
-            evidence[name] = None if self.components is None else getattr(self.components, name)
-        evidence |= {"form": self.form.kind}
-        evidence |= {name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")}
-        evidence |= {
-            "p_values": self.p_values,
-            "n_random": self.n_random,
-            "random_ranges": self.random_ranges,
+                columns[f"{name}_p"] = self.head_p_values[name]
+        columns["task_leak"] = self.task_leak
+        rows = zip(*columns.values(), strict=True)
+        heads = [dict(zip(columns, row, strict=True)) for row in rows]
+        of_components = ("n_components", "learned", "off_diagonal")
+        evidence = {
+            "sign_matching": self.sign_matching,
+            **{name: getattr(self.scales, name) for name in SCALES},
+            **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
+            **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
+            **{name: getattr(self.components, name, None) for name in of_components},
+            "form": self.form.kind,
+            **{name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")},
+            **{name: getattr(self, name) for name in ("p_values", "n_random", "random_ranges")},
         }
         return self.document(heads, evidence)
 

@@ -17,8 +17,8 @@ from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.effective_step import Scales, scales_of
-from mechinterp.analysis.one_layer.head_statistics import Form, form_of, read_groups, read_heads
+from mechinterp.analysis.one_layer.effective_step import scales_of
+from mechinterp.analysis.one_layer.head_statistics import form_of, read_groups, read_heads
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
     agreed_label,
@@ -26,7 +26,7 @@ from mechinterp.analysis.one_layer.label_rules import (
     model_label,
 )
 from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
-from mechinterp.analysis.one_layer.pca_components import Components, components
+from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
 from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
@@ -81,49 +81,47 @@ def classify(
     if not readings:
         return replace(_classified_layers(source, task, n_prompts, seed, limits), assumed=assumed)
     checkpoint = cast("Checkpoint", source)
-    standing = [each for each in readings if each.stands and _fits(each, task)]
+    sizes = None if task is None else (task.d_x, task.d_y)
+    fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
+    standing = [each for each in fitting if each.stands]
     if not any(each.predicts for each in standing):
         standing = [*readings[:1]]  # one verdict says it all
-    found = [
+    under_each = [
         _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
         for each in standing
     ]
-    pattern, reason = agreed_label([each.pattern for each in found], found[0].reason, standing)
-    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
-
-
-def _fits(reading: Reading, task: TaskConfig | None) -> bool:
-    sizes = (reading.weights.d_x, reading.weights.d_y)
-    return task is None or sizes == (task.d_x, task.d_y)
+    labels = [each.pattern for each in under_each]
+    pattern, reason = agreed_label(labels, under_each[0].reason, standing)
+    return replace(under_each[0], pattern=pattern, reason=reason, assumed=assumed)
 
 
 def _classified_layers(
     source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification | LayeredClassification:
     """What the heads of several layers, or of one with something around it, are worth."""
-    found = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    layered = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
     weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
-        return found
-    through = read_through(weights, found.task, seed=seed)
-    if not through.r2 >= limits.substitution_r2:
-        return found
-    said = f"R² = {through.r2:.3f} of the prediction on held-out prompts"
+        return layered
+    through, r2 = read_through(weights, layered.task, seed=seed)
+    if not r2 >= limits.substitution_r2:
+        return layered
+    how_well = f"R² = {r2:.3f} of the prediction on held-out prompts"
     heads = replace(
-        _classified(through.weights, found.task, n_prompts, seed, limits),
+        _classified(through, layered.task, n_prompts, seed, limits),
         calibrated=False,
-        caveat=f"what a linear read-out of attention predicts ({said})",
-        loss=found.loss,
-        best_factor=found.best_factor,
-        best_factor_sem=found.best_factor_sem,
+        caveat=f"what a linear read-out of attention predicts ({how_well})",
+        loss=layered.loss,
+        best_factor=layered.best_factor,
+        best_factor_sem=layered.best_factor_sem,
     )
-    if through.r2 >= limits.clear_r2:
-        reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {said}"
+    if r2 >= limits.clear_r2:
+        reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {how_well}"
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
     return replace(
-        found,
-        reason=f"{found.reason}; a linear read-out of attention has {said}, through it heads are {labels}",
+        layered,
+        reason=f"{layered.reason}; a linear read-out of attention has {how_well}, through it heads are {labels}",
     )
 
 
@@ -158,21 +156,21 @@ def classify_attention(
     require_task(task, "classify_attention")
     weights = weights_of(source, "classify_attention")
     assumed = assumed_of(source, task)
-    task = task_of(source, weights) if task is None else task
+    task = task or predictor_of(source).task or TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
     _require_fit(weights, task, n_prompts)
     limits = Thresholds() if thresholds is None else thresholds
     readings: tuple[Reading, ...] = getattr(source, "readings", ())
     if not readings:
         return replace(_classified(weights, task, n_prompts, seed, limits), assumed=assumed)
-    found = [
+    under_each = [
         _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
         for each in readings
         if each.stands
     ]
-    step = found[0].scales.step[0] if found[0].form.kind == "matrix" else None
-    labels = [each.pattern for each in found]
-    pattern, reason = agreed_label(labels, found[0].reason, readings, step)
-    return replace(found[0], pattern=pattern, reason=reason, assumed=assumed)
+    step = under_each[0].scales.step[0] if under_each[0].form.kind == "matrix" else None
+    labels = [each.pattern for each in under_each]
+    pattern, reason = agreed_label(labels, under_each[0].reason, readings, step)
+    return replace(under_each[0], pattern=pattern, reason=reason, assumed=assumed)
 
 
 def _classified(
@@ -208,10 +206,13 @@ def _classified(
         task_r2=loss.r2,
     )
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
-    used = _components(form, scales, task, limits)
+    used = None
+    if form.kind == "matrix" and task.d_y == 1 and task.supports is None:
+        used = components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
     evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
+        **vars(evidence),
         pattern=pattern,
         reason=reason,
         labels=labels,
@@ -220,12 +221,6 @@ def _classified(
         sign_matching={"dummy"} < {"dummy", *labels} <= {"positive", "negative", "dummy"},
         omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,
-        form=form,
-        scales=scales,
-        substitution=substitution,
-        learner=learner,
-        components=used,
-        p_values=p_values,
         head_p_values={
             name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
             for name in ("qk_diagonal", "ov_last_entry")
@@ -287,31 +282,16 @@ def classify_circuits(
 
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
-    found = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
-    if found.ndim != 3:
-        raise ValueError(f"{name} must have three axes, head first, got shape {list(found.shape)}.")
-    if isinstance(found, np.ndarray) and found.dtype.kind not in "fiu":
-        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
-    if isinstance(found, Tensor) and found.is_complex():
-        raise ValueError(f"{name} must hold real numbers, got {found.dtype}.")
-    tensor = torch.as_tensor(found, dtype=torch.float64)
+    given = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
+    if given.ndim != 3:
+        raise ValueError(f"{name} must have three axes, head first, got shape {list(given.shape)}.")
+    real = not given.is_complex() if isinstance(given, Tensor) else given.dtype.kind in "fiu"
+    if not real:
+        raise ValueError(f"{name} must hold real numbers, got {given.dtype}.")
+    tensor = torch.as_tensor(given, dtype=torch.float64)
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor
-
-
-def task_of(source: Source, weights: AttentionWeights) -> TaskConfig:
-    """The task a checkpoint was trained on, else the softmax paper's setting for the model's d_x and d_y."""
-    known = predictor_of(source).task
-    return TaskConfig(d_x=weights.d_x, d_y=weights.d_y) if known is None else known
-
-
-def _components(
-    form: Form, scales: Scales, task: TaskConfig, limits: Thresholds
-) -> Components | None:
-    if form.kind != "matrix" or task.d_y > 1 or task.supports is not None:
-        return None
-    return components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
 
 
 def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) -> None:

@@ -1,22 +1,24 @@
 """Sums of omega and mu over the heads of a model, and the step size they amount to."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.one_layer.head_statistics import Form, Heads
-from mechinterp.analysis.one_layer.manifold import nearest_on_manifold
-from mechinterp.analysis.one_layer.shared_qk import spread_over_heads
+from mechinterp.analysis.one_layer.head_statistics import Form, Heads, spread_over_heads
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import TaskConfig
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.scores import score_derivative_at_zero
-from mechinterp.theory.softmax import debiased_step_size
+from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 
 ON_SUPPORT = 0.5  # theta is on its support where it is above this part of its largest entry
+ROUNDS, POINTS = 3, 1251
+"""Grids of so many points, each between the neighbours of the last one's best: (2/1250)^3 of the range. To import scipy's
+search takes longer than a whole reading of a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,35 +67,34 @@ def scales_of(
     omega = form.omega(groups.blocks).numpy()
     means = omega.mean(1)
     sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
-    on_manifold = np.nan, np.nan
+    gamma, distance = np.nan, np.nan
     if form.kind == "scalar" and task.d_y == 1:
-        on_manifold = nearest_on_manifold(means, mu[:, 0], task)
+        gamma, distance = nearest_on_manifold(means, mu[:, 0], task)
     theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
-    supports = task.supports or tuple(_support(row) for row in theta)
-    leak, spread = _on_supports(theta, supports)
+    large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
+    supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
+    leak, theta_spread = _on_supports(theta, supports)
+    tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
+    spread = spread_over_heads(*tensors, serving=limits.task_leak) if len(sizes) else np.nan
     return Scales(
-        omega_spread=_spread(sizes, mu, limits.task_leak) if len(sizes) else float("nan"),
+        omega_spread=float(spread),
         zero_sum=float(np.max([_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T])),
         unserved=_unserved(mu, limits.share),
         eta=slope * means @ mu,
         eta_optimal=_optimal_step(task),
-        gamma=on_manifold[0],
-        manifold_distance=on_manifold[1],
+        gamma=gamma,
+        manifold_distance=distance,
         theta=theta,
         supports=supports,
         support_leak=leak,
-        theta_spread=spread,
-        step=slope * torch.einsum("gn,gij->nij", torch.from_numpy(mu), fitted),
+        theta_spread=theta_spread,
+        step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
     )
-
-
-def _spread(sizes: np.ndarray, mu: np.ndarray, serving: float) -> float:
-    return float(spread_over_heads(torch.from_numpy(sizes), torch.from_numpy(mu), serving=serving))
 
 
 def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
     total = np.abs(mu).sum(0)
-    return tuple(int(n) for n in np.flatnonzero(total <= share * total.max())) if len(mu) else ()
+    return tuple(np.flatnonzero(total <= share * total.max()).tolist()) if len(mu) else ()
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -101,10 +102,6 @@ def _ratio(part: float, whole: float) -> float:
     if whole == 0:
         return float("inf") if part else float("nan")
     return float(part / whole)
-
-
-def _support(theta: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.flatnonzero(theta > ON_SUPPORT * np.abs(theta).max()))
 
 
 def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
@@ -124,3 +121,54 @@ def _optimal_step(task: TaskConfig) -> float:
         return float("nan")
     ratio = task.noise_var / task.signal_var
     return debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+
+
+def nearest_on_manifold(
+    omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, " head"], task: TaskConfig
+) -> tuple[float, float]:
+    """gamma of the nearest point of the solution manifold, and the distance to it.
+
+    For a given gamma the nearest point has |omega_h| = gamma and shifts the mu of each sign equally, so
+    that they sum to +-mu_gamma. Distances in omega and in mu are relative to their norms.
+
+    Args:
+        omega: Mean omega of each active head, of both signs; unit 1/x^2.
+        mu: mu of each active head.
+    Returns:
+        gamma in 1/x^2 and the distance; NaN unless x is isotropic and mu is not 0, with omega of both signs.
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.6)-(4.7); the projection is derived here.
+    Example:
+        >>> total = manifold_mu(0.13, d_x=5, context_length=40, noise_var=0.1)
+        >>> gamma, distance = nearest_on_manifold(
+        ...     np.array([0.13, -0.13]), np.array([total, -total]), TaskConfig()
+        ... )
+        >>> round(gamma, 4), round(distance, 4)
+        (0.13, 0.0)
+    """
+    both_signs = (omega > 0).any() and (omega < 0).any()
+    if task.covariance.kind != "identity" or not both_signs or not mu.any():
+        return float("nan"), float("nan")
+    mu_at = partial(
+        manifold_mu,
+        d_x=task.d_x,
+        context_length=task.context_length,
+        noise_var=task.noise_var / task.signal_var,
+    )
+
+    def distances(gammas: Float[np.ndarray, " point"]) -> Float[np.ndarray, " point"]:
+        targets = mu_at(gammas)
+        off_omega = np.square(np.abs(omega) - gammas[:, None]).sum(1) / np.sum(omega**2)
+        off_mu = sum(
+            np.square(np.abs(mu[group]).sum() - targets) / group.sum()
+            for group in (omega > 0, omega < 0)
+        ) / np.sum(mu**2)
+        return np.sqrt(off_omega + off_mu)
+
+    low, high = np.abs(omega).min() / 4, np.abs(omega).max() * 4
+    for _ in range(ROUNDS):
+        gammas = np.linspace(low, high, POINTS)
+        away = distances(gammas)
+        nearest = int(np.argmin(away))
+        low, high = gammas[max(nearest - 1, 0)], gammas[min(nearest + 1, POINTS - 1)]
+    return float(gammas[nearest]), float(away[nearest])

@@ -19,12 +19,14 @@ from mechinterp.checkpoints.foreign.readings import Reading, advice
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evidence:
     """What the label of a model rests on."""
 
     form: Form
+    """What QK x blocks are held against."""
     scales: Scales
+    """How omega and mu add up over heads."""
     substitution: Faithfulness
     """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
     learner: Faithfulness
@@ -33,9 +35,9 @@ class Evidence:
     """Least cosine of an active head's QK x block with its form."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are as structured, by the name of the number."""
-    components: Components | None = None
-    """Of a step of linear attention, where there is one."""
-    bare: bool = False
+    components: Components | None
+    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
+    bare: bool
     """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
 
 
@@ -168,14 +170,14 @@ def _off_identity(M: torch.Tensor) -> str:
 
 
 def _linear_sentence(evidence: Evidence) -> str:
-    found, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
-    if found is None:
+    used, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
+    if used is None:
         return f"linear attention; one preconditioned step {explained}"
-    if found.n_components is None:
-        off = f"entries of its matrix between two principal directions of x predict {found.off_diagonal:.2g} of E y²"
+    if used.n_components is None:
+        off = f"entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y²"
         return f"linear attention; one preconditioned step {explained}; {off}"
-    used = f"{found.n_components} of {len(found.learned)} components"
-    return f"linear attention; one preconditioned step on {used} {explained}"
+    count = f"{used.n_components} of {len(used.learned)} components"
+    return f"linear attention; one preconditioned step on {count} {explained}"
 
 
 def _one_task(evidence: Evidence) -> tuple[str, str]:
@@ -243,12 +245,10 @@ def _if_explained(
     pattern: str, sentence: str, evidence: Evidence, limits: Thresholds
 ) -> tuple[str, str]:
     """The pattern, unless idealised heads or the closed form leave too much of the prediction unexplained."""
-    for name, found in (
-        ("substitution_r2", evidence.substitution),
-        ("learner_r2", evidence.learner),
-    ):
-        if not found.r2 >= limits.substitution_r2:
-            why = f"{name} of {pattern} {_short(found.r2)} is below {limits.substitution_r2:g}"
+    for name in ("substitution", "learner"):
+        r2 = getattr(evidence, name).r2
+        if not r2 >= limits.substitution_r2:
+            why = f"{name}_r2 of {pattern} {_short(r2)} is below {limits.substitution_r2:g}"
             return "undetermined", why
     if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
         why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"

@@ -4,7 +4,7 @@ Where the prediction is nearly linear in what attention writes at the query, its
 W_O times the read-out's direction. The read-out is fitted on one half of the prompts and measured on the other.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,16 +17,6 @@ from mechinterp.models.weights import Weights, heads_of
 N_PROMPTS, CHUNK = 1024, 64
 
 
-@dataclass(frozen=True, eq=False)
-class ReadThrough:
-    """The heads of a layer, read through what stands behind it."""
-
-    weights: AttentionWeights
-    """The layer of attention whose output is the linear read-out's."""
-    r2: float
-    """1 - mean (prediction - read-out)^2 / variance of the prediction, on prompts that the fit has not seen."""
-
-
 def has_linear_way_in(weights: Weights) -> bool:
     """Whether a model is one layer whose attention reads the tokens through linear maps alone."""
     model = weights.model
@@ -35,8 +25,12 @@ def has_linear_way_in(weights: Weights) -> bool:
     return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
 
 
-def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadThrough:
-    """The heads as a linear read-out of the layer's attention sees them.
+def read_through(
+    weights: Weights, task: TaskConfig, *, seed: int = 0
+) -> tuple[AttentionWeights, float]:
+    """The layer of attention whose output is that of a linear read-out, and the R^2 of the read-out.
+
+    R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on prompts that the fit has not seen.
 
     Args:
         weights: Of a model that `has_linear_way_in`.
@@ -57,26 +51,25 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> ReadTh
             outputs.append(cache[name][:, -1])
     prediction, written = torch.cat(predicted), torch.cat(outputs)
     half = N_PROMPTS // 2
-    ones = written.new_ones(N_PROMPTS, 1)
-    known = torch.cat([written, ones], 1)
+    known = torch.cat([written, written.new_ones(N_PROMPTS, 1)], 1)
     solved = torch.linalg.pinv(known[:half], rtol=1e-8) @ prediction[:half]
     error = prediction[half:] - known[half:] @ solved
     spread = (prediction[half:] - prediction[half:].mean(0)).square().mean()
     r2 = float(1 - error.square().mean() / spread) if spread > 0 else float("nan")
-    return ReadThrough(_seen_through(weights, solved[:-1], solved[-1]), r2)
+    return _seen_through(weights, solved[:-1], solved[-1]), r2
 
 
 def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
     """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
     tensors, into = weights.attention(0), weights.tensors.get("W_in")
-    found = {"W_O": tensors["W_O"] @ direction}
+    seen = {"W_O": tensors["W_O"] @ direction}
     for x in "QKV":
         matrix = tensors[f"W_{x}"]
-        found[f"W_{x}"] = matrix if into is None else into @ matrix
+        seen[f"W_{x}"] = matrix if into is None else into @ matrix
         if weights.model.biases:
             moved = weights.tensors["b_in"] @ matrix if into is not None else 0
-            found[f"b_{x}"] = tensors[f"b_{x}"] + moved
+            seen[f"b_{x}"] = tensors[f"b_{x}"] + moved
     if weights.model.biases:
-        found["b_O"] = tensors["b_O"] @ direction + constant
+        seen["b_O"] = tensors["b_O"] @ direction + constant
     # Behind a read-in the keys of merged heads are no longer the tokens themselves.
-    return heads_of(replace(weights.model, merged_qk=False), found, weights.scale)
+    return heads_of(replace(weights.model, merged_qk=False), seen, weights.scale)

@@ -48,20 +48,20 @@ def components(
         1
     """
     moments = task_moments(task)
-    found = _aligned(modes(moments), M)
-    learned = found.learned(M)
-    along = (found.vectors * learned * found.targets) @ found.vectors.T
+    aligned = _aligned(modes(moments), M)
+    learned = aligned.learned(M)
+    along = (aligned.vectors * learned * aligned.targets) @ aligned.vectors.T
     off = float(moments.squared_norm(M - along)) / moments.yy
     count = int((learned > 0.5).sum()) if off <= limit else None
     return Components(learned=learned, off_diagonal=off, n_components=count)
 
 
-def _aligned(found: Modes, M: np.ndarray) -> Modes:
+def _aligned(given: Modes, M: np.ndarray) -> Modes:
     """The modes with eigenvectors that diagonalise the symmetric part of M within each eigenspace."""
-    vectors = found.vectors.copy()
-    gaps = -np.diff(found.rates) > REPEATED * found.rates[0]
-    for space in np.split(np.arange(len(found.rates)), 1 + np.flatnonzero(gaps)):
+    vectors = given.vectors.copy()
+    gaps = -np.diff(given.rates) > REPEATED * given.rates[0]
+    for space in np.split(np.arange(len(given.rates)), 1 + np.flatnonzero(gaps)):
         basis = vectors[:, space]
         block = basis.T @ M @ basis
         vectors[:, space] = basis @ np.linalg.eigh((block + block.T) / 2)[1][:, ::-1]
-    return Modes(found.variance, found.rates, found.targets, vectors)
+    return Modes(given.variance, given.rates, given.targets, vectors)

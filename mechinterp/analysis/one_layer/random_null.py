@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import Form
-from mechinterp.analysis.one_layer.shared_qk import common_matrix, spread_over_heads
+from mechinterp.analysis.one_layer.head_statistics import Form, common_matrix, spread_over_heads
 from mechinterp.analysis.one_layer.substitution import idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
@@ -158,7 +157,7 @@ def _outputs(
     weights = weights.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
     target = prompts.y_query[:, None]
-    found, solved, shares = [], [], []
+    kept, solved, shares = [], [], []
     for start in range(0, weights.n_heads, size):
         heads, substitutes = (
             head_outputs(w[slice(start, start + size)], prompts).unflatten(1, (-1, n_heads))
@@ -166,9 +165,9 @@ def _outputs(
         )
         whole, substitute = heads.sum(2), substitutes.sum(2)
         gap = (whole - substitute).square().mean((0, 2))
-        found.append(1 - gap / whole.square().mean((0, 2)))
+        kept.append(1 - gap / whole.square().mean((0, 2)))
         missed = (whole - target).square().mean((0, 2))
         solved.append(1 - missed / target.square().mean())
         shares.append(share_of(heads))
-    r2, task_r2, share = (torch.cat(parts).to(torch.float64) for parts in (found, solved, shares))
+    r2, task_r2, share = (torch.cat(parts).to(torch.float64) for parts in (kept, solved, shares))
     return r2, task_r2, share

@@ -25,36 +25,38 @@ from mechinterp.analysis.verdict import (
 MOST_NUMBERS = 8
 
 
-def heads_verdict(found: Any) -> Verdict:
+def heads_verdict(classified: Any) -> Verdict:
     """The verdict on one layer of attention.
 
     Args:
-        found: Its `Classification`, which this file cannot name: it asks for its verdict here.
+        classified: Its `Classification`, which this file cannot name: it asks for its verdict here.
     """
-    pattern, learner, near = found.pattern, found.learner, found.near
-    chance = f"; {chance_text(found.p_values['task_r2'], found.n_random, 'random weights')}"
+    pattern, learner, near = classified.pattern, classified.learner, classified.near
+    chance = (
+        f"; {chance_text(classified.p_values['task_r2'], classified.n_random, 'random weights')}"
+    )
     if pattern in ("undetermined", "unstructured"):
-        said = f"{none_of('formulas', pattern)}: {spelled_out(found.reason)}"
-        return nearest_learners(said, near, chance=chance, doubt=found.task_doubt)
+        computes = f"{none_of('formulas', pattern)}: {spelled_out(classified.reason)}"
+        return nearest_learners(computes, near, chance=chance, doubt=classified.task_doubt)
     label = PATTERNS[pattern]
     if pattern == "kernel_regression":
-        active = np.array([label != "dummy" for label in found.labels])
-        omega, mu = found.omega_form[active], found.circuits.mu[active]
-        computes = _smoother(found.form, omega, mu, found.kernel)
+        active = np.array([label != "dummy" for label in classified.labels])
+        omega, mu = classified.omega_form[active], classified.circuits.mu[active]
+        computes = _smoother(classified.form, omega, mu, classified.kernel)
     else:
-        used, d_x = found.components, found.scales.step.shape[1]
-        computes = f"{label.text} ({pattern}): {_step(pattern, found.scales)}"
+        used, d_x = classified.components, classified.scales.step.shape[1]
+        computes = f"{label.text} ({pattern}): {_step(pattern, classified.scales)}"
         if used is not None and used.n_components is not None:
             computes += f"; it uses {used.n_components} of {d_x} principal directions of x"
     sure = (
         f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
-        f"{found.caveat or 'the predictions'}{chance}{calibration_text(label) if found.calibrated else ''}"
+        f"{classified.caveat or 'the predictions'}{chance}{calibration_text(label) if classified.calibrated else ''}"
     )
     others = [n for n, name in enumerate(near.learners) if name not in label.cases]
     behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
     alike = "; ".join(_other(near, n) for n in others if n not in behind)
     is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
-    return Verdict(computes, sure, is_not, alike, found.task_doubt)
+    return Verdict(computes, sure, is_not, alike, classified.task_doubt)
 
 
 def _other(near: Nearby, n: int) -> str:

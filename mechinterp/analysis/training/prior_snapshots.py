@@ -61,7 +61,7 @@ class PriorSnapshots(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and snapshot."""
-        return self.closeness.frame("step", self.step)
+        return self.closeness.frame(step=self.step)
 
     def plot(self) -> go.Figure:
         """Relative distance over the step, on tasks of the pool and on new ones."""
