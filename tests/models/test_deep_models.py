@@ -154,4 +154,4 @@ def test_other_models_are_no_stack(changes: dict):
     other = ICLTransformer(
         ModelConfig(n_layers=2, **{"context_only": True} | changes), d_x=3, d_y=2
     )
-    assert not other.weights.is_stack
+    assert not other.weights.model.is_stack
