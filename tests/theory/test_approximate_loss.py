@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.constructions.one_layer import diagonal_heads
@@ -31,12 +32,9 @@ def heads() -> tuple[np.ndarray, np.ndarray]:
 
 def true_loss(omega: list[float], mu: list[float], n_prompts: int) -> tuple[float, float]:
     weights = diagonal_heads(omega, mu, d_x=5).to(torch.float32)
-    errors = [
-        (predict(weights, prompts) - prompts.y_query).square()[:, 0].numpy()
-        for prompts in prompt_chunks(TaskConfig(), n_prompts, seed=1)
-    ]
-    errors = np.concatenate(errors)
-    return float(errors.mean()), float(errors.std(ddof=1) / len(errors) ** 0.5)
+    chunks = prompt_chunks(TaskConfig(), n_prompts, seed=1)
+    errors = [(predict(weights, chunk) - chunk.y_query).square()[:, 0].numpy() for chunk in chunks]
+    return mean_and_sem(np.concatenate(errors).astype(float))
 
 
 def test_gradients_are_those_of_the_loss(heads):
