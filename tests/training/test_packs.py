@@ -7,19 +7,16 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.jobs import PackJob, pack_jobs, train_here, train_job
 from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs
 from mechinterp.training.train import train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
+from tests.training.test_sweep import SMALL
+from tests.training.test_trainer import finished
 
-SMALL = ExperimentConfig(
-    task=TaskConfig(d_x=2, context_length=4),
-    model=ModelConfig(n_heads=2),
-    train=TrainConfig(steps=20, batch_size=8, log_every=10, snapshot_every=10, n_eval_prompts=16),
-)
 MODELS = {f"s{seed}": override(SMALL, f"seed={seed}") for seed in range(3)}
 
 
@@ -46,9 +43,7 @@ def test_models_that_differ_in_seed_and_heads_share_a_pack():
 @pytest.mark.slow
 def test_a_pack_holds_no_more_heads_than_the_constant():
     heads = [3, PACK_HEADS - 5, 2, 1, PACK_HEADS + 1, 4]
-    models = {
-        f"m{i}": override(SMALL, f"model.n_heads={n_heads}") for i, n_heads in enumerate(heads)
-    }
+    models = {f"m{i}": override(SMALL, f"model.n_heads={n}") for i, n in enumerate(heads)}
     assert names_of(packs(models)) == [["m0", "m1", "m2"], ["m3"], ["m4"], ["m5"]]
     full = {f"s{seed}": replace(SMALL, seed=seed) for seed in range(4096)}
     assert [len(pack) for pack in packs(full)] == [PACK_HEADS // 2] * (4096 * 2 // PACK_HEADS)
@@ -57,9 +52,7 @@ def test_a_pack_holds_no_more_heads_than_the_constant():
 def test_a_run_in_several_packs_has_the_bits_of_one_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = Pack(MODELS)
-    while not whole.finished:
-        whole.advance()
+    whole = finished(Pack(MODELS))
     monkeypatch.setattr("mechinterp.training.one_layer.pack.PACK_HEADS", 4)
     assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
     assert train_models(MODELS, tmp_path).steps == 40

@@ -26,6 +26,7 @@ from mechinterp.training.train import LOCK, RESULTS, require_finite, train_model
 from mechinterp.training.trained import Progress
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
+from tests.training.test_trainer import finished as finished_pack
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
@@ -66,19 +67,14 @@ def assert_same_run(actual: Checkpoint, expected: Checkpoint):
 
 
 def test_entries_are_expanded_in_the_order_of_the_file(tmp_path: Path):
-    file = write(
-        tmp_path,
-        [
-            {
-                "preset": "softmax-h2",
-                "set": {"train.steps": 7, "task.noise_var": 0},
-                "grid": {"model.n_heads": [2, 1], "seed": [0, 4]},
-                "name": "h{model.n_heads}-s{seed}",
-            },
-            {"config": {"task": {"d_x": 3}, "seed": 9}, "name": "third"},
-        ],
-    )
-    models = load_sweep(file)
+    grid = {
+        "preset": "softmax-h2",
+        "set": {"train.steps": 7, "task.noise_var": 0},
+        "grid": {"model.n_heads": [2, 1], "seed": [0, 4]},
+        "name": "h{model.n_heads}-s{seed}",
+    }
+    third = {"config": {"task": {"d_x": 3}, "seed": 9}, "name": "third"}
+    models = load_sweep(write(tmp_path, [grid, third]))
     base = override(preset("softmax-h2"), "train.steps=7", "task.noise_var=0")
     assert list(models.items()) == [
         ("h2-s0", base),
@@ -142,15 +138,14 @@ def test_a_bad_sweep_file_is_refused_on_one_line(tmp_path: Path, document, words
 
 
 def test_a_sweep_file_that_cannot_be_read_is_refused(tmp_path: Path):
-    with pytest.raises(
-        ValueError, match=r"missing\.json: not a readable JSON file \(does not exist\)"
-    ):
-        load_sweep(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="must be a regular file, got a folder"):
-        load_sweep(tmp_path)
     (tmp_path / "latin.json").write_bytes(b'{"preset": "\xe9"}')
-    with pytest.raises(ValueError, match=r"latin\.json: not a readable JSON file"):
-        load_sweep(tmp_path / "latin.json")
+    for name, words in (
+        ("missing.json", r"missing\.json: not a readable JSON file \(does not exist\)"),
+        (".", "must be a regular file, got a folder"),
+        ("latin.json", r"latin\.json: not a readable JSON file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_sweep(tmp_path / name)
 
 
 # A run.
@@ -177,25 +172,10 @@ def test_a_run_leaves_one_checkpoint_per_model_and_nothing_else(tmp_path: Path):
     assert summary.loss == pytest.approx(sum(finals) / 3)
 
 
-def test_models_of_different_tasks_go_into_different_packs(tmp_path: Path):
-    seen = []
-
-    def look(progress: Progress):
-        states = [file.name for file in tmp_path.glob("training-*")]
-        seen.append((progress.step, progress.n_models, states))
-
-    train_models(MODELS, tmp_path, on_log=look)
-    assert seen == [
-        (10, 2, ["training-0.safetensors"]),
-        (20, 2, ["training-0.safetensors"]),
-        (10, 1, ["training-1.safetensors"]),
-        (20, 1, ["training-1.safetensors"]),
-    ]
+OCCUPANTS = ["two/config.json", "two/notes.txt", "two", "training-3.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "occupant", ["two/config.json", "two/notes.txt", "two", "training-3.safetensors"]
-)
+@pytest.mark.parametrize("occupant", OCCUPANTS)
 def test_an_occupied_folder_is_refused_and_left_alone(tmp_path: Path, occupant: str):
     (tmp_path / occupant).parent.mkdir(exist_ok=True)
     (tmp_path / occupant).write_text("mine")
@@ -328,9 +308,7 @@ def test_a_stopped_run_is_not_resumed_with_another_config_or_without_a_model(tmp
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, finished: Path):
-    pack = Pack({name: MODELS[name] for name in ("two", "one")})
-    while not pack.finished:
-        pack.advance()
+    pack = finished_pack(Pack({name: MODELS[name] for name in ("two", "one")}))
     pack.save(tmp_path / "training-0.safetensors")
     trained = pack.results()["two"]
     parts = {"step": 20, "history": trained.history, "snapshots": trained.snapshots}
@@ -516,9 +494,7 @@ assert end(start(root / f"killed-{folders}", *options)) == 0
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(tmp_path: Path):
     sweep = write(tmp_path, LONG)
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, str(sweep), str(tmp_path), str(KILLS)], check=True
-    )
+    subprocess.run([sys.executable, "-c", DRIVER, sweep, tmp_path, str(KILLS)], check=True)
     folders = sorted(path for path in tmp_path.glob("killed-*") if path.is_dir())
     straight, *last = (
         json.loads(Path(f"{folder}.json").read_text())["steps"]
