@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import (
@@ -24,14 +25,11 @@ def debiased_gd(prompts: Prompts, eta: float) -> torch.Tensor:
 def test_diagonal_heads_have_the_circuits_asked_for(d_y: int):
     heads = diagonal_heads([0.1, -0.2], [3.0, -4.0], d_x=3, d_y=d_y)
     assert heads.W_Q.dtype == torch.float64
+    on_x, on_y = torch.eye(3).double(), torch.eye(d_y).double()
     for h, (omega, mu) in enumerate([(0.1, 3.0), (-0.2, -4.0)]):
-        QK, OV = torch.zeros(3 + d_y, 3 + d_y), torch.zeros(3 + d_y, d_y)
-        QK[:3, :3] = omega * torch.eye(3)
-        OV[3:] = mu * torch.eye(d_y)
-        torch.testing.assert_close(heads.QK[h], QK.double(), rtol=1e-6, atol=0)
-        torch.testing.assert_close(heads.OV[h], OV.double(), rtol=1e-12, atol=0)
-    expected = torch.tensor([[0.1] * 3, [-0.2] * 3], dtype=torch.float64)
-    torch.testing.assert_close(heads.omega, expected, rtol=1e-12, atol=0)
+        QK, OV = pad(omega * on_x, (0, d_y, 0, d_y)), pad(mu * on_y, (0, 0, 3, 0))
+        torch.testing.assert_close(heads.QK[h], QK, rtol=1e-12, atol=0)
+        torch.testing.assert_close(heads.OV[h], OV, rtol=1e-12, atol=0)
     assert heads.scale == (3 + d_y) ** -0.5
 
 

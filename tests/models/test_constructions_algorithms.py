@@ -7,7 +7,7 @@ from torch import Tensor
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
 from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
@@ -16,10 +16,8 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.general import predict_deep
-from mechinterp.models.shapes import NAMES
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding
 
@@ -28,42 +26,26 @@ KMS = CovarianceConfig(kind="kms", rho=0.6)
 TASK = TaskConfig(d_x=6, context_length=25, sparsity=2, nonzeros="signs", covariance=KMS)
 FALLING, GAMMAS, CS = [0.5, 0.3, 0.2, 0.1], [0.1, -0.05, 0.2, 0.3], [0.1, 0.5, 1.0, 2.0]
 SIGMA = torch.from_numpy(covariance_matrix(KMS, 6))
-
+PRECONDITIONED = preconditioned_gd_model(FALLING, CS, covariance=SIGMA)
+ALGORITHM_1 = preprocess_then_optimise_model(FALLING[:3], d_x=6)
 BUILT = {
     "equal steps": (gradient_descent_model([0.3] * 4, d_x=6), "gradient descent", [0.3] * 4),
     "falling steps": (gradient_descent_model(FALLING, d_x=6), "gradient descent", FALLING),
     "GD++": (gd_plus_plus_model(FALLING, GAMMAS, d_x=6), "GD++", [*FALLING, *GAMMAS[:3]]),
-    "preconditioned": (
-        preconditioned_gd_model(FALLING, CS, covariance=SIGMA),
-        "preconditioned gradient descent",
-        [*FALLING, *CS],
-    ),
-    "Algorithm 1": (
-        preprocess_then_optimise_model(FALLING[:3], d_x=6),
-        "preprocess then optimise",
-        FALLING[:3],
-    ),
+    "preconditioned": (PRECONDITIONED, "preconditioned gradient descent", [*FALLING, *CS]),
+    "Algorithm 1": (ALGORITHM_1, "preprocess then optimise", FALLING[:3]),
 }
 
 
 @pytest.fixture
 def prompts() -> Prompts:
-    return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    return sample_prompts(TASK, 64, dtype=torch.float64)
 
 
 def path(weights: Weights, prompts: Prompts) -> Tensor:
-    """The prediction of the first layers alone: the residual read out after each."""
-    cut = (
-        stack_of_layers(
-            *(getattr(weights, name)[:n] for name in NAMES),
-            d_y=1,
-            scale=weights.scale,
-            reading=weights.reading,
-            score=weights.model.score,
-        )
-        for n in range(1, weights.n_layers + 1)
-    )
-    return torch.stack([predict_deep(weights, prompts) for weights in cut])
+    """The prediction of the first layers alone: the stream read out after each."""
+    _, W_U = weights.reading
+    return predictor_of(weights).streams(prompts)[1:, :, 0] @ W_U
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1], ids=["plain", "rotated", "rotated again"])
@@ -73,8 +55,8 @@ def test_every_layer_is_a_step(built: str, seed: int | None, prompts: Prompts):
     if seed is not None:
         weights = rotated(weights, seed=seed)
     expected = BY_NAME[name].predictions(PromptMoments(prompts, TASK), scalars, 4)
-    found = path(weights, prompts)
-    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    predictions = path(weights, prompts)
+    assert (predictions - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert expected.abs().max() > 0.5
 
 

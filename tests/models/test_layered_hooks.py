@@ -259,14 +259,19 @@ def test_layers_start_and_stop_where_they_are_told(architecture: dict):
 @pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
 def test_hooks_change_neither_the_callers_tokens_nor_what_comes_after(architecture: dict):
     model = random_model(**architecture)
+    for switch in ("attn_result", "split_qkv_input", "zero_mlp", "hook_mlp_in"):
+        getattr(model, f"set_use_{switch}")(True)
     prompts = drawn(model)
     tokens = model.tokens(prompts)
-    weights = copy.deepcopy(model.state_dict())
-    kept, before = tokens.clone(), model.predict(prompts)
+    stream, weights = model(tokens, stop_at_layer=0), copy.deepcopy(model.state_dict())
+    kept, before = (tokens.clone(), stream.clone()), model.predict(prompts)
     with torch.no_grad(), model.hooks(fwd_hooks=[(lambda name: True, _overwrite)]):
         assert not torch.equal(model(tokens)[:, -1], before)
         model(tokens[:1])  # of one prompt, what is the same for all prompts is no copy by itself
-    assert torch.equal(tokens, kept)
+        for layer in (0, 1):
+            model(stream, start_at_layer=layer)
+    assert torch.equal(tokens, kept[0])
+    assert torch.equal(stream, kept[1])
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     with masked(model, [(0, 0), (1, 1)]):
         inside = model.predict(prompts)

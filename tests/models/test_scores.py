@@ -119,8 +119,8 @@ def test_derivative_at_zero(score: str):
         lambda s: attention_pattern(s, score=score, slope=SLOPE), scores
     )
     own = jacobian[0, 0] - (jacobian[0, 1] if is_normalised(score) else 0)
-    found = score_derivative_at_zero(score, SLOPE, context_length=8)
-    assert found == pytest.approx(8 * own.item(), abs=1e-12)
+    derivative = score_derivative_at_zero(score, SLOPE, context_length=8)
+    assert derivative == pytest.approx(8 * own.item(), abs=1e-12)
 
 
 def test_derivative_of_rectified_scores_is_that_of_their_odd_part():
