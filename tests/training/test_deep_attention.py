@@ -35,13 +35,13 @@ def test_compiled_attention_equals_tensor_operations(score: str, n_rows: int, at
     model = replace(MODEL, score=score, attend_to_self=attend_to_self)
     inputs = heads(n_rows)
     expected = read_and_gradients(weights_alone.attend, inputs, model)
-    found = read_and_gradients(attend, [each.float() for each in inputs], model)
-    assert found[0].grad_fn.name() == "_AttendedBackward"
-    for one, other in zip(found, expected, strict=True):
+    compiled = read_and_gradients(attend, [each.float() for each in inputs], model)
+    assert compiled[0].grad_fn.name() == "_AttendedBackward"
+    for one, other in zip(compiled, expected, strict=True):
         assert one.dtype == torch.float32
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
     if not attend_to_self:
-        assert not found[2][:, -1].any()
+        assert not compiled[2][:, -1].any()
 
 
 def test_a_prompt_reads_the_same_whatever_stands_beside_it():
@@ -51,9 +51,7 @@ def test_a_prompt_reads_the_same_whatever_stands_beside_it():
     assert torch.equal(part, whole[3:9])
 
 
-@pytest.mark.parametrize(
-    "model", [ModelConfig(), replace(MODEL, score="1+tanh")], ids=["causal", "1+tanh"]
-)
+@pytest.mark.parametrize("model", [ModelConfig(), replace(MODEL, score="1+tanh")])
 def test_what_the_kernel_does_not_compute_is_left_to_tensor_operations(model: ModelConfig):
     inputs = [each.float() for each in heads(7)]
     assert torch.equal(attend(*inputs, model), weights_alone.attend(*inputs, model))

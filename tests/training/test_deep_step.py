@@ -61,8 +61,7 @@ def test_step_equals_automatic_differentiation(score: str, n_layers: int, d_mode
 def test_the_same_prompts_in_any_number_have_the_same_gradient(score: str):
     weights = some_weights(score, 3, 12).to(torch.float32)
     prompts = some_prompts(LANES).to(torch.float32)
-    fields = ("x", "y", "x_query", "y_query", "y_query_clean", "beta")
-    twice = Prompts(**{name: getattr(prompts, name).repeat(2, *[1] * (getattr(prompts, name).ndim - 1)) for name in fields})  # fmt: skip
+    twice = Prompts(**{name: torch.cat([part, part]) for name, part in vars(prompts).items()})
     (_, once), (_, again) = (loss_and_gradients(weights, some) for some in (prompts, twice))
     assert_close(again, once.to(torch.float64), 1e-5)
 

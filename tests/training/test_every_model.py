@@ -1,6 +1,7 @@
 """Every architecture trains: by its own gradient, to the same bits after a stop, and to a lower loss."""
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,7 @@ def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", sampled(CONFIGS.values(), keep=lambda config: config.model in FEW)
-)
+@pytest.mark.parametrize("config", sampled(CONFIGS.values(), keep=lambda each: each.model in FEW))
 def test_the_loss_falls(config: ExperimentConfig):
     task = replace(config.task, noise_var=0.0)
     train = replace(config.train, steps=200, log_every=200, learning_rate=3e-3, batch_size=64)
@@ -151,12 +150,10 @@ def test_a_run_of_every_kind_has_the_same_bits_after_stops(
     models = CONFIGS | {"plain": plain, "other": replace(plain, seed=1)}
     assert len(train_models(models, tmp_path / "whole").checkpoints) == len(models)
 
-    rows = 0
+    rows = count(1)
 
     def stop_at_every_third_row(progress: Progress) -> None:
-        nonlocal rows
-        rows += 1
-        if rows % 3 == 0:
+        if next(rows) % 3 == 0:
             raise InterruptedError
 
     stops, finished = 0, False

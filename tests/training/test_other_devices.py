@@ -162,8 +162,8 @@ def test_masking_stays_on_the_gpu(kind: str, method: str, cuda: str):
     prompts = sample_prompts(SMALL, 4, generator=generator_for(0, "eval", 0, device=cuda))
     predictor = predictor_of(random_weights(kind).to(cuda))
     masks = [[], [(0, 1)], [(0, 0), (predictor.n_layers - 1, 1)]]
-    found = predictor.run(prompts, masks, method=method)
-    assert (found.device.type, tuple(found.shape)) == ("cuda", (3, 4, 1))
+    predictions = predictor.run(prompts, masks, method=method)
+    assert (predictions.device.type, tuple(predictions.shape)) == ("cuda", (3, 4, 1))
 
 
 @pytest.mark.parametrize("kind", DEEP)
@@ -208,31 +208,30 @@ def test_a_step_of_a_pack_waits_for_nothing_and_gives_the_numbers_of_the_process
         pack.update(0)
         assert seen == {"generator": 1}
         loss = pack.advance()
-        found = pack.results()
+        results = pack.results()
     monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
     expected = Pack(models)
     expected.update(0)
     assert loss == expected.advance()
     for name, model in expected.results().items():
-        _require_equal(found[name].weights, model.weights)
+        _require_equal(results[name].weights, model.weights)
 
 
 def test_a_step_of_drawn_length_waits_for_nothing_and_has_the_processors_length():
     models = {"model": deep_experiment("linear", shortest=2)}
-    here = DeepRun(models)
-    expected = [here._length(step, generator_for(0, "train", step)) for step in range(8)]
+    on_processor = DeepRun(models)
+    expected = [on_processor._length(step, generator_for(0, "train", step)) for step in range(8)]
     assert len(set(expected)) > 2
     with pretended() as seen:
         run = DeepRun(models, device=DEVICE)
         seen.clear()
         run.update(0)
         assert seen == {"generator": 1}
-        drawn = [
-            run._length(step, generator_for(0, "train", step, device=DEVICE)) for step in range(8)
-        ]
+        seeded = [generator_for(0, "train", step, device=DEVICE) for step in range(8)]
+        drawn = [run._length(step, generator) for step, generator in enumerate(seeded)]
     assert drawn == expected
 
 
-def _require_equal(found: Weights, expected: Weights) -> None:
+def _require_equal(weights: Weights, expected: Weights) -> None:
     for name, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
+        assert torch.equal(weights.tensors[name], tensor), name
