@@ -63,7 +63,6 @@ GPT2_LIKE = {**GPT2, "n_positions": 13}
 PRE_NORM = {"norm": "before", "final_norm": True, "d_mlp": 7}
 POST_NORM = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
 LAYERED = {"gpt2-like": GPT2_LIKE, "pre-norm": PRE_NORM, "post-norm": POST_NORM}
-MADE = pytest.mark.parametrize("architecture", LAYERED.values(), ids=LAYERED)
 EACH = pytest.mark.parametrize("architecture", [{}, *LAYERED.values()], ids=["plain", *LAYERED])
 
 
@@ -72,11 +71,12 @@ def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
     return sample_prompts(replace(TASK, d_y=2), n_prompts, seed=1, dtype=model.cfg.dtype)
 
 
-@MADE
+@EACH
 def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict):
     model = random_model(**architecture)
-    model.set_use_attn_result(True)
-    model.set_use_hook_mlp_in(True)
+    for switch in ("attn_result", "zero_mlp", "hook_mlp_in"):
+        getattr(model, f"set_use_{switch}")(True)
+    model.set_use_split_qkv_input(not architecture)  # norms of split inputs have an axis of heads
     prompts = drawn(model)
     output, cache = model.run_with_cache(model.tokens(prompts))
     n_pos = 13 if model.cfg.model.layout == "in_turn" else 7
@@ -88,11 +88,15 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict
         **dict.fromkeys(("hook_mlp_in", "hook_mlp_out", "hook_resid_post"), stream),
         **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
         **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
-        **dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7)),
-        **dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale),
-        **dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream),
         "attn.hook_result": (6, n_pos, 3, width),
     }
+    if not architecture:
+        forks = [f"hook_{name}_input" for name in "qkv"]
+        shapes |= dict.fromkeys([*forks, *(f"attn.{fork}" for fork in forks)], (6, n_pos, 3, width))
+    else:
+        shapes |= dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7))
+        shapes |= dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale)
+        shapes |= dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream)
     if model.cfg.model.norm == "after":
         shapes["hook_normalized_resid_post"] = stream
     expected: dict[str, tuple] = {"hook_embed": stream}

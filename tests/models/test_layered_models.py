@@ -154,10 +154,8 @@ def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts
     model = garg().double()
     for block in model._backbone.h:
         block.mlp.act = ACT2FN[activation]
-    prediction = predicted(
-        read_gpt2(model.state_dict(), activation_function=activation), some_prompts
-    )
-    assert_close_to_rounding(prediction, model.at_query(some_prompts))
+    checkpoint = read_gpt2(model.state_dict(), activation_function=activation)
+    assert_close_to_rounding(predicted(checkpoint, some_prompts), model.at_query(some_prompts))
 
 
 def test_the_norms_eps_is_the_stated_one(some_prompts: Prompts):

@@ -178,29 +178,6 @@ def test_mask_is_strict_at_any_length_and_after_loading_and_copying(score: str, 
         assert (cache["attn_scores", 0][..., ~below] == -torch.inf).all()
 
 
-def test_cache_has_the_names_and_shapes_of_hooked_transformer():
-    model = random_model(n_layers=2)
-    model.set_use_attn_result(True)
-    model.set_use_split_qkv_input(True)
-    model.set_use_zero_mlp(True)
-    model.set_use_hook_mlp_in(True)
-    _, cache = model.run_with_cache(random_prompts(8).tokens)
-    stream, of_head, pattern, per_head = (6, 9, 5), (6, 9, 3, 4), (6, 3, 9, 9), (6, 9, 3, 5)
-    shapes = {
-        **dict.fromkeys(("hook_resid_pre", "hook_attn_out", "hook_resid_post"), stream),
-        **dict.fromkeys(("hook_resid_mid", "hook_mlp_in", "hook_mlp_out"), stream),
-        **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
-        **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
-        **dict.fromkeys((f"attn.hook_{name}_input" for name in "qkv"), per_head),
-        **dict.fromkeys((f"hook_{name}_input" for name in "qkv"), per_head),
-        "attn.hook_result": per_head,
-    }
-    expected = {"hook_embed": stream}
-    for layer in range(2):
-        expected |= {f"blocks.{layer}.{name}": shape for name, shape in shapes.items()}
-    assert {name: tuple(values.shape) for name, values in cache.items()} == expected
-
-
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_state_dict_holds_the_four_weights_and_nothing_else(n_layers: int):
     expected = [f"blocks.{layer}.attn.W_{name}" for layer in range(n_layers) for name in "QKVO"]
