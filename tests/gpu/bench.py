@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.run import Run
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 
@@ -97,6 +99,11 @@ def tensor_operations() -> Iterator[None]:
         pack_module.loss_and_gradients = before
 
 
+def updates(run: Run, steps: int) -> None:
+    for step in range(steps):
+        run.update(step)
+
+
 def packs(sizes: Sizes, device: str) -> Iterator[Row]:
     """Two-head models that train together, in model-steps per second."""
     base = override(preset("softmax-h2"), "train.log_every=1000000", "train.n_eval_prompts=256")
@@ -109,10 +116,7 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
             with torch.device(device):
                 loop(sizes.steps)
 
-        def ours(pack: Pack = pack) -> None:
-            for step in range(sizes.steps):
-                pack.update(step)
-
+        ours = partial(updates, pack, sizes.steps)
         graphs = replayed(pack, sizes.steps)[0] if device == "cuda" else None
         speeds = per_second(sizes.steps, device, sizes.rounds, by_hand, ours, graphs)
         by_plain, own, graphed = speeds
@@ -165,14 +169,8 @@ def deep_models(sizes: Sizes, device: str) -> Iterator[Row]:
         config = ExperimentConfig(TASK, architecture(width), train)
         run, by_hand = DeepRun({"model": config}, device=device), plain_deep(config, device)
 
-        def ours(run: DeepRun = run) -> None:
-            for step in range(sizes.steps):
-                run.update(step)
-
-        def other(by_hand: Callable[[int], None] = by_hand) -> None:
-            by_hand(sizes.steps)
-
-        first, own = per_second(sizes.steps, device, sizes.rounds, other, ours)
+        both = partial(by_hand, sizes.steps), partial(updates, run, sizes.steps)
+        first, own = per_second(sizes.steps, device, sizes.rounds, *both)
         what = f"{N_LAYERS} layers of {N_HEADS} heads, softmax, width {width}"
         yield Row(what, "steps", first or 0.0, own or 0.0, None)
 
@@ -211,9 +209,7 @@ def masking(sizes: Sizes, device: str) -> Iterator[Row]:
                     for piece in pieces:
                         model.run_with_hooks(piece, fwd_hooks=mask_heads(heads))
 
-        def ours(model: ICLTransformer = model, prompts: Prompts = prompts) -> None:
-            predictor_of(model).run(prompts, masks)
-
+        ours = partial(predictor_of(model).run, prompts, masks)
         first, own = per_second(sizes.prompts, device, sizes.rounds, by_hooks, ours)
         what = f"every head of {N_LAYERS} layers of {N_HEADS} masked, {score} scores"
         yield Row(what, "prompts", first or 0.0, own or 0.0, None)

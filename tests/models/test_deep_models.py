@@ -75,14 +75,6 @@ def test_every_token_reads_the_context_and_none_the_query(prompts: Prompts):
     assert not torch.equal(before[:, -1], after[:, -1])
 
 
-def test_the_order_of_the_pairs_does_not_count(prompts: Prompts):
-    shuffled = replace(prompts, x=prompts.x.flip(1), y=prompts.y.flip(1))
-    for score in ("linear/L", "softmax"):
-        weights = random_weights(score=score)
-        one, other = (predict_deep(weights, p) for p in (prompts, shuffled))
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def test_a_stream_and_tokens_are_told_apart_by_their_width(prompts: Prompts):
     model = ICLTransformer.from_weights(random_weights(), task=TASK)
     with pytest.raises(ValueError, match=r"input must be torch.float64 of shape \[batch, pos, 7\]"):

@@ -5,6 +5,7 @@ Where the two differ the Bridge of 4.x decides, and HookedTransformer's way work
 
 from collections.abc import Callable
 from functools import cache as cached
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def keep(values: Tensor, hook: HookPoint) -> Tensor:
 # Hooks
 
 
+def ways_to_hook(model: ICLTransformer, tokens: Tensor, name: str) -> list[Callable[[], object]]:
+    hooks = [(name, keep)]
+    return [
+        partial(model.run_with_hooks, tokens, fwd_hooks=hooks),
+        partial(model.run_with_hooks, tokens, bwd_hooks=hooks, reset_hooks_end=False),
+        lambda: model.hooks(fwd_hooks=hooks).__enter__(),
+        partial(model.run_with_cache, tokens, names_filter=name),
+        partial(model.run_with_cache, tokens, names_filter=["blocks.0.attn.hook_z", name]),
+        partial(model.add_hook, name, keep),
+        partial(model.add_perma_hook, name, keep),
+    ]
+
+
 SWITCHED = [
     ("blocks.0.attn.hook_result", "use_attn_result"),
     ("blocks.0.attn.hook_q_input", "use_split_qkv_input"),
@@ -71,16 +85,8 @@ SWITCHED = [
 def test_a_hook_on_a_point_that_is_off_says_so(shipped, name: str, switch: str):
     model, prompts = shipped
     tokens = model.tokens(prompts)
-    ways: list[Callable[[], object]] = [
-        lambda: model.run_with_hooks(tokens, fwd_hooks=[(name, keep)]),
-        lambda: model.run_with_hooks(tokens, bwd_hooks=[(name, keep)], reset_hooks_end=False),
-        lambda: model.hooks(fwd_hooks=[(name, keep)]).__enter__(),
-        lambda: model.run_with_cache(tokens, names_filter=name),
-        lambda: model.run_with_cache(tokens, names_filter=["blocks.0.attn.hook_z", name]),
-        lambda: model.add_hook(name, keep),
-        lambda: model.add_perma_hook(name, keep),
-        lambda: model.check_and_add_hook(model.hook_dict["hook_embed"], name, keep),
-    ]
+    check = partial(model.check_and_add_hook, model.hook_dict["hook_embed"], name, keep)
+    ways = [*ways_to_hook(model, tokens, name), check]
     # HookError is all that TransformerLens 4.x and 3.x raise.
     assert {ValueError, AssertionError} < set(HookError.__mro__)
     for way in ways:
@@ -107,14 +113,7 @@ def test_a_hook_on_a_point_that_is_off_says_so(shipped, name: str, switch: str):
 def test_a_hook_on_a_name_that_does_not_exist_says_so(shipped, name: str):
     model, prompts = shipped
     tokens = model.tokens(prompts)
-    ways: list[Callable[[], object]] = [
-        lambda: model.run_with_hooks(tokens, fwd_hooks=[(name, keep)]),
-        lambda: model.hooks(bwd_hooks=[(name, keep)]).__enter__(),
-        lambda: model.run_with_cache(tokens, names_filter=name),
-        lambda: model.run_with_cache(tokens, names_filter=["hook_embed", name]),
-        lambda: model.add_hook(name, keep),
-    ]
-    for way in ways:
+    for way in ways_to_hook(model, tokens, name):
         with pytest.raises(HookError, match=rf"^There is no hook point '{name}'; model.hook_dict"):
             way()
         with pytest.raises(KeyError):  # what TransformerLens raises
