@@ -1,12 +1,25 @@
-"""Closed forms against Monte Carlo, against each other and against the paper's numbers."""
+"""The softmax paper's closed forms and approximate loss, against Monte Carlo, each other and the paper's numbers."""
 
 import numpy as np
 import pytest
+import torch
 
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import prompt_chunks, sample_prompts
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import predict
+from mechinterp.theory.approximate_loss import (
+    approximate_loss,
+    corrected_loss,
+    loss_gradients,
+    manifold_loss,
+    optimal_mu,
+    single_head,
+    step_terms,
+    taylor_terms,
+)
 from mechinterp.theory.softmax import (
     bayes_risk_limit,
     debiased_risk,
@@ -24,6 +37,7 @@ SETTINGS = [
     {"d_x": 3, "context_length": 7, "noise_var": 1.5},
     {"d_x": 8, "context_length": 2, "noise_var": 0.0},
 ]
+SETTING = SETTINGS[0]
 KINDS = {
     "vanilla": (vanilla_gd, vanilla_risk, vanilla_step_size),
     "debiased": (debiased_gd, debiased_risk, debiased_step_size),
@@ -55,13 +69,13 @@ def test_step_size_minimises_the_exact_risk(setting, kind):
 
 
 def test_manifold_mu_tends_to_half_the_optimal_step_for_small_gamma():
-    step_size = debiased_step_size(**SETTINGS[0])
-    assert 2 * 1e-4 * manifold_mu(1e-4, **SETTINGS[0]) == pytest.approx(step_size, rel=1e-6)
+    step_size = debiased_step_size(**SETTING)
+    assert 2 * 1e-4 * manifold_mu(1e-4, **SETTING) == pytest.approx(step_size, rel=1e-6)
 
 
 def test_manifold_mu_refuses_a_gamma_that_is_not_positive():
     with pytest.raises(ValueError, match=r"gamma must be > 0, got 0\.0\."):
-        manifold_mu(0.0, **SETTINGS[0])
+        manifold_mu(0.0, **SETTING)
 
 
 @pytest.mark.slow
@@ -82,3 +96,95 @@ def test_linear_attention_turns_up_beyond_its_length():
     setting = {"trained_length": 40, "d_x": 5, "noise_var": 0.1}
     risks = [linear_attention_risk(context_length=L, **setting) for L in (10, 40, 60, 200)]
     assert risks == pytest.approx([0.7462, 0.2398, 0.3646, 11.60], rel=1e-3)
+
+
+@pytest.fixture
+def heads() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=4) * 0.3, random.normal(size=4)
+
+
+def true_loss(omega: list[float], mu: list[float], n_prompts: int) -> tuple[float, float]:
+    weights = diagonal_heads(omega, mu, d_x=5).to(torch.float32)
+    chunks = prompt_chunks(TaskConfig(), n_prompts, seed=1)
+    errors = [(predict(weights, chunk) - chunk.y_query).square()[:, 0].numpy() for chunk in chunks]
+    return mean_and_sem(np.concatenate(errors).astype(float))
+
+
+def test_gradients_are_those_of_the_loss(heads):
+    omega, mu = (torch.tensor(part, requires_grad=True) for part in heads)
+    c = 1.1 / 40
+    inner = torch.outer(omega, omega)
+    loss = 1.1 - 2 * mu @ omega + mu @ (inner + c * torch.exp(5 * inner)) @ mu
+    loss.backward()
+    assert approximate_loss(*heads, **SETTING) == pytest.approx(loss.item(), rel=1e-12)
+    d_omega, d_mu = loss_gradients(*heads, **SETTING)
+    np.testing.assert_allclose(d_omega, omega.grad.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(d_mu, mu.grad.numpy(), rtol=1e-12)
+
+
+def test_taylor_terms_add_up_to_the_loss(heads):
+    omega, mu = heads
+    p = mu @ omega
+    terms = taylor_terms(omega, mu, **SETTING)
+    expected = 1.1 - 2 * p + p**2 + terms.sum()
+    assert approximate_loss(omega, mu, **SETTING) == pytest.approx(expected, rel=1e-12)
+    assert terms[0] == pytest.approx(1.1 / 40 * mu.sum() ** 2)
+    assert (terms >= 0).all()
+
+
+def test_step_terms_add_up_to_the_gradients(heads):
+    terms = step_terms(*heads, **SETTING)
+    d_omega, d_mu = loss_gradients(*heads, **SETTING)
+    np.testing.assert_allclose(terms.mu, -d_mu / 2, rtol=1e-12)
+    np.testing.assert_allclose(terms.omega, -d_omega / 2, rtol=1e-12)
+    balanced = step_terms(np.array([0.1, -0.1]), np.array([3.0, -3.0]), **SETTING)
+    assert (balanced.zero_sum == 0).all()
+    assert (step_terms(np.zeros(3), np.arange(3.0), **SETTING).homogenising == 0).all()
+
+
+@pytest.mark.parametrize("gamma", [0.05, 0.13, 0.3])
+def test_the_manifold_is_where_mu_is_best(gamma: float):
+    omega = gamma * np.array([1.0, 1.0, -1.0, 0.0])
+    total = manifold_mu(gamma, **SETTING)
+    mu = total * np.array([0.3, 0.7, -1.0, 0.0])
+    loss = approximate_loss(omega, mu, **SETTING)
+    assert loss == pytest.approx(manifold_loss(gamma, **SETTING), rel=1e-12)
+    best = optimal_mu(omega, **SETTING)
+    assert best[:2].sum() == pytest.approx(total)
+    assert approximate_loss(omega, best, **SETTING) == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(loss_gradients(omega, mu, **SETTING)[1], 0, atol=1e-12)
+
+
+def test_the_loss_on_the_manifold_increases_from_that_of_the_best_step():
+    losses = [manifold_loss(gamma, **SETTING) for gamma in np.linspace(1e-5, 0.5, 50)]
+    assert (np.diff(losses) > 0).all()
+    assert losses[0] == pytest.approx(1.1 - debiased_step_size(**SETTING), rel=1e-8)
+
+
+def test_the_single_head_is_a_minimum():
+    omega, mu = single_head(**SETTING)
+    gradients = loss_gradients(np.array([omega]), np.array([mu]), **SETTING)
+    np.testing.assert_allclose(gradients, 0, atol=1e-12)
+    loss = approximate_loss(np.array([omega]), np.array([mu]), **SETTING)
+    assert loss == pytest.approx(0.37207, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("omega", "mu"), [(0.05, 8.0), (0.1, 4.0), (0.13, 3.39), (0.15, 2.0)])
+def test_the_corrected_loss_is_within_a_hundredth_of_the_true_one(omega: float, mu: float):
+    heads = np.array([omega, -omega]), np.array([mu, -mu])
+    true, sem = true_loss([omega, -omega], [mu, -mu], 400_000)
+    corrected = corrected_loss(*heads, **SETTING)
+    plain = approximate_loss(*heads, **SETTING)
+    assert abs(corrected - true) < 0.003 + 4 * sem
+    assert abs(plain - true) > 3 * abs(corrected - true)
+
+
+@pytest.mark.slow
+def test_the_approximation_is_off_for_a_single_head():
+    omega, mu = single_head(**SETTING)
+    true, sem = true_loss([omega], [mu], 400_000)
+    assert true == pytest.approx(0.40803, abs=4 * sem)
+    trained, sem = true_loss([0.52], [1.492], 400_000)
+    assert trained == pytest.approx(0.40396, abs=4 * sem)
