@@ -474,7 +474,7 @@ UNIT = {"rate": 1.0, "target": 1.0}
         (lambda f: jumping.growth_time(np.zeros(1), **UNIT), "v must lie strictly between 0 and 1"),
         (lambda f: jumping.growth_time(np.ones(1), **UNIT), "v must lie strictly between 0 and 1"),
         (lambda f: jumping.growth_value(np.ones(1), 0.0, **UNIT), "v must lie strictly between"),
-        (lambda f: jumping.growth_time(0.5, rate=0.0, target=1.0), "rate must be > 0"),
+        (lambda f: jumping.growth_time(np.ones(1) / 2, rate=0.0, target=1.0), "rate must be > 0"),
         (lambda f: jumping.predict_jumps(zero(), f), "weights must be > 0"),
         (lambda f: jumping.predict_jumps(zero(rank=2), f), "heads must have rank 1, got 2"),
         (lambda f: jumping.predict_jumps(zero(), f, threshold=0.0), "threshold must be > 0"),

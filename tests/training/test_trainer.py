@@ -173,14 +173,6 @@ def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path:
     assert_same(pack.results()["one"].weights, alone.results()["one"].weights)
 
 
-def test_a_pack_whose_models_have_all_diverged_is_finished():
-    pack = Pack(MODELS)
-    pack.flat[:] = torch.nan
-    pack.advance()
-    assert pack.finished
-    assert pack.diverged == {"two": 10, "one": 10, "three": 10}
-
-
 @pytest.mark.parametrize("d_y", [1, 2])
 def test_training_equals_plain_pytorch(d_y: int):
     config = override(SMALL, "model.n_heads=3", "train.steps=50", f"task.d_y={d_y}")
