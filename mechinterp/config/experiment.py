@@ -45,10 +45,9 @@ class ExperimentConfig:
     def _check_model(self) -> None:
         """Refuse sizes that do not fit together, and settings that the model's training does not use."""
         model, task = self.model, self.task
-        if model.merged_qk and self.d_head != self.d_model:
-            raise ValueError(
-                f"model.d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
-            )
+        rule = f"must be d_model = {self.d_model} where merged_qk is true"
+        merges = not model.merged_qk or self.d_head == self.d_model
+        Rules("model", self).require("d_head", merges, rule)
         divides = not model.context_only or not self.d_model % model.n_heads
         rule = f"must divide the width {self.d_model} where d_head is null"
         Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)

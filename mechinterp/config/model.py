@@ -69,10 +69,10 @@ class ModelConfig:
         rules.one_of("norm", (*NORMS, None))
         rules.one_of("activation", ACTIVATIONS)
         rules.one_of("layout", LAYOUTS)
-        if self.layout == "in_turn" and self.d_model is None:
-            raise ValueError("model.d_model must be given where layout is 'in_turn', got null.")
-        if self.d_read_in is not None and self.d_model is None:
-            raise ValueError("model.d_model must be given where d_read_in is, got null.")
+        wide = self.d_model is not None
+        rule = "must be given where layout is 'in_turn'"
+        rules.require("d_model", wide or self.layout == "pairs", rule)
+        rules.require("d_model", wide or self.d_read_in is None, "must be given where d_read_in is")
 
     @property
     def attention_only(self) -> bool:

@@ -132,9 +132,8 @@ class TaskConfig:
         signs = self.nonzeros == "signs"
         within = 1 <= self.sparsity <= self.d_x
         rules.require("sparsity", within, f"must lie between 1 and d_x = {self.d_x}")
-        rules.require(
-            "sparsity", self.supports is None, "is not used where task.supports are given"
-        )
+        rule = "is not used where task.supports are given"
+        rules.require("sparsity", self.supports is None, rule)
         rule = "is 1/sparsity where task.nonzeros is 'signs' and must be null"
         rules.require("beta_var", self.beta_var is None or not signs, rule)
 
@@ -142,13 +141,10 @@ class TaskConfig:
     def told(self) -> dict[str, str]:
         """The fields that decide what prompts are drawn, in words, each default with its number."""
         settings = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
-        default = "1/sparsity" if self.nonzeros == "signs" else "1/d_x"
-        settings |= {
-            "covariance": self.covariance.in_words,
-            "beta_var": f"{self.beta_variance:.4g}"
-            + (f" ({default})" if self.beta_var is None else ""),
-            "noise_var": f"{self.noise_var:.4g}",
-        }
+        default = " (1/sparsity)" if self.nonzeros == "signs" else " (1/d_x)"
+        settings["covariance"] = self.covariance.in_words
+        settings["beta_var"] = f"{self.beta_variance:.4g}{default if self.beta_var is None else ''}"
+        settings["noise_var"] = f"{self.noise_var:.4g}"
         if self.noise_var:
             settings["query_noise"] = "yes" if self.query_noise else "no"
         if self.supports is not None:

@@ -54,10 +54,8 @@ class AttentionWeights:
     @property
     def architecture(self) -> tuple[object, ...]:
         """All but the numbers: models of one architecture can lie along one head axis."""
-        biased = self.b_Q is not None
-        shape = tuple(self.W_Q.shape[1:])
         settings = (self.scale, self.score, self.score_slope, self.attend_to_self, self.merged_qk)
-        return (shape, self.d_y, *settings, biased)
+        return (tuple(self.W_Q.shape[1:]), self.d_y, *settings, self.b_Q is not None)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -172,24 +170,15 @@ def attend(
     key_side = (x_query @ query_key).view(batch, d_model, -1)
     scores = context @ key_side
     if weights.b_Q is not None and weights.b_K is not None:
-        by_key, by_query = _score_biases(weights, weights.b_Q, weights.b_K, x_query)
-        scores = scores + context @ by_key + by_query[:, None]
+        # By the key's token (b_Q W_K^T), and by the query (q b_K).
+        by_key = torch.einsum("he,hme->mh", weights.b_Q, weights.W_K)
+        query = torch.einsum("bm,hme->bhe", x_query, weights.W_Q[:, :d_x]) + weights.b_Q
+        by_query = weights.scale * (query * weights.b_K).sum(-1)
+        scores = scores + context @ (weights.scale * by_key) + by_query[:, None]
     pattern, slope = pattern_and_slope(
         scores, score=weights.score, slope=weights.score_slope, dim=1
     )
     return pattern, slope, context.mT @ pattern
-
-
-def _score_biases(
-    weights: AttentionWeights,
-    b_Q: Float[Tensor, "head d_head"],
-    b_K: Float[Tensor, "head d_head"],
-    x_query: Float[Tensor, "batch d_x"],
-) -> tuple[Float[Tensor, "d_model head"], Float[Tensor, "batch head"]]:
-    """What biases add to a score: by the key's token (b_Q W_K^T), and by the query (q b_K)."""
-    by_key = torch.einsum("he,hme->mh", b_Q, weights.W_K)
-    query = torch.einsum("bm,hme->bhe", x_query, weights.W_Q[:, : x_query.shape[1]]) + b_Q
-    return weights.scale * by_key, weights.scale * (query * b_K).sum(-1)
 
 
 def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
@@ -208,9 +197,8 @@ def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "
     """
     n_heads, d_model, _ = weights.W_V.shape
     length = prompts.x.shape[1]
-    per_prompt = one_layer_bytes(
-        n_heads=n_heads, d_model=d_model, n_tokens=length + 1, width=weights.W_V.element_size()
-    )
+    sizes = {"n_tokens": length + 1, "width": weights.W_V.element_size()}
+    per_prompt = one_layer_bytes(n_heads=n_heads, d_model=d_model, **sizes)
     size = together(per_prompt, f"outputs of {n_heads} heads on prompts of {length} pairs")
     if len(prompts) <= size:
         return _head_outputs(weights, prompts)

@@ -4,8 +4,12 @@ HookedTransformer names a tensor of a layer "blocks.0.attn.W_Q"; here those of a
 whose first axis is the layer.
 """
 
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
 from mechinterp.config import ModelConfig
 
+T = TypeVar("T")
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
 LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
@@ -20,13 +24,19 @@ def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int
         (2, 6, 6)
     """
     shapes = stacked_shapes(model, d_x, d_y)
-    layered = {name: shape[1:] for name, shape in shapes.items() if name.startswith(LAYERED)}
-    rest = {name: shape for name, shape in shapes.items() if name not in layered}
+    return of_each_layer(shapes, model.n_layers, lambda shape, layer: shape[1:])
+
+
+def of_each_layer(
+    stacked: Mapping[str, T], n_layers: int, part: Callable[[T, int], T]
+) -> dict[str, T]:
+    """By HookedTransformer's names, with the part of each layer of what all layers have in one."""
     return {
-        f"blocks.{layer}.{name}": shape
-        for layer in range(model.n_layers)
-        for name, shape in layered.items()
-    } | rest
+        f"blocks.{layer}.{name}": part(whole, layer)
+        for layer in range(n_layers)
+        for name, whole in stacked.items()
+        if name.startswith(LAYERED)
+    } | {name: whole for name, whole in stacked.items() if not name.startswith(LAYERED)}
 
 
 def stacked_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.models.heads import AttentionWeights, identity_keys
 from mechinterp.models.scores import LINEAR
-from mechinterp.models.shapes import BIASES, LAYERED, NAMES, stacked_shapes, tensor_shapes
+from mechinterp.models.shapes import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Tensors of attention with an axis of heads."""
@@ -66,8 +66,8 @@ class Weights:
         return by_layer(self.tensors, self.n_layers)
 
     def __repr__(self) -> str:
-        layers, heads = self.model.n_layers, self.model.n_heads
-        return f"Weights({layers} x {heads} heads, d_x={self.d_x}, d_y={self.d_y}, {self.dtype})"
+        heads, sizes = f"{self.n_layers} x {self.n_heads} heads", f"d_x={self.d_x}, d_y={self.d_y}"
+        return f"Weights({heads}, {sizes}, {self.dtype})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,8 +165,7 @@ class Weights:
         Raises:
             ValueError: If there is more to the model, naming what.
         """
-        extra = why_no_circuits(self.model)
-        if extra is not None:
+        if (extra := why_no_circuits(self.model)) is not None:
             raise ValueError(
                 f"The circuits of one layer of attention need a model without {extra}."
             )
@@ -182,14 +181,9 @@ class Weights:
         return tensors | {name: self.tensors[f"attn.{name}"][layer] for name in biases}
 
     @property
-    def is_stack(self) -> bool:
-        """Whether there is attention alone, and every token reads the context."""
-        return self.model.is_stack
-
-    @property
     def is_linear_map(self) -> bool:
         """Whether the model is a map of its tokens, given the second moment of the context."""
-        return self.is_stack and self.model.score in LINEAR
+        return self.model.is_stack and self.model.score in LINEAR
 
 
 def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
@@ -197,9 +191,8 @@ def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         state = "missing" if name in shapes else "of no use in such a model"
         raise ValueError(f"{name} is {state}.")
     for name, shape in shapes.items():
-        shape_here = tuple(tensors[name].shape)
-        if shape_here != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {shape_here}.")
+        if (given := tuple(tensors[name].shape)) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {given}.")
 
 
 def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
@@ -209,13 +202,7 @@ def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
         >>> list(by_layer({"attn.W_Q": torch.zeros(2, 1, 3, 3), "W_in": torch.zeros(3, 3)}, 2))
         ['blocks.0.attn.W_Q', 'blocks.1.attn.W_Q', 'W_in']
     """
-    layered = {name: tensor for name, tensor in stacked.items() if name.startswith(LAYERED)}
-    rest = {name: tensor for name, tensor in stacked.items() if name not in layered}
-    return {
-        f"blocks.{layer}.{name}": tensor[layer]
-        for layer in range(n_layers)
-        for name, tensor in layered.items()
-    } | rest
+    return of_each_layer(stacked, n_layers, lambda tensor, layer: tensor[layer])
 
 
 def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
@@ -266,7 +253,7 @@ def why_no_circuits(model: ModelConfig) -> str | None:
         "a read-in and read-out": model.d_model is not None,
         "positions": model.n_positions is not None,
     }
-    return next((extra for extra, there in extras.items() if there), None)
+    return next((extra for extra, has_it in extras.items() if has_it), None)
 
 
 def model_of_layer(circuits: AttentionWeights) -> ModelConfig:

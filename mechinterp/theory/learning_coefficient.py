@@ -7,7 +7,7 @@ heads can make. How many directions of the weights leave such a minimum, and how
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.theory.linear import REPEATED, ROUNDING, Moments
+from mechinterp.theory.linear import REPEATED, ROUNDING, Moments, require_counts
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 
 RANK_TOLERANCE = 1e-5
@@ -33,9 +33,7 @@ def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
         >>> [learning_coefficient(moments, n_heads=n, rank=1) for n in (1, 2, 3, 4, 5)]
         [3.5, 6.0, 7.5, 8.0, 8.0]
     """
-    for name, value in (("rank", rank), ("n_heads", n_heads)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
+    require_counts(rank=rank, n_heads=n_heads)
     d = len(moments.yz)
     m = min(rank * n_heads, d)
     # Loss: L(M) = const + <M - M*, zz (M - M*)>. With zz = B (x) Lambda it is const + |X - T|^2 in the whitened
@@ -59,9 +57,10 @@ def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
     if m == d:
         return d * d / 2
     values = whitened_singular_values(moments)
-    if values[m - 1] ** 2 <= ROUNDING * values[0] ** 2:
+    best_rank = int((values**2 > ROUNDING * values[0] ** 2).sum())
+    if best_rank < m:
         raise ValueError(
-            f"The best matrix must have rank {m} or more, as heads can make, got {int((values**2 > ROUNDING * values[0] ** 2).sum())}."
+            f"The best matrix must have rank {m} or more, as heads can make, got {best_rank}."
         )
     tied = np.abs(values - values[m - 1]) < REPEATED * values[m - 1]
     taken = int(tied[:m].sum())

@@ -89,11 +89,9 @@ def population_moments(
     # y_query - y_hat = w^T (I - Lhat M) x_query without noise, Lhat = (1/N) sum x x^T; average over x_query,
     # then w. N Lhat is Wishart: E[Lhat Omega Lhat] = (1 + 1/N) Lambda Omega Lambda + tr(Omega Lambda) Lambda / N.
     lam = _matrix("covariance", covariance)
-    omega = (
-        np.eye(len(lam))
-        if task_covariance is None
-        else _matrix("task_covariance", task_covariance, singular=True)
-    )
+    omega = np.eye(len(lam))
+    if task_covariance is not None:
+        omega = _matrix("task_covariance", task_covariance, singular=True)
     if len(omega) != len(lam):
         raise ValueError(
             f"task_covariance must be of size {len(lam)} as covariance is, got {len(omega)}."
@@ -155,10 +153,8 @@ class Modes:
 
     def learned(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack mode"]:
         """f_d = e_d^T M e_d / m_d: 0 before a direction is learned, 1 after."""
-        return (
-            np.einsum("id,...ij,jd->...d", self.vectors, M, self.vectors, optimize=True)
-            / self.targets
-        )
+        along = np.einsum("id,...ij,jd->...d", self.vectors, M, self.vectors, optimize=True)
+        return along / self.targets
 
     def diagonal_loss(
         self, learned: Float[np.ndarray, "*stack mode"]
@@ -246,6 +242,19 @@ def require_positive(**values: float) -> None:
             raise ValueError(f"{name} must be > 0, got {value}: nothing would ever move.")
 
 
+def require_counts(**values: int) -> None:
+    """Refuses numbers below 1, by their names.
+
+    Raises:
+        ValueError: If a number is below 1.
+    Example:
+        >>> require_counts(rank=1, n_heads=2)
+    """
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+
+
 def _inner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """<A, B> over the last two axes."""
     flat = (each.reshape(*each.shape[:-2], -1) for each in (one, other))
@@ -276,14 +285,14 @@ def require_eigenvalues(
     """
     values = np.asarray(values, dtype=np.float64)
     if not values.size or not np.all(np.isfinite(values)):
-        least = False
+        holds = False
     elif singular:
-        least = values.max() > 0 and values.min() >= -ROUNDING * values.max()
+        holds = values.max() > 0 and values.min() >= -ROUNDING * values.max()
     else:
-        least = values.min() > 0
-    if not least:
-        allowed = "positive numbers or 0, not all 0" if singular else "positive numbers"
-        raise ValueError(f"{name} must be {allowed}, got {values.tolist()}.")
+        holds = values.min() > 0
+    if not holds:
+        rule = "positive numbers or 0, not all 0" if singular else "positive numbers"
+        raise ValueError(f"{name} must be {rule}, got {values.tolist()}.")
     return values
 
 

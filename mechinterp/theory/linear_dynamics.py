@@ -124,7 +124,8 @@ def merged_time_course(
         return np.concatenate([[u @ force], v * force])
 
     start = scale * np.concatenate([[1.0], directions.rates / np.linalg.norm(directions.rates)])
-    state = _integrate(velocity, start, time)
+    span, accuracy = (0.0, float(time[-1])), {"rtol": 1e-10, "atol": 1e-13}
+    state = solve_ivp(velocity, span, start, "LSODA", t_eval=time, **accuracy).y.T
     v, u = state[:, 0], state[:, 1:]
     return v, u, directions.diagonal_loss(v[:, None] * u / directions.targets)
 
@@ -138,10 +139,3 @@ def _white(directions: Modes, scale: float, tau: float) -> tuple[float, float]:
         )
     root = float(len(directions.rates) ** 0.5)
     return float(2 * directions.rates[0] * root / tau), root / scale**2
-
-
-def _integrate(velocity, start: np.ndarray, time: np.ndarray) -> np.ndarray:
-    solution = solve_ivp(
-        velocity, (0.0, float(time[-1])), start, "LSODA", t_eval=time, rtol=1e-10, atol=1e-13
-    )
-    return solution.y.T

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.theory.linear import REPEATED, require_eigenvalues
+from mechinterp.theory.linear import REPEATED, require_counts, require_eigenvalues
 
 
 def claims_not_applying(
@@ -22,9 +22,7 @@ def claims_not_applying(
         ('1 head(s) of rank 1 learn at most 1 of 2 directions: training ends at the level of 1.',)
     """
     values = np.sort(require_eigenvalues(eigenvalues))[::-1]
-    for name, value in (("rank", rank), ("n_heads", n_heads)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
+    require_counts(rank=rank, n_heads=n_heads)
     sentences = []
     if np.any(values[:-1] - values[1:] < REPEATED * values[:-1]):
         sentences.append(

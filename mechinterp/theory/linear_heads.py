@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from mechinterp.theory.linear import require_counts
+
 Force = Callable[[np.ndarray], np.ndarray]
 """From M to the force G on it, -(1/2) dL/dM."""
 
@@ -165,9 +167,7 @@ def _draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     if std <= 0:
         raise ValueError(f"std must be > 0, got {std}: zero weights never move.")
-    for name, value in (("n_heads", n_heads), ("rank and d_x", min(shape))):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
+    require_counts(n_heads=n_heads, **{"rank and d_x": min(shape)})
     rng = np.random.default_rng(seed)
     v = std * rng.standard_normal(n_heads)
     matrices = std * rng.standard_normal((copies, n_heads, *shape))

@@ -84,13 +84,8 @@ class Jumps:
     head: Int[np.ndarray, " jump"]
 
     def __repr__(self) -> str:
-        return (
-            "Jumps("
-            + ", ".join(
-                f"{mode}@{time:.4g}" for mode, time in zip(self.mode, self.time, strict=True)
-            )
-            + ")"
-        )
+        jumps = zip(self.mode, self.time, strict=True)
+        return f"Jumps({', '.join(f'{mode}@{time:.4g}' for mode, time in jumps)})"
 
 
 def predict_jumps(
@@ -120,9 +115,8 @@ def predict_jumps(
     require_positive(tau=tau, threshold=threshold)
     if heads.K.shape[1] != 1:
         raise ValueError(f"heads must have rank 1, got {heads.K.shape[1]}.")
-    state = np.column_stack(
-        [heads.v, heads.K[:, 0] @ directions.vectors, heads.Q[:, 0] @ directions.vectors]
-    )
+    along = (rows[:, 0] @ directions.vectors for rows in (heads.K, heads.Q))
+    state = np.column_stack([heads.v, *along])
     alive, rates = np.arange(len(state)), directions.rates.copy()
     now, rows = 0.0, []
     for _ in range(min(len(state), len(rates))):
@@ -261,17 +255,15 @@ def _next_jump(
     live = np.flatnonzero(rates)
 
     def modes_of(values: np.ndarray) -> np.ndarray:
-        return live[
-            np.abs(values[:, 1 + live] * values[:, 1 + n_modes + live] * rates[live]).argmax(1)
-        ]
+        pull = values[:, 1 + live] * values[:, 1 + n_modes + live] * rates[live]
+        return live[np.abs(pull).argmax(1)]
 
     def velocity(_: float, flat: np.ndarray) -> np.ndarray:
         values = flat.reshape(state.shape)
         v, key, query = values[:, :1], values[:, 1 : 1 + n_modes], values[:, 1 + n_modes :]
         force = key * rates
-        return np.hstack(
-            [(force * query).sum(1, keepdims=True), v * query * rates, v * force]
-        ).ravel()
+        grown = (force * query).sum(1, keepdims=True)
+        return np.hstack([grown, v * query * rates, v * force]).ravel()
 
     def distance(_: float, flat: np.ndarray) -> float:
         values = flat.reshape(state.shape)
@@ -279,26 +271,17 @@ def _next_jump(
         return float((np.abs(values[:, 0]) / goal).max() - 1)
 
     distance.terminal = True  # type: ignore[attr-defined]
-    squares = (state**2).sum(1).max()
+    wait, squares = 0.0, (state**2).sum(1).max()
     require_positive(weights=float(squares))
     if distance(0.0, state.ravel()) < 0:
         horizon = 1e6 / (rates.max() * squares**0.5)
-        solution = solve_ivp(
-            velocity,
-            (0.0, horizon),
-            state.ravel(),
-            "DOP853",
-            events=distance,
-            rtol=1e-9,
-            atol=1e-13,
-        )
+        accuracy = {"rtol": 1e-9, "atol": 1e-13, "events": distance}
+        solution = solve_ivp(velocity, (0.0, horizon), state.ravel(), "DOP853", **accuracy)
         if not solution.t_events[0].size:
             raise ValueError(
                 f"heads must grow along a direction; none does within {horizon:.3g} tau."
             )
         wait, state = float(solution.t_events[0][0]), solution.y_events[0][0].reshape(state.shape)
-    else:
-        wait = 0.0
     chosen = modes_of(state)
     row = int((np.abs(state[:, 0]) / targets[chosen] ** (1 / 3)).argmax())
     return wait, state, row, int(chosen[row])

@@ -28,9 +28,8 @@ class PoolOptimum:
     """Excess risk of predicting 0 on tasks of the pool, unit y^2."""
 
     def __repr__(self) -> str:
-        return (
-            f"PoolOptimum(risk {self.pool_risk:.4g} on the pool, {self.new_risk:.4g} on new tasks)"
-        )
+        risks = f"{self.pool_risk:.4g} on the pool, {self.new_risk:.4g} on new tasks"
+        return f"PoolOptimum(risk {risks})"
 
 
 def second_moment(pool: Float[np.ndarray, "task d_x"]) -> Float[np.ndarray, "d_x d_x"]:
@@ -69,7 +68,6 @@ def pool_optimum(
         >>> pool_optimum(np.eye(2), np.ones(2), context_length=10)
         PoolOptimum(risk 0.2308 on the pool, 0.4615 on new tasks)
     """
-
     if not np.isfinite(pool).all():
         raise ValueError("pool must be finite, got a number that is not.")
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from mechinterp.theory.linear import require_counts
+
 Theta = Float[np.ndarray, "response source d_x"]
 STARTS, SWEEPS = 20, 500
 
@@ -100,8 +102,7 @@ def joint_step_of_rank(moments: StepMoments, rank: int) -> Theta:
         >>> [round(joint_step_risk(joint_step_of_rank(moments, rank), moments), 4) for rank in (1, 2)]
         [0.1136, 0.0714]
     """
-    if rank < 1:
-        raise ValueError(f"rank must be >= 1, got {rank}.")
+    require_counts(rank=rank)
     generator = np.random.default_rng(0)
     starts = generator.standard_normal((STARTS, rank, moments.first.shape[2]))
     steps = [_alternate(moments, omega) for omega in starts]

@@ -30,10 +30,9 @@ def oracle_risk(*, sparsity: int, context_length: int, noise_var: float) -> floa
     Raises:
         ValueError: If context_length is not above sparsity + 1.
     """
-    if context_length <= sparsity + 1:
-        raise ValueError(
-            f"context_length must be > sparsity + 1 = {sparsity + 1}, got {context_length}."
-        )
+    least = sparsity + 1
+    if context_length <= least:
+        raise ValueError(f"context_length must be > sparsity + 1 = {least}, got {context_length}.")
     return ols_risk(d_x=sparsity, context_length=context_length, noise_var=noise_var)
 
 

@@ -65,29 +65,17 @@ def two_head_flow(
         return velocity(at, state)[0]
 
     slope.direction = -1  # type: ignore[attr-defined]
-    end = float(time[-1])
+    span, accuracy = (0.0, float(time[-1])), {"rtol": 1e-10, "atol": 1e-14}
     solution = solve_ivp(
-        velocity,
-        (0.0, end),
-        [start, start],
-        method="LSODA",
-        t_eval=time,
-        events=slope,
-        rtol=1e-10,
-        atol=1e-14,
+        velocity, span, [start, start], "LSODA", t_eval=time, events=slope, **accuracy
     )
     omega, mu = solution.y
-    peaked = len(solution.t_events[0]) > 0
-    return TwoHeadFlow(
-        time=time,
-        omega=omega,
-        mu=mu,
-        half_loss=(1 + noise_var) / 2
-        - 2 * mu * omega
-        + 2 * mu**2 * (omega**2 + c * np.sinh(d_x * omega**2)),
-        peak_time=float(solution.t_events[0][0]) if peaked else float("nan"),
-        peak_omega=float(solution.y_events[0][0][0]) if peaked else float("nan"),
-    )
+    gain = 2 * mu**2 * (omega**2 + c * np.sinh(d_x * omega**2))
+    half_loss = (1 + noise_var) / 2 - 2 * mu * omega + gain
+    peak_time = peak_omega = float("nan")
+    if len(solution.t_events[0]) > 0:
+        peak_time, peak_omega = solution.t_events[0][0], solution.y_events[0][0][0]
+    return TwoHeadFlow(time, omega, mu, half_loss, float(peak_time), float(peak_omega))
 
 
 def early_half_loss(time: Times, *, start: float, noise_var: float) -> Float[np.ndarray, " time"]:

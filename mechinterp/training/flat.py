@@ -28,15 +28,12 @@ def views(flat: Tensor, like: Form) -> Form:
 
 def own(weights: Form) -> Form:
     """A copy of weights on the CPU, which later steps do not reach."""
-    return weights.with_tensors(
-        {name: tensor.cpu().clone() for name, tensor in weights.tensors.items()}
-    )
+    return weights.with_tensors({name: t.cpu().clone() for name, t in weights.tensors.items()})
 
 
 def require_like(what: str, tensor: Tensor, expected: Tensor) -> None:
     """Refuse a tensor of another dtype or shape."""
     for name in ("dtype", "shape"):
-        if getattr(tensor, name) != getattr(expected, name):
-            raise ValueError(
-                f"{what} must have {name} {getattr(expected, name)}, got {getattr(tensor, name)}"
-            )
+        given, wanted = getattr(tensor, name), getattr(expected, name)
+        if given != wanted:
+            raise ValueError(f"{what} must have {name} {wanted}, got {given}")

@@ -71,12 +71,8 @@ def pack_jobs(models: Mapping[str, ExperimentConfig], run_folder: Path) -> list[
     started = {name for job in jobs for name in job.models}
     number = max((int(job.file.stem.partition("-")[2]) for job in jobs), default=-1) + 1
     for pack in packs(models):
-        left = {
-            name: config
-            for name, config in pack.items()
-            if name not in started and not is_finished(run_folder / name)
-        }
-        if left:
+        names = [n for n in pack if n not in started and not is_finished(run_folder / n)]
+        if left := {name: pack[name] for name in names}:
             jobs.append(PackJob(run_folder / f"training-{number}.safetensors", left))
             number += 1
     return jobs

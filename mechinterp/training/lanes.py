@@ -3,8 +3,9 @@
 numba has no such type: here it is, with its arithmetic, loads and stores, and the exponential.
 """
 
+# mypy: no-check-untyped-defs
 import operator
-from typing import no_type_check
+from inspect import unwrap
 
 from llvmlite import ir
 from numba import njit, types
@@ -25,9 +26,8 @@ class LanesType(types.Type):
 lanes = LanesType("lanes")
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INTEGERS = ir.VectorType(ir.IntType(32), LANES)
-CONTRACT = (
-    "contract",
-)  # a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
+# a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
+CONTRACT = ("contract",)
 
 
 @register_model(LanesType)
@@ -98,24 +98,20 @@ def fill(_context, number):
     return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]
 
 
-@intrinsic
-def larger(_context, a, b):
-    """The larger one, and b where one is NaN."""
+def _selecting(comparison: str):
+    """A function of two lanes: the one that compares so with the other, and the second where one is NaN."""
 
-    def code(context, builder, signature, arguments):
-        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+    @intrinsic
+    def select(_context, a, b):
+        def code(context, builder, signature, arguments):
+            return builder.select(builder.fcmp_ordered(comparison, *arguments), *arguments)
 
-    return lanes(lanes, lanes), code
+        return lanes(lanes, lanes), code
+
+    return select
 
 
-@intrinsic
-def smaller(_context, a, b):
-    """The smaller one, and b where one is NaN."""
-
-    def code(context, builder, signature, arguments):
-        return builder.select(builder.fcmp_ordered("<", *arguments), *arguments)
-
-    return lanes(lanes, lanes), code
+larger, smaller = _selecting(">"), _selecting("<")
 
 
 @intrinsic
@@ -153,24 +149,21 @@ def total(_context, value):
 def compiled(signature: Signature | None = None):
     """numba.njit; a function with a signature is compiled now and kept on disk, where that can be written."""
 
+    settings = {"fastmath": {*CONTRACT}, "error_model": "numpy"}
+
     def decorate(function):
+        function = unwrap(function)  # the test run wraps functions to check their types
         try:
-            return njit(
-                signature, cache=signature is not None, fastmath={*CONTRACT}, error_model="numpy"
-            )(function)
+            return njit(signature, cache=signature is not None, **settings)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            return njit(signature, fastmath={*CONTRACT}, error_model="numpy")(function)
+            return njit(signature, **settings)(function)
 
     return decorate
 
 
-# The test run would wrap functions to check their types, and numba cannot compile a wrapped one.
-
-
 @compiled()
-@no_type_check
 def exponential(x):
     """exp(x) to 2e-7 relative; below -87 and above 88 that of the bound, NaN of NaN."""
     x = larger(fill(-87.0), smaller(fill(88.0), x))

@@ -41,8 +41,8 @@ def test_masking(versus):
     prompts = sample_prompts(checkpoint.config.task, 512, generator=generator)
     layer = plain.attention(checkpoint.weights.circuits)
     batch = (prompts.tokens[:, -1:], prompts.context_tokens, prompts.y_query_clean)
-    found, expected = ablate_subsets(checkpoint, prompts).risk, plain.subset_risks(layer, batch)
-    np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-3)
+    risks, expected = ablate_subsets(checkpoint, prompts).risk, plain.subset_risks(layer, batch)
+    np.testing.assert_allclose(np.sort(risks), np.sort(expected), rtol=1e-3)
     versus(
         "all 256 subsets of 8 heads on 512 prompts",
         lambda: ablate_subsets(checkpoint, prompts),

@@ -53,12 +53,12 @@ def test_exact_flow(versus, loop):
 
 
 def test_descent_on_moments(versus, loop, prompts):
-    steps, found = round(followed().time[-1]), modes(MOMENTS)
+    steps, directions = round(followed().time[-1]), modes(MOMENTS)
 
     def ours() -> None:
-        sampled = sample_moments([prompts], basis=found.vectors)
-        rate = 1 / (2 * TAU)
-        full_batch_descent(heads(), sampled, found, learning_rate=rate, steps=steps, every=50)
+        sampled = sample_moments([prompts], basis=directions.vectors)
+        schedule = {"learning_rate": 1 / (2 * TAU), "steps": steps, "every": 50}
+        full_batch_descent(heads(), sampled, directions, **schedule)
 
     name = f"descent on moments for {steps} steps (plain: {STEPS} of them timed)"
     versus(name, ours, lambda: loop(STEPS), work=steps / STEPS, rounds=ROUNDS)

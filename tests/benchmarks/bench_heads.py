@@ -30,8 +30,8 @@ def by_hooks(model: ICLTransformer, prompts: Prompts, masks: list[list[Head]]) -
     return torch.stack(outputs)
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
 def deep_model(score: str) -> ICLTransformer:

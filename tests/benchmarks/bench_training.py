@@ -29,11 +29,15 @@ def pack_of(head_counts: list[int]) -> Callable[[], None]:
     return Pack(models).advance
 
 
+def counted(n_models: int) -> str:
+    return "1 model" if n_models == 1 else f"{n_models} models"
+
+
 @pytest.mark.parametrize("n_heads", [2, 8])
 @pytest.mark.parametrize("n_models", [1, 16, 64])
 def test_step(versus, n_models: int, n_heads: int):
     loop = plain.training(n_heads)
-    name = f"{STEPS} steps, {n_models} model{'s' * (n_models > 1)} of {n_heads} heads"
+    name = f"{STEPS} steps, {counted(n_models)} of {n_heads} heads"
     versus(name, pack_of([n_heads] * n_models), lambda: loop(STEPS), work=n_models)
 
 
@@ -47,7 +51,7 @@ def test_step_of_the_shipped_models(versus):
 def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_models: int):
     monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
     loop = plain.training(2)
-    name = f"the same without the compiled step, {n_models} model{'s' * (n_models > 1)} of 2 heads"
+    name = f"the same without the compiled step, {counted(n_models)} of 2 heads"
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
 
 
@@ -59,19 +63,10 @@ BLOCKS = ("norm=before", "final_norm=true", "d_mlp=256", "activation=gelu", "bia
 def test_step_of_a_stack(versus, score: str, more: tuple[str, ...]):
     settings = [f"model.{setting}" for setting in (f"score={score}", *more)]
     config = override(preset("sparse-h8"), *settings)
-    run, model, task = DeepRun({"": config}), config.model, config.task
+    run, model = DeepRun({"": config}), config.model
     seeded = [generator_for(config.train.data_seed, "train", step) for step in range(STEPS)]
     lengths = [run._length(step, generator) for step, generator in enumerate(seeded)]
-    loop = plain.deep_training(
-        score,
-        lengths,
-        d_x=task.d_x,
-        d_model=config.d_model,
-        n_heads=model.n_heads,
-        n_layers=model.n_layers,
-        n_prompts=config.train.batch_size,
-        d_mlp=model.d_mlp,
-    )
+    loop = plain.deep_training(config, lengths)
 
     def ours() -> None:
         for step in range(STEPS):

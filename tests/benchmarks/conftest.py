@@ -54,8 +54,7 @@ def versus(benchmark, request: pytest.FixtureRequest) -> Callable[..., None]:
             prepare: Runs before each of ours, untimed.
             machine: The matrix products of our work and nothing else.
         """
-        times: list[float] = []
-        bare: list[float] = []
+        times, bare = [], []
 
         def time_plain() -> None:
             times.append(_seconds(plain))
@@ -97,9 +96,8 @@ def pytest_terminal_summary(
     machine = f"{_processor()}, Python {platform.python_version()}, PyTorch {torch.__version__}"
     terminalreporter.write_line("\n".join([*table, machine]))
     if config.option.table is not None:
-        config.option.table.write_text(
-            "\n".join([HEADER, *table, "", f"Measured on: {machine}.\n"])
-        )
+        page = [HEADER, *table, "", f"Measured on: {machine}.\n"]
+        config.option.table.write_text("\n".join(page))
 
 
 def _processor() -> str:

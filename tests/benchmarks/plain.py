@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mechinterp.config import ExperimentConfig
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.theory.linear_heads import SeparateHeads
 
@@ -15,13 +16,11 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Attention(nn.Module):
     """Multi-head softmax attention of a query over the context, read out at y."""
 
-    def __init__(self, d_model: int, n_heads: int):
+    def __init__(self, d_model: int, n_heads: int, d_y: int = 1):
         super().__init__()
-        self.n_heads, self.d_model = n_heads, d_model
-        self.q, self.k, self.v = (
-            nn.Linear(d_model, d_model * n_heads, bias=False) for _ in range(3)
-        )
-        self.o = nn.Linear(d_model * n_heads, 1, bias=False)
+        self.n_heads, self.d_model, width = n_heads, d_model, d_model * n_heads
+        self.q, self.k, self.v = (nn.Linear(d_model, width, bias=False) for _ in range(3))
+        self.o = nn.Linear(width, d_y, bias=False)
 
     def forward(self, query: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         def split(z: torch.Tensor) -> torch.Tensor:
@@ -34,7 +33,7 @@ class Attention(nn.Module):
 
 def attention(weights: AttentionWeights) -> Attention:
     """The same model as plain layers; without gradients."""
-    model = Attention(weights.d_x + 1, weights.n_heads)
+    model = Attention(weights.d_x + weights.d_y, weights.n_heads, weights.d_y)
     with torch.no_grad():
         for layer, W in ((model.q, weights.W_Q), (model.k, weights.W_K), (model.v, weights.W_V)):
             layer.weight.copy_(W.mT.flatten(0, 1))
@@ -82,9 +81,8 @@ class Layer(nn.Module):
         super().__init__()
         self.n_heads, self.pattern = n_heads, PATTERNS[score]
         biases = d_mlp is not None
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(d_model, d_model, bias=biases) for _ in range(4)
-        )
+        maps = (nn.Linear(d_model, d_model, bias=biases) for _ in range(4))
+        self.q, self.k, self.v, self.o = maps
         self.norm, self.mlp = nn.Identity(), None
         if d_mlp is not None:
             self.norm = nn.LayerNorm(d_model)
@@ -103,17 +101,17 @@ class Layer(nn.Module):
         return stream if self.mlp is None else stream + self.mlp(stream)
 
 
-def deep_training(
-    score: str, lengths: list[int], *, d_x: int, d_model: int, n_heads: int, n_layers: int, n_prompts: int, d_mlp: int | None
-) -> Callable[[], None]:  # fmt: skip
+def deep_training(config: ExperimentConfig, lengths: list[int]) -> Callable[[], None]:
     """Runs a step of Adam of a model of several layers at each of these lengths of the context."""
-    layers = [Layer(d_model, n_heads, score, d_mlp) for _ in range(n_layers)]
-    biases = d_mlp is not None
-    read_in, read_out = (
-        nn.Linear(width, to, bias=biases) for width, to in ((d_x + 1, d_model), (d_model, 1))
-    )
+    architecture, d_x, n_prompts = config.model, config.task.d_x, config.train.batch_size
+    d_model, d_mlp, biases = config.d_model, architecture.d_mlp, architecture.d_mlp is not None
+    layers = [
+        Layer(d_model, architecture.n_heads, architecture.score, d_mlp)
+        for _ in range(architecture.n_layers)
+    ]
     last = nn.LayerNorm(d_model) if biases else nn.Identity()
-    model = nn.Sequential(read_in, *layers, last, read_out)
+    ends = nn.Linear(d_x + 1, d_model, bias=biases), nn.Linear(d_model, 1, bias=biases)
+    model = nn.Sequential(ends[0], *layers, last, ends[1])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def run() -> None:

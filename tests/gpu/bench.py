@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +27,13 @@ from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.run import Run
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 
 PUBLISHED = 525.0
 """Steps per second of one model, on an RTX 4090."""
-N_LAYERS, N_HEADS = 4, 8
+N_LAYERS, N_HEADS, TASK = 4, 8, TaskConfig(d_x=16, context_length=32)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def tensor_operations() -> Iterator[None]:
         pack_module.loss_and_gradients = before
 
 
+def updates(run: Run, steps: int) -> None:
+    for step in range(steps):
+        run.update(step)
+
+
 def packs(sizes: Sizes, device: str) -> Iterator[Row]:
     """Two-head models that train together, in model-steps per second."""
     base = override(preset("softmax-h2"), "train.log_every=1000000", "train.n_eval_prompts=256")
@@ -109,20 +116,13 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
             with torch.device(device):
                 loop(sizes.steps)
 
-        def ours(pack: Pack = pack) -> None:
-            for step in range(sizes.steps):
-                pack.update(step)
-
+        ours = partial(updates, pack, sizes.steps)
         graphs = replayed(pack, sizes.steps)[0] if device == "cuda" else None
         speeds = per_second(sizes.steps, device, sizes.rounds, by_hand, ours, graphs)
-        plain_speed, own, graphed = speeds
-        yield Row(
-            f"{n:,} model{'s' * (n > 1)} of two heads",
-            "model-steps",
-            plain_speed or 0.0,
-            n * (own or 0.0),
-            None if graphed is None else n * graphed,
-        )
+        by_plain, own, graphed = speeds
+        graphed = None if graphed is None else n * graphed
+        what = f"{n:,} model{'s' * (n > 1)} of two heads"
+        yield Row(what, "model-steps", by_plain or 0.0, n * (own or 0.0), graphed)
 
 
 def replayed(pack: Pack, steps: int) -> tuple[Callable[[], None], Pack]:
@@ -157,29 +157,20 @@ def replayed(pack: Pack, steps: int) -> tuple[Callable[[], None], Pack]:
     return run, recorded
 
 
+def architecture(width: int, score: str = "softmax") -> ModelConfig:
+    heads = {"n_layers": N_LAYERS, "n_heads": N_HEADS, "d_head": width // N_HEADS}
+    return ModelConfig(**heads, d_model=width, score=score, context_only=True)
+
+
 def deep_models(sizes: Sizes, device: str) -> Iterator[Row]:
     """Softmax models of several layers, one at a time, in steps per second."""
-    task = TaskConfig(d_x=16, context_length=32)
     for width in sizes.widths:
-        model = ModelConfig(
-            n_layers=N_LAYERS,
-            n_heads=N_HEADS,
-            d_model=width,
-            d_head=width // N_HEADS,
-            context_only=True,
-        )
         train = TrainConfig(steps=10**6, batch_size=256, log_every=10**6, n_eval_prompts=256)
-        config = ExperimentConfig(task, model, train)
+        config = ExperimentConfig(TASK, architecture(width), train)
         run, by_hand = DeepRun({"model": config}, device=device), plain_deep(config, device)
 
-        def ours(run: DeepRun = run) -> None:
-            for step in range(sizes.steps):
-                run.update(step)
-
-        def other(by_hand: Callable[[int], None] = by_hand) -> None:
-            by_hand(sizes.steps)
-
-        first, own = per_second(sizes.steps, device, sizes.rounds, other, ours)
+        both = partial(by_hand, sizes.steps), partial(updates, run, sizes.steps)
+        first, own = per_second(sizes.steps, device, sizes.rounds, *both)
         what = f"{N_LAYERS} layers of {N_HEADS} heads, softmax, width {width}"
         yield Row(what, "steps", first or 0.0, own or 0.0, None)
 
@@ -204,14 +195,12 @@ def plain_deep(config: ExperimentConfig, device: str) -> Callable[[int], None]:
 
 def masking(sizes: Sizes, device: str) -> Iterator[Row]:
     """Every head of 4 layers of 8 masked alone, in prompts per second."""
-    task = TaskConfig(d_x=16, context_length=32)
     masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
     for score in ("linear/L", "softmax"):
-        size = {"n_layers": N_LAYERS, "n_heads": N_HEADS, "d_model": 64, "d_head": 8}
-        config = ExperimentConfig(task, ModelConfig(**size, score=score, context_only=True))
+        config = ExperimentConfig(TASK, architecture(64, score))
         weights = initial_deep_weights(config).to(device)
-        model = ICLTransformer.from_weights(weights, task=task)
-        prompts = sample_prompts(task, sizes.prompts).to(device)
+        model = ICLTransformer.from_weights(weights, task=TASK)
+        prompts = sample_prompts(TASK, sizes.prompts).to(device)
         pieces = [prompts[i : i + 4096].tokens for i in range(0, len(prompts), 4096)]
 
         def by_hooks(model: ICLTransformer = model, pieces: list = pieces) -> None:
@@ -220,9 +209,7 @@ def masking(sizes: Sizes, device: str) -> Iterator[Row]:
                     for piece in pieces:
                         model.run_with_hooks(piece, fwd_hooks=mask_heads(heads))
 
-        def ours(model: ICLTransformer = model, prompts: Prompts = prompts) -> None:
-            predictor_of(model).run(prompts, masks)
-
+        ours = partial(predictor_of(model).run, prompts, masks)
         first, own = per_second(sizes.prompts, device, sizes.rounds, by_hooks, ours)
         what = f"every head of {N_LAYERS} layers of {N_HEADS} masked, {score} scores"
         yield Row(what, "prompts", first or 0.0, own or 0.0, None)
@@ -238,15 +225,13 @@ def table(rows: list[Row], machine: dict[str, str]) -> str:
         lines.append(
             f"| {row.what} | {row.unit} | {row.plain:,.0f} | {row.ours:,.0f} | {graphs} | {row.ratio:.1f} |"
         )
-    best = max(
-        (max(row.ours, row.graphs or 0) for row in rows if "1,024 models" in row.what), default=0
-    )
-    aim = (
-        f"1,024 models: {best / PUBLISHED:.0f} times the published speed of one; the aim is 500.\n"
-    )
+    speeds = (max(row.ours, row.graphs or 0) for row in rows if "1,024 models" in row.what)
+    best = max(speeds, default=0)
+    times = f"{best / PUBLISHED:.0f} times the published speed of one"
+    aim = f"1,024 models: {times}; the aim is 500.\n" if best else ""
     where = ", ".join(f"{name} {value}" for name, value in machine.items())
     head = "# Speed on a GPU\n\n`make bench-gpu` writes this page and the same as JSON.\n"
-    return "\n".join([head, *lines, "", aim if best else "", f"Measured on: {where}.\n"])
+    return "\n".join([head, *lines, "", aim, f"Measured on: {where}.\n"])
 
 
 def main() -> int:

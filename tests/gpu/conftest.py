@@ -66,9 +66,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     }
     file = Path(TABLE)
     file.write_text(json.dumps(document, indent=1) + "\n")
-    counted = f"{document['passed']} of {session.testscollected} tests passed on " + ", ".join(
-        f"{name} {value}" for name, value in machine.items()
-    )
+    where = ", ".join(f"{name} {value}" for name, value in machine.items())
+    counted = f"{document['passed']} of {session.testscollected} tests passed on {where}"
     table = ["| test | what | value | at most |", "|---|---|---:|---:|"]
     table += [
         f"| {row['test']} | {row['what']} | {row['value']:.3g} | "

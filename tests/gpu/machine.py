@@ -19,27 +19,24 @@ def gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
-    return found.stdout.split("\n")[:-1] if found.returncode == 0 else []
+    ran = subprocess.run(query, capture_output=True, text=True, check=False)
+    return ran.stdout.split("\n")[:-1] if ran.returncode == 0 else []
 
 
 def state(names: list[str]) -> tuple[int, str]:
     """The exit code, and the line."""
     if torch.cuda.is_available():
-        found = ", ".join(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count()))
-        return READY, f"Found {found} (PyTorch {torch.__version__}, CUDA {torch.version.cuda})."
-    if names and not torch.backends.cuda.is_built():
-        return (
-            WRONG_BUILD,
-            f"Found {', '.join(names)}, but PyTorch {torch.__version__} without CUDA.",
+        devices = ", ".join(
+            torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())
         )
-    if names:
-        return (
-            NO_DEVICE,
-            f"Found {', '.join(names)}, which PyTorch {torch.__version__} cannot use: "
-            "nothing was tested. See torch.cuda.init() for why.",
-        )
-    return NO_DEVICE, "No CUDA device on this machine: nothing was tested."
+        return READY, f"Found {devices} (PyTorch {torch.__version__}, CUDA {torch.version.cuda})."
+    if not names:
+        return NO_DEVICE, "No CUDA device on this machine: nothing was tested."
+    listed, version = ", ".join(names), torch.__version__
+    if not torch.backends.cuda.is_built():
+        return WRONG_BUILD, f"Found {listed}, but PyTorch {version} without CUDA."
+    reason = "nothing was tested. See torch.cuda.init() for why."
+    return NO_DEVICE, f"Found {listed}, which PyTorch {version} cannot use: {reason}"
 
 
 def described(device: str) -> dict[str, str]:

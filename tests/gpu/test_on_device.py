@@ -21,6 +21,7 @@ from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training import batches
@@ -30,7 +31,8 @@ from mechinterp.training.one_layer.step import initial_weights, loss_and_gradien
 from mechinterp.training.run import Run
 from tests.conftest import CHECKPOINTS, ROUNDING
 from tests.gpu.bench import replayed
-from tests.training.test_other_devices import DEEP, SMALL, TASKS, TRAIN
+from tests.training.test_other_devices import DEEP, SMALL, TASKS, TRAIN, deep_experiment
+from tests.training.test_trainer import finished
 
 Record = Callable[..., None]
 STEPS = 20
@@ -43,10 +45,10 @@ SLOW_SAVES = (
 )
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(values: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest entry."""
-    found = found.detach().cpu()
-    return ((found - expected.detach()).abs().max() / expected.abs().max()).item()
+    values = values.detach().cpu()
+    return ((values - expected.detach()).abs().max() / expected.abs().max()).item()
 
 
 def moments(prompts: Prompts) -> Tensor:
@@ -59,15 +61,12 @@ def moments(prompts: Prompts) -> Tensor:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_have_the_law_of_the_processors(task: str, device: str, record: Record):
-    here, there = (
-        moments(sample_prompts(TASKS[task], 20_000, generator=generator))
-        for generator in (
-            generator_for(0, "eval", 0),
-            generator_for(1, "eval", 0, device=device),
-        )
+    generators = generator_for(0, "eval", 0), generator_for(1, "eval", 0, device=device)
+    expected, drawn = (
+        moments(sample_prompts(TASKS[task], 20_000, generator=g)) for g in generators
     )
-    sem = ((here.var(0) + there.var(0)) / len(here)).sqrt()
-    gap = (here.mean(0) - there.mean(0)).abs()
+    sem = ((expected.var(0) + drawn.var(0)) / len(expected)).sqrt()
+    gap = (expected.mean(0) - drawn.mean(0)).abs()
     assert (gap[sem == 0] == 0).all()
     record("moments apart (standard errors)", (gap / sem)[sem > 0].max().item(), STANDARD_ERRORS)
 
@@ -81,10 +80,10 @@ def test_a_step_has_the_processors_gradients(
     weights = initial_weights(config).to(dtype)
     prompts, members = sample_prompts(config.task, 256, seed=1, dtype=dtype), membership([1, 2])
     expected = loss_and_gradients(weights, prompts, members)
-    found = loss_and_gradients(weights.to(device), prompts.to(device), members.to(device))
-    record("loss", distance(found[0], expected[0]), ROUNDING[dtype])
+    on_device = loss_and_gradients(weights.to(device), prompts.to(device), members.to(device))
+    record("loss", distance(on_device[0], expected[0]), ROUNDING[dtype])
     for name, gradient in expected[1].tensors.items():
-        record(name, distance(found[1].tensors[name], gradient), ROUNDING[dtype])
+        record(name, distance(on_device[1].tensors[name], gradient), ROUNDING[dtype])
 
 
 def pack_models(n_models: int) -> dict[str, ExperimentConfig]:
@@ -94,10 +93,8 @@ def pack_models(n_models: int) -> dict[str, ExperimentConfig]:
 
 
 def deep_models(kind: str) -> dict[str, ExperimentConfig]:
-    train = replace(TRAIN, steps=STEPS, log_every=5, shortest_context=2, clip_norm=1.0)
-    return {
-        "model": ExperimentConfig(SMALL, ModelConfig(n_layers=2, n_heads=2, **DEEP[kind]), train)
-    }
+    fields = (f"train.steps={STEPS}", "train.log_every=5")
+    return {"model": override(deep_experiment(kind, shortest=2), *fields)}
 
 
 KINDS: dict[str, tuple[type[Run], dict[str, ExperimentConfig]]] = {
@@ -120,9 +117,7 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(run: Run) -> Tensor:
-    while not run.finished:
-        run.advance()
-    return run.flat.detach().cpu()
+    return finished(run).flat.detach().cpu()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,22 +132,15 @@ def test_training_on_the_same_prompts_gives_the_processors_weights(
 def test_training_on_its_own_prompts_comes_to_the_processors_loss(device: str, record: Record):
     losses = []
     for index, where in enumerate(("cpu", device)):
-        models = {
-            f"{s}": override(
-                config,
-                "train.steps=200",
-                "train.log_every=200",
-                "train.learning_rate=0.01",
-                f"train.data_seed={index}",
-            )
-            for s, config in enumerate(pack_models(16).values())
-        }
+        changes = ("train.steps=200", "train.log_every=200", "train.learning_rate=0.01")
+        changes += (f"train.data_seed={index}",)
+        models = {name: override(each, *changes) for name, each in pack_models(16).items()}
         pack = Pack(models, device=where)
         trained(pack)
         losses.append(pack.rows["eval_loss"][-1].double())
-    here, there = losses
-    sem = ((here.var() + there.var()) / len(here)).sqrt()
-    gap = (here.mean() - there.mean()).abs() / sem
+    expected, own = losses
+    sem = ((expected.var() + own.var()) / len(expected)).sqrt()
+    gap = (expected.mean() - own.mean()).abs() / sem
     record("loss apart (standard errors)", gap.item(), STANDARD_ERRORS)
 
 
@@ -162,9 +150,9 @@ def test_a_model_of_a_pack_trains_as_it_does_alone(device: str, record: Record):
     trained(pack)
     alone = Pack({"s1": models["s1"]}, device=device)
     trained(alone)
-    found, expected = pack.results()["s1"].weights, alone.results()["s1"].weights
+    packed, expected = pack.results()["s1"].weights, alone.results()["s1"].weights
     for name, tensor in expected.tensors.items():
-        record(name, distance(found.tensors[name], tensor), AFTER_STEPS)
+        record(name, distance(packed.tensors[name], tensor), AFTER_STEPS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,13 +170,8 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, device: str, tmp_path:
 @pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_the_same_bits(device: str, tmp_path: Path):
     def command(out: Path, *more: str) -> list[str]:
-        fields = (
-            "train.steps=600",
-            "train.log_every=10",
-            "train.n_eval_prompts=64",
-            "train.batch_size=64",
-        )
-        settings = [word for field in fields for word in ("--set", field)]
+        values = {"steps": 600, "log_every": 10, "n_eval_prompts": 64, "batch_size": 64}
+        settings = [w for name, n in values.items() for w in ("--set", f"train.{name}={n}")]
         asked = ["train", "softmax-h2", *settings, "--out", str(out), "--device", device, "--quiet"]
         return [sys.executable, "-c", SLOW_SAVES, *asked, *more]
 
@@ -203,10 +186,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(device: str, tmp_path: Path):
     assert not (killed / "config.json").exists()
     subprocess.run(command(killed, "--resume"), check=True)
     subprocess.run(command(tmp_path / "whole"), check=True)
-    found, expected = load(killed), load(tmp_path / "whole")
-    assert found.step == expected.step == 600
+    resumed, expected = load(killed), load(tmp_path / "whole")
+    assert resumed.step == expected.step == 600
     for name, tensor in expected.weights.tensors.items():
-        assert torch.equal(found.weights.tensors[name], tensor), name
+        assert torch.equal(resumed.weights.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("method", ["zero", "mean", "resample"])
@@ -221,9 +204,9 @@ def test_masking_gives_the_processors_predictions(
     masks = [[], [(0, 1)], [(0, 0), (weights.n_layers - 1, 1)]]
     expected = predictor_of(weights).run(prompts, masks, method=method)
     moved = predictor_of(weights.to(device))
-    found = moved.run(prompts, masks, method=method)
-    assert found.device.type == "cpu"
-    record("predictions", distance(found, expected), ROUNDING[dtype])
+    predictions = moved.run(prompts, masks, method=method)
+    assert predictions.device.type == "cpu"
+    record("predictions", distance(predictions, expected), ROUNDING[dtype])
     streams = moved.streams(prompts, heads=masks[1])
     wanted = predictor_of(weights).streams(prompts, heads=masks[1])
     record("streams", distance(streams, wanted), ROUNDING[dtype])
@@ -237,9 +220,7 @@ ANALYSES: dict[str, tuple[Path, Callable[[object], object]]] = {
     "probing": (MANY, lambda source: probe_layers(source, n_prompts=256)),
     "descent on features": (
         MANY,
-        lambda source: p_probe(
-            {"model": source}, sample_prompts(preset("sparse-h4").task, 128), steps=8
-        ),
+        lambda source: p_probe({"m": source}, evaluation_prompts(source, n_prompts=128), steps=8),
     ),
 }
 
@@ -248,13 +229,13 @@ ANALYSES: dict[str, tuple[Path, Callable[[object], object]]] = {
 def test_an_analysis_gives_the_processors_numbers(analysis: str, device: str, record: Record):
     path, analyse = ANALYSES[analysis]
     checkpoint = load(path)
-    expected, found = (analyse(one).to_frame() for one in (checkpoint, checkpoint.to(device)))
-    assert list(found) == list(expected)
+    expected, frame = (analyse(one).to_frame() for one in (checkpoint, checkpoint.to(device)))
+    assert list(frame) == list(expected)
     for name in expected:
         if not pd.api.types.is_float_dtype(expected[name]):
-            assert found[name].tolist() == expected[name].tolist()
+            assert frame[name].tolist() == expected[name].tolist()
             continue
-        one, other = found[name].to_numpy(), expected[name].to_numpy()
+        one, other = frame[name].to_numpy(), expected[name].to_numpy()
         np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
         both = np.isfinite(one)
         largest = np.abs(other[both]).max(initial=0) or 1.0

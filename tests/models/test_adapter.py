@@ -16,7 +16,7 @@ from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
@@ -28,8 +28,7 @@ from tests.deep_models import WIDE, random_gpt2, random_model, small_gpt2
 
 @pytest.fixture
 def prompts():
-    task = TaskConfig(d_x=4, context_length=9)
-    return sample_prompts(task, 16, generator=generator_for(0, "eval", 0))
+    return sample_prompts(TaskConfig(d_x=4, context_length=9), 16)
 
 
 @pytest.fixture
@@ -50,8 +49,8 @@ def test_a_bridge_predicts_as_its_parts(parts, prompts):
     expected = plain(copy.deepcopy(parts), prompts)
     predictor = gpt2_predictor(*parts)
     with torch.no_grad():
-        found = predictor.predict(prompts)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        prediction = predictor.predict(prompts)
+    torch.testing.assert_close(prediction, expected, rtol=1e-5, atol=1e-6)
     assert (predictor.n_layers, predictor.n_heads) == (2, 2)
     assert hooked_predictor(predictor) is predictor
 
@@ -66,28 +65,22 @@ def test_a_bridge_masks_as_zeroed_weights(parts, prompts):
         return torch.cat([z[:, :, :1], 0 * z[:, :, 1:]], dim=2)
 
     with torch.no_grad(), predictor.model.hooks(fwd_hooks=[(z_name(1), mask)]):
-        found = predictor.predict(prompts)
-    torch.testing.assert_close(found, plain(without, prompts), rtol=1e-5, atol=1e-6)
+        masked_out = predictor.predict(prompts)
+    torch.testing.assert_close(masked_out, plain(without, prompts), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        assert not torch.allclose(found, predictor.predict(prompts), atol=1e-3)
+        assert not torch.allclose(masked_out, predictor.predict(prompts), atol=1e-3)
 
 
 def test_prompts_without_room_are_refused(parts):
-    task = TaskConfig(d_x=4, context_length=10)
-    long = sample_prompts(task, 2, generator=generator_for(0, "eval", 0))
+    long = sample_prompts(TaskConfig(d_x=4, context_length=10), 2)
     with pytest.raises(ValueError, match="context_length must be <= 9"):
         gpt2_predictor(*parts).predict(long)
 
 
 def encoder(dropout: float = 0.0) -> HookedPredictor:
     """Two layers of one head as torch's are, for d_x = 4; beside them a dropout."""
-    config = ModelConfig(
-        n_layers=2, n_heads=1, norm="after", d_mlp=8, context_only=True, attend_to_self=True
-    )
-    model = ICLTransformer(config, d_x=4, d_y=1)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
+    layers = {"norm": "after", "d_mlp": 8, "context_only": True, "attend_to_self": True}
+    model = random_model(2, 1, **layers).float().train()
     model.add_module("dropout", nn.Dropout(dropout))
     return hooked_predictor(model)
 
@@ -127,10 +120,8 @@ def test_another_number_of_heads_is_refused(n_heads, parts, prompts):
     for method in ("zero", "mean", "resample"):
         with pytest.raises(ValueError, match=rule.format(0, n_heads)):
             run(predictor, prompts, [[]], method=method)
-    with (
-        pytest.raises(ValueError, match=rule.format(1, n_heads)),
-        masked(predictor, [(1, n_heads - 1)]),
-    ):
+    refused = pytest.raises(ValueError, match=rule.format(1, n_heads))
+    with refused, masked(predictor, [(1, n_heads - 1)]):
         predictor.predict(prompts)
     with pytest.raises(ValueError, match=rule.format(0, n_heads).replace("16", "8")):
         learn_gates(predictor, prompts, steps=1)
@@ -151,19 +142,15 @@ def test_a_bridge_that_drops_at_random_is_refused(rate, prompts):
     expected = predictor.predict(prompts)
     predictor.model.train()
     for use in (*USES, streams, lambda model, given: p_probe({"m": model}, given)):
-        with pytest.raises(
-            ValueError, match=r"must be in evaluation mode, call \.eval\(\); got a Tr"
-        ):
+        with pytest.raises(ValueError, match=r"in evaluation mode, call \.eval\(\); got a Tr"):
             use(predictor, prompts)
     predictor.model.eval()
     assert torch.equal(predictor.predict(prompts), expected)
 
 
 def test_training_mode_without_dropout_is_fine(prompts):
-    for predictor in (
-        encoder(),
-        hooked_predictor(ICLTransformer(ModelConfig(n_heads=2), d_x=4, d_y=1)),
-    ):
+    plain = hooked_predictor(ICLTransformer(ModelConfig(n_heads=2), d_x=4, d_y=1))
+    for predictor in (encoder(), plain):
         predictor.model.train()
         first, second = (run(predictor, prompts, [[], [(0, 0)]]) for _ in "ab")
         assert torch.equal(first, second)
@@ -198,9 +185,7 @@ def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
 
 def test_the_stream_before_a_layer_must_be_there():
     predictor = without(encoder(), "hook_resid_pre")
-    with pytest.raises(
-        ValueError, match=r"must have the hook blocks\.1\.hook_resid_pre, got an? ICL"
-    ):
+    with pytest.raises(ValueError, match=r"have the hook blocks\.1\.hook_resid_pre, got an? ICL"):
         replace(predictor, n_heads=1)
 
 
@@ -224,19 +209,19 @@ def test_a_model_that_cannot_start_at_a_layer_is_refused():
         replace(predictor, n_heads=1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: hooked_predictor(random_model()),
-        lambda: hooked_predictor(random_model(**WIDE, score="linear/L")),
-        random_gpt2,
-        encoder,
-    ],
-)
+MAKES = [
+    lambda: hooked_predictor(random_model()),
+    lambda: hooked_predictor(random_model(**WIDE, score="linear/L")),
+    random_gpt2,
+    encoder,
+]
+
+
+@pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("sizes", [{"d_x": 3}, {"d_x": 3, "d_y": 2}, {"d_y": 2}], ids=str)
 def test_prompts_of_other_sizes_are_refused(make, sizes):
     task = TaskConfig(**{"d_x": 4, "d_y": 1, "context_length": 9} | sizes)
-    given = sample_prompts(task, 4, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    given = sample_prompts(task, 4, dtype=torch.float64)
     rule = rf"\(d_x, d_y\) must be the model's, \(4, 1\), got \({task.d_x}, {task.d_y}\)"
     predictor = make()
     for use in (

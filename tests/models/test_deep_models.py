@@ -14,7 +14,7 @@ from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
-from tests.conftest import assert_same
+from tests.conftest import assert_close_to_rounding, assert_same
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
 
@@ -44,7 +44,7 @@ def random_weights(
 
 @pytest.fixture
 def prompts() -> Prompts:
-    return sample_prompts(TASK, 6, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    return sample_prompts(TASK, 6, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("d_model", [None, 5, 12])
@@ -55,10 +55,9 @@ def test_functional_and_hooked_model_agree(
 ):
     weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
     model = ICLTransformer.from_weights(weights, task=TASK)
-    expected = model.predict(prompts)
-    found = predict_deep(weights, prompts)
-    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
-    assert found.abs().max() > 1e-3
+    predictions = predict_deep(weights, prompts)
+    assert_close_to_rounding(predictions, model.predict(prompts).detach())
+    assert predictions.abs().max() > 1e-3
     assert_same(model.weights, weights)
 
 
@@ -74,14 +73,6 @@ def test_every_token_reads_the_context_and_none_the_query(prompts: Prompts):
     before, after = model(prompts.tokens), model(changed)
     assert torch.equal(before[:, :-1], after[:, :-1])
     assert not torch.equal(before[:, -1], after[:, -1])
-
-
-def test_the_order_of_the_pairs_does_not_count(prompts: Prompts):
-    shuffled = replace(prompts, x=prompts.x.flip(1), y=prompts.y.flip(1))
-    for score in ("linear/L", "softmax"):
-        weights = random_weights(score=score)
-        one, other = (predict_deep(weights, p) for p in (prompts, shuffled))
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_a_stream_and_tokens_are_told_apart_by_their_width(prompts: Prompts):
@@ -124,15 +115,11 @@ def test_bad_models_are_refused():
     rest = {name: tensor for name, tensor in weights.tensors.items() if name != "unembed.W_U"}
     with pytest.raises(ValueError, match=r"unembed\.W_U is missing"):
         replace(weights, tensors=rest)
-    with pytest.raises(ValueError, match="one d_x, got 3 and 4"):
-        ICLTransformer.from_weights(weights, task=replace(TASK, d_x=4))
     model = ICLTransformer.from_weights(random_weights(n_layers=1), task=TASK)
     with pytest.raises(ValueError, match="need a model without a read-in and read-out"):
         _ = model.weights.circuits
     with pytest.raises(ValueError, match="a model without several layers"):
         _ = ICLTransformer.from_weights(weights, task=TASK).weights.circuits
-    with pytest.raises(ValueError, match=r"model\.d_model must be >= 1, got 0"):
-        ModelConfig(context_only=True, d_model=0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +138,4 @@ def test_bad_models_are_refused():
     ids=str,
 )
 def test_other_models_are_no_stack(changes: dict):
-    other = ICLTransformer(
-        ModelConfig(n_layers=2, **{"context_only": True} | changes), d_x=3, d_y=2
-    )
-    assert not other.weights.is_stack
+    assert not ModelConfig(n_layers=2, **{"context_only": True} | changes).is_stack

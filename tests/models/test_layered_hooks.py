@@ -29,7 +29,6 @@ from tests.models.test_layered_models import (
     GargModel,
     encoder,
     garg,
-    of_torch,
     read_encoder,
     read_gpt2,
 )
@@ -37,7 +36,7 @@ from tests.models.test_layered_models import (
 
 @pytest.fixture
 def some_prompts() -> Prompts:
-    return sample_prompts(TASK, 12, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    return sample_prompts(TASK, 12, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -64,22 +63,20 @@ GPT2_LIKE = {**GPT2, "n_positions": 13}
 PRE_NORM = {"norm": "before", "final_norm": True, "d_mlp": 7}
 POST_NORM = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
 LAYERED = {"gpt2-like": GPT2_LIKE, "pre-norm": PRE_NORM, "post-norm": POST_NORM}
-MADE = pytest.mark.parametrize("architecture", LAYERED.values(), ids=LAYERED)
 EACH = pytest.mark.parametrize("architecture", [{}, *LAYERED.values()], ids=["plain", *LAYERED])
 
 
 def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
     """Prompts of 6 pairs for a model with d_x = 3, d_y = 2."""
-    task = replace(TASK, d_y=2)
-    generator = generator_for(1, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, dtype=model.cfg.dtype)
+    return sample_prompts(replace(TASK, d_y=2), n_prompts, seed=1, dtype=model.cfg.dtype)
 
 
-@MADE
+@EACH
 def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict):
     model = random_model(**architecture)
-    model.set_use_attn_result(True)
-    model.set_use_hook_mlp_in(True)
+    for switch in ("attn_result", "zero_mlp", "hook_mlp_in"):
+        getattr(model, f"set_use_{switch}")(True)
+    model.set_use_split_qkv_input(not architecture)  # norms of split inputs have an axis of heads
     prompts = drawn(model)
     output, cache = model.run_with_cache(model.tokens(prompts))
     n_pos = 13 if model.cfg.model.layout == "in_turn" else 7
@@ -91,11 +88,15 @@ def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict
         **dict.fromkeys(("hook_mlp_in", "hook_mlp_out", "hook_resid_post"), stream),
         **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
         **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
-        **dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7)),
-        **dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale),
-        **dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream),
         "attn.hook_result": (6, n_pos, 3, width),
     }
+    if not architecture:
+        forks = [f"hook_{name}_input" for name in "qkv"]
+        shapes |= dict.fromkeys([*forks, *(f"attn.{fork}" for fork in forks)], (6, n_pos, 3, width))
+    else:
+        shapes |= dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7))
+        shapes |= dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale)
+        shapes |= dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream)
     if model.cfg.model.norm == "after":
         shapes["hook_normalized_resid_post"] = stream
     expected: dict[str, tuple] = {"hook_embed": stream}
@@ -135,12 +136,12 @@ def test_hook_map_is_what_a_cache_holds(architecture: dict):
 def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
     published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
-    found: dict[str, Tensor] = {}
+    passed: dict[str, Tensor] = {}
 
     def keep(name: str, part: nn.Module, *, before: bool = False) -> None:
         def hook(module: nn.Module, inputs: tuple, output: object = None) -> None:
             values = inputs[0] if before else output
-            found[name] = values[0] if isinstance(values, tuple) else values
+            passed[name] = values[0] if isinstance(values, tuple) else values
 
         _ = part.register_forward_pre_hook(hook) if before else part.register_forward_hook(hook)
 
@@ -161,8 +162,8 @@ def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
     with torch.no_grad():
         backbone(inputs_embeds=published._read_in(interleaved(some_prompts)))
         _, cache = gpt2.model.run_with_cache(gpt2.model.tokens(some_prompts))
-    assert len(found) == 3 + 3 * 9
-    for name, expected in found.items():
+    assert len(passed) == 3 + 3 * 9
+    for name, expected in passed.items():
         assert_close_to_rounding(cache[name], expected.expand_as(cache[name]))
     for layer, block in enumerate(backbone.h):
         for at, part in (("pre", block.ln_1), ("mid", block.ln_2)):
@@ -173,29 +174,16 @@ def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_streams_of_an_encoder_are_those_between_torchs_layers(
-    norm_first: bool, some_prompts: Prompts
-):
+def test_streams_of_an_encoder_are_those_between_torchs(norm_first: bool, some_prompts: Prompts):
     stack = encoder(4, norm_first=norm_first).double()
     checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
     expected = [some_prompts.tokens]
     for layer in stack.layers:
-        expected.append(of_torch(_Masked(layer), expected[-1], True).detach())
-    found = checkpoint.predictor.streams(some_prompts, positions=range(-7, 0))
-    assert_close_to_rounding(found, torch.stack(expected))
+        expected.append(layer(expected[-1]).detach())
+    streams = checkpoint.predictor.streams(some_prompts, positions=range(-7, 0))
+    assert_close_to_rounding(streams, torch.stack(expected))
     for layer in range(3):
         assert_close_to_rounding(checkpoint.predictor.stream(some_prompts, layer), expected[layer])
-
-
-class _Masked(nn.Module):
-    """One of torch's layers, which calls its mask by another name than the stack does."""
-
-    def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.layer(tokens, src_mask=mask)
 
 
 def bridge_of(published: GargModel) -> HookedPredictor:
@@ -220,15 +208,15 @@ def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_pro
 def test_covariates_run_as_the_query_see_the_whole_context(
     published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
-    found = query_features(gpt2, some_prompts, layer=1)
-    assert found.shape == (12, 7, 16)
+    features = query_features(gpt2, some_prompts, layer=1)
+    assert features.shape == (12, 7, 16)
     tokens = interleaved(some_prompts)
     tokens[:, -1] = some_prompts.x[:, 2]
     backbone = published._backbone
     positions = backbone.wpe(torch.arange(13))
     with torch.no_grad():
         stream = backbone.h[0](published._read_in(tokens) + positions, attention_mask=causal(13))
-    assert_close_to_rounding(found[:, 2], stream[:, -1])
+    assert_close_to_rounding(features[:, 2], stream[:, -1])
     at_start = query_features(gpt2, some_prompts, layer=0)
     with torch.no_grad():
         expected = published._read_in(some_prompts.x_query) + positions[-1]
@@ -259,14 +247,19 @@ def test_layers_start_and_stop_where_they_are_told(architecture: dict):
 @pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
 def test_hooks_change_neither_the_callers_tokens_nor_what_comes_after(architecture: dict):
     model = random_model(**architecture)
+    for switch in ("attn_result", "split_qkv_input", "zero_mlp", "hook_mlp_in"):
+        getattr(model, f"set_use_{switch}")(True)
     prompts = drawn(model)
     tokens = model.tokens(prompts)
-    weights = copy.deepcopy(model.state_dict())
-    kept, before = tokens.clone(), model.predict(prompts)
+    stream, weights = model(tokens, stop_at_layer=0), copy.deepcopy(model.state_dict())
+    kept, before = (tokens.clone(), stream.clone()), model.predict(prompts)
     with torch.no_grad(), model.hooks(fwd_hooks=[(lambda name: True, _overwrite)]):
         assert not torch.equal(model(tokens)[:, -1], before)
         model(tokens[:1])  # of one prompt, what is the same for all prompts is no copy by itself
-    assert torch.equal(tokens, kept)
+        for layer in (0, 1):
+            model(stream, start_at_layer=layer)
+    assert torch.equal(tokens, kept[0])
+    assert torch.equal(stream, kept[1])
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
     with masked(model, [(0, 0), (1, 1)]):
         inside = model.predict(prompts)
@@ -306,17 +299,17 @@ def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architect
 @pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
 def test_gradients_reach_every_parameter_and_hook(architecture: dict):
     model = random_model(**architecture)
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
 
     def keep(gradient: Tensor, hook: object) -> None:
-        found[hook.name] = gradient.clone()
+        gradients[hook.name] = gradient.clone()
 
     with model.hooks(bwd_hooks=[(lambda name: True, keep)]):
         model(model.tokens(drawn(model))).square().sum().backward()
     _, cache = model.run_with_cache(model.tokens(drawn(model)))
-    assert set(found) == set(cache)
-    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, gradient in found.items():
+    assert set(gradients) == set(cache)
+    gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in gradients.items():
         assert torch.isfinite(gradient).all(), name
         # The scores of softmax do not change when a constant is added to all keys.
         constant = name.endswith("attn.b_K")
@@ -343,9 +336,8 @@ def test_a_hook_on_a_norm_or_an_mlp_acts(gpt2: Checkpoint, some_prompts: Prompts
 def test_parts_of_the_stream_add_up_to_the_prediction(
     norm: str | None, final_norm: bool, biases: bool, n_positions: int | None
 ):
-    model = random_model(
-        norm=norm, final_norm=final_norm, biases=biases, d_mlp=7, n_positions=n_positions
-    )
+    norms = {"norm": norm, "final_norm": final_norm}
+    model = random_model(**norms, biases=biases, d_mlp=7, n_positions=n_positions)
     with torch.no_grad():
         output, cache = model.run_with_cache(model.tokens(drawn(model)))
     assert isinstance(cache, ActivationCache)

@@ -13,7 +13,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.masks import Head
 from tests.conftest import assert_close_to_rounding
 
@@ -25,17 +25,10 @@ class GargModel(nn.Module):
 
     def __init__(self, n_dims: int, n_positions: int, *, n_embd=16, n_layer=3, n_head=4):
         super().__init__()
-        configuration = GPT2Config(
-            n_positions=2 * n_positions,
-            n_embd=n_embd,
-            n_layer=n_layer,
-            n_head=n_head,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            initializer_range=0.3,
-        )
+        sizes = {"n_embd": n_embd, "n_layer": n_layer, "n_head": n_head}
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        start = {"n_positions": 2 * n_positions, "initializer_range": 0.3, "use_cache": False}
+        configuration = GPT2Config(**sizes, **rates, **start)
         self._read_in = nn.Linear(n_dims, n_embd)
         self._backbone = GPT2Model(configuration)
         self._read_out = nn.Linear(n_embd, 1)
@@ -109,7 +102,7 @@ def without(checkpoint: Checkpoint, prompts: Prompts, heads: list[Head]) -> Tens
 
 @pytest.fixture
 def some_prompts() -> Prompts:
-    return sample_prompts(TASK, 32, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    return sample_prompts(TASK, 32, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -148,9 +141,9 @@ def test_masking_a_gpt2_head_zeroes_its_output(
 
         published._backbone.h[layer].attn.c_proj.register_forward_pre_hook(zero)
     expected = published.at_query(some_prompts)
-    found = without(gpt2, some_prompts, masked)
-    assert_close_to_rounding(found, expected)
-    assert (found - before).abs().max() > 0.01
+    prediction = without(gpt2, some_prompts, masked)
+    assert_close_to_rounding(prediction, expected)
+    assert (prediction - before).abs().max() > 0.01
     assert torch.equal(predicted(gpt2, some_prompts), before)
 
 
@@ -161,8 +154,8 @@ def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts
     model = garg().double()
     for block in model._backbone.h:
         block.mlp.act = ACT2FN[activation]
-    found = predicted(read_gpt2(model.state_dict(), activation_function=activation), some_prompts)
-    assert_close_to_rounding(found, model.at_query(some_prompts))
+    checkpoint = read_gpt2(model.state_dict(), activation_function=activation)
+    assert_close_to_rounding(predicted(checkpoint, some_prompts), model.at_query(some_prompts))
 
 
 def test_the_norms_eps_is_the_stated_one(some_prompts: Prompts):
@@ -170,23 +163,22 @@ def test_the_norms_eps_is_the_stated_one(some_prompts: Prompts):
     for block in model._backbone.h:
         block.ln_1.eps = block.ln_2.eps = 0.5
     model._backbone.ln_f.eps = 0.5
-    found = predicted(read_gpt2(model.state_dict(), layer_norm_epsilon=0.5), some_prompts)
-    assert_close_to_rounding(found, model.at_query(some_prompts))
+    prediction = predicted(read_gpt2(model.state_dict(), layer_norm_epsilon=0.5), some_prompts)
+    assert_close_to_rounding(prediction, model.at_query(some_prompts))
 
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_several_responses_enter_side_by_side(biased: bool):
     task = TaskConfig(d_x=3, d_y=2, context_length=4)
-    generator = generator_for(0, "eval", 0)
-    prompts = sample_prompts(task, 5, generator=generator, dtype=torch.float64)
+    prompts = sample_prompts(task, 5, dtype=torch.float64)
     model = garg().double()
     model._read_in = nn.Linear(3, 16, bias=biased).double()
     model._read_out = read_out = nn.Linear(16, 2, bias=biased).double()
     tokens = torch.zeros(5, 9, 3, dtype=torch.float64)
     tokens[:, :8:2], tokens[:, 1::2, :2], tokens[:, 8] = prompts.x, prompts.y, prompts.x_query
     stream = model._backbone(inputs_embeds=model._read_in(tokens)).last_hidden_state
-    found = predicted(read_gpt2(model.state_dict()), prompts)
-    assert_close_to_rounding(found, read_out(stream[:, -1]).detach())
+    prediction = predicted(read_gpt2(model.state_dict()), prompts)
+    assert_close_to_rounding(prediction, read_out(stream[:, -1]).detach())
 
 
 @pytest.mark.slow
@@ -264,11 +256,11 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(
 def test_masking_an_encoder_head_zeroes_its_columns(norm_first: bool, some_prompts: Prompts):
     stack = encoder(4, norm_first=norm_first).double()
     checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
-    found = without(checkpoint, some_prompts, [(1, 0)])
+    prediction = without(checkpoint, some_prompts, [(1, 0)])
     with torch.no_grad():
         stack.layers[1].self_attn.out_proj.weight[:, :2] = 0
         expected = stack(some_prompts.tokens)[:, -1, 3:]
-    assert_close_to_rounding(found, expected)
+    assert_close_to_rounding(prediction, expected)
 
 
 @pytest.mark.slow
@@ -297,7 +289,7 @@ def test_heads_that_do_not_exist_are_refused(gpt2: Checkpoint, some_prompts: Pro
 def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint):
     def draw(**changes: int) -> Prompts:
         task = TaskConfig(**{"d_x": 3, "context_length": 9} | changes)
-        return sample_prompts(task, 2, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        return sample_prompts(task, 2, dtype=torch.float64)
 
     ways = (gpt2.model.predict, gpt2.predictor.predict, gpt2.predictor.run, gpt2.predictor.streams)
     words = "context_length must be <= 9, all that n_positions = 20 has room for, got 10"
@@ -325,7 +317,5 @@ found = read_foreign([Stored(Path("x.pt"), state, {})], hints)
 assert found.predictor.weights is found.weights
 print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

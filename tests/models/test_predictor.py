@@ -31,9 +31,8 @@ ONE_LAYER = {
     "self, biases": {"attend_to_self": True, "biases": True},
     "merged": {"merged_qk": True, "d_head": None},
     "merged, biases": {"merged_qk": True, "d_head": None, "biases": True, "attend_to_self": True},
-    "merged, biases, linear": {
-        **{"merged_qk": True, "d_head": None, "biases": True, "score": "linear/L"},  # b_K counts
-    },
+    # Of linear scores b_K counts.
+    "merged, linear": {"merged_qk": True, "d_head": None, "biases": True, "score": "linear/L"},
     "linear/L": {"score": "linear/L"},
     "1+tanh, self": {"score": "1+tanh", "attend_to_self": True},
     "context only": {"context_only": True},
@@ -47,13 +46,7 @@ TOKEN_MAP = {
     "linear/L, read-in": {**CONTEXT, **READ_IN, "score": "linear/L"},
     "one layer, read-in": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 1},
     "four layers": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 4},
-    "wider heads": {
-        **CONTEXT,
-        **READ_IN,
-        "score": "linear/L",
-        "n_layers": 4,
-        "d_head": token_map.NARROW + 1,
-    },
+    "wider heads": {**CONTEXT, **READ_IN, "score": "linear/L", "d_head": token_map.NARROW + 1},
 }
 TAKEN_AWAY = {
     "softmax": CONTEXT,
@@ -81,18 +74,10 @@ PLAIN = {
     "GPT-2": {**GPT2, "n_layers": 3, "n_positions": 21},
 }
 WAYS = {"one layer": ONE_LAYER, "token map": TOKEN_MAP, "taken away": TAKEN_AWAY, "plain": PLAIN}
-EACH = pytest.mark.parametrize(
-    "architecture",
-    [architecture for kind in WAYS.values() for architecture in kind.values()],
-    ids=[f"{way}: {name}" for way, kind in WAYS.items() for name in kind],
-)
-FEW = pytest.mark.parametrize(
-    "architecture",
-    sampled(
-        [architecture for kind in WAYS.values() for architecture in kind.values()],
-        keep=lambda architecture: architecture in [next(iter(k.values())) for k in WAYS.values()],
-    ),
-)
+ALL = {f"{way}: {name}": each for way, kind in WAYS.items() for name, each in kind.items()}
+EACH = pytest.mark.parametrize("architecture", ALL.values(), ids=ALL)
+FIRST = [next(iter(kind.values())) for kind in WAYS.values()]
+FEW = pytest.mark.parametrize("architecture", sampled(ALL.values(), keep=FIRST.__contains__))
 """One of each way, and the others in `make test-all`."""
 N_HEADS = 4
 
@@ -110,8 +95,7 @@ def random_weights(architecture: dict, *, d_y: int = 2) -> Weights:
 def drawn(d_y: int = 2, n_prompts: int = 300) -> Prompts:
     """More prompts than one chunk of the slow ways has; 5 pairs each."""
     task = TaskConfig(d_x=3, d_y=d_y, context_length=5)
-    generator = generator_for(2, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    return sample_prompts(task, n_prompts, seed=2, dtype=torch.float64)
 
 
 def masks_of(n_layers: int) -> list[list[Head]]:
@@ -130,10 +114,14 @@ def masks_of(n_layers: int) -> list[list[Head]]:
     ]
 
 
+def hooked(weights: Weights) -> ICLTransformer:
+    return ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=weights.d_y))
+
+
 @torch.no_grad()
 def by_hooks(weights: Weights, prompts: Prompts, masks: list[list[Head]], method: str) -> Tensor:
     """One run of the hooked model for each mask, all prompts at once."""
-    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=weights.d_y))
+    model = hooked(weights)
     tokens = model.tokens(prompts)
     _, cache = model.run_with_cache(tokens)
     outputs = []
@@ -164,8 +152,8 @@ def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: in
     weights, prompts = random_weights(architecture, d_y=d_y), drawn(d_y)
     masks = masks_of(weights.n_layers)
     expected = by_hooks(weights, prompts, masks, method)
-    found = predictor_of(weights).run(prompts, masks, method=method)
-    assert_close_to_rounding(found, expected)
+    predictions = predictor_of(weights).run(prompts, masks, method=method)
+    assert_close_to_rounding(predictions, expected)
     changes = (expected[1:] - expected[0]).abs().amax((1, 2))
     assert changes.min() > 1e-6 * expected.abs().max()  # no mask is a mask of nothing
     assert_close_to_rounding(predictor_of(weights).predict(prompts).detach(), expected[0])
@@ -175,7 +163,7 @@ def test_masks_are_those_of_plain_hooks(architecture: dict, method: str, d_y: in
 @EACH
 def test_streams_are_those_of_plain_hooks(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()
-    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+    model = hooked(weights)
     tokens, n_layers = model.tokens(prompts), weights.n_layers
     predictor, heads = predictor_of(weights), [(0, 1), (n_layers - 1, 2)]
 
@@ -187,22 +175,21 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
 
     for masked, edits in (([], []), (heads, [(lambda name: name.endswith("hook_z"), zero)])):
         with torch.no_grad(), model.hooks(fwd_hooks=edits):
-            expected = torch.stack(
-                [model(tokens, stop_at_layer=layer) for layer in range(n_layers + 1)]
-            )
+            layers = range(n_layers + 1)
+            expected = torch.stack([model(tokens, stop_at_layer=layer) for layer in layers])
             if masked:
                 with_x = [
                     model(model.tokens(replace(prompts, x_query=x)), stop_at_layer=n_layers)[:, -1]
                     for x in [*prompts.x.unbind(1), prompts.x_query]
                 ]
-        found = predictor.streams(prompts, heads=masked, positions=[-1, -2, -6])
-        assert_close_to_rounding(found, expected[:, :, [-1, -2, -6]])
+        streams = predictor.streams(prompts, heads=masked, positions=[-1, -2, -6])
+        assert_close_to_rounding(streams, expected[:, :, [-1, -2, -6]])
         assert_close_to_rounding(predictor.streams(prompts, heads=masked), expected[:, :, [-1]])
         if not masked:
             for layer in range(n_layers + 1):
                 assert_close_to_rounding(predictor.stream(prompts, layer), expected[layer])
-    found = predictor.query_streams(prompts, n_layers, heads=heads)
-    assert_close_to_rounding(found, torch.stack(with_x, dim=1))
+    at_query = predictor.query_streams(prompts, n_layers, heads=heads)
+    assert_close_to_rounding(at_query, torch.stack(with_x, dim=1))
 
 
 BACKENDS = {
@@ -241,14 +228,11 @@ def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
     last = weights.n_layers - 1
     idle = sorted({(0, 1), (last, 2)})
     predictor = predictor_of(weights.without(idle))
-    if weights.n_layers * N_HEADS == 4:
-        others = [[(0, 0)]]
-    else:
-        others = [[(0, 0)], [(last, 1)], [(0, 3), (last, 0)]]
+    others = [[(0, 0)], [(last, 1)], [(0, 3), (last, 0)]] if last else [[(0, 0)]]
     for method in METHODS:
         full, *alone = predictor.run(prompts, [[], *([head] for head in idle), idle], method=method)
-        for found in alone:
-            assert torch.equal(found, full)
+        for prediction in alone:
+            assert torch.equal(prediction, full)
         for heads in others:
             one, other = predictor.run(prompts, [heads, [*heads, *idle]], method=method)
             if weights.n_layers == 1:
@@ -260,7 +244,7 @@ def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
 
 def with_hook(weights: Weights) -> ICLTransformer:
     """The model with somebody's permanent hook on its first z, which doubles head 0's."""
-    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+    model = hooked(weights)
 
     def double(z: Tensor, hook: object) -> Tensor:
         return torch.cat([2 * z[:, :, :1], z[:, :, 1:]], dim=2)
@@ -280,35 +264,25 @@ def test_somebodys_hooks_are_not_missed(architecture: dict):
     expected = by_hooks(as_if, prompts, masks, "zero")
     plain = by_hooks(weights, prompts, masks, "zero")
     assert (expected - plain).abs().max() > 1e-3 * expected.abs().max()
+    n_layers, doubling = weights.n_layers, predictor_of(as_if)
+    uses = [lambda each: each.streams(prompts), lambda each: each.query_streams(prompts, n_layers)]
+    uses += [lambda each, layer=layer: each.stream(prompts, layer) for layer in range(n_layers + 1)]
     for source in (model, hooked_predictor(model), predictor_of(model)):
         predictor = predictor_of(source)
         assert_close_to_rounding(predictor.run(prompts, masks), expected)
         assert_close_to_rounding(predictor.predict(prompts).detach(), expected[0])
-        n_layers = weights.n_layers
-        streams = predictor_of(as_if).streams(prompts)
-        assert_close_to_rounding(predictor.streams(prompts), streams)
-        found = predictor.query_streams(prompts, n_layers)
-        assert_close_to_rounding(found, predictor_of(as_if).query_streams(prompts, n_layers))
-        for layer in range(n_layers + 1):
-            at = predictor_of(as_if).stream(prompts, layer)
-            assert_close_to_rounding(predictor.stream(prompts, layer), at)
+        for use in uses:
+            assert_close_to_rounding(use(predictor), use(doubling))
 
 
-def test_a_hook_that_comes_later_is_not_missed_and_one_that_goes_is_gone():
-    weights, prompts = random_weights({}), drawn()
-    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
+def test_what_is_done_to_the_model_later_is_not_missed():
+    model, prompts = hooked(random_weights({})), drawn()
     predictor = predictor_of(model)
     before = predictor.run(prompts)
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: 0 * z)]):
         assert not predictor.run(prompts).any()
     assert torch.equal(predictor.run(prompts), before)
-
-
-def test_weights_that_change_are_seen():
-    weights, prompts = random_weights({}), drawn()
-    model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=3, d_y=2))
-    predictor = predictor_of(model)
-    assert predictor.run(prompts).any()
+    # Weights that change are seen, too.
     with torch.no_grad():
         model.blocks[0].attn.W_O.zero_()
     assert not predictor.run(prompts).any()

@@ -1,5 +1,7 @@
 """Score functions: they are the f they are named for, and masked keys have no weight and no gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -66,13 +68,16 @@ def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: 
     torch.testing.assert_close(without_mask, expected, rtol=1e-12, atol=0)
 
 
+def jacobian_of(score: str, scores: torch.Tensor) -> torch.Tensor:
+    pattern = partial(attention_pattern, score=score, slope=SLOPE)
+    return torch.autograd.functional.jacobian(pattern, scores)
+
+
 @pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
 def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: str):
     row = scores[0, 0]
     pattern, slope = pattern_and_slope(row, score=score, slope=SLOPE)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda s: attention_pattern(s, score=score, slope=SLOPE), row
-    )
+    jacobian = jacobian_of(score, row)
     others = pattern[:, None] if is_normalised(score) else 0
     expected = slope * (torch.eye(7, dtype=torch.float64) - others)
     torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-12)
@@ -81,8 +86,7 @@ def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: 
 @pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
 def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: str):
     masked = scores.clone()
-    masked[..., 2] = -torch.inf
-    masked[..., 5] = -torch.inf
+    masked[..., [2, 5]] = -torch.inf
     kept = [0, 1, 3, 4, 6]
     pattern = attention_pattern(masked, score=score, slope=SLOPE)
     expected = attention_pattern(scores[..., kept], score=score, slope=SLOPE)
@@ -114,13 +118,10 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_derivative_at_zero(score: str):
-    scores = torch.zeros(8, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda s: attention_pattern(s, score=score, slope=SLOPE), scores
-    )
+    jacobian = jacobian_of(score, torch.zeros(8, dtype=torch.float64))
     own = jacobian[0, 0] - (jacobian[0, 1] if is_normalised(score) else 0)
-    found = score_derivative_at_zero(score, SLOPE, context_length=8)
-    assert found == pytest.approx(8 * own.item(), abs=1e-12)
+    derivative = score_derivative_at_zero(score, SLOPE, context_length=8)
+    assert derivative == pytest.approx(8 * own.item(), abs=1e-12)
 
 
 def test_derivative_of_rectified_scores_is_that_of_their_odd_part():

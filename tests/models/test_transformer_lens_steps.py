@@ -48,13 +48,13 @@ def test_the_prediction_splits_into_heads_and_grows_layer_by_layer(shipped):
 def test_a_sweep_on_numbers_is_patch_positions(shipped):
     model, clean = shipped
     corrupted = turned(clean)
-    found = patch_positions(model, clean, corrupted, metric=lambda logits: logits[:, -1, 0])
+    result = patch_positions(model, clean, corrupted, metric=lambda logits: logits[:, -1, 0])
     with torch.no_grad(), model.numbered(clean, corrupted) as (ids, other):
         _, cache = model.run_with_cache(ids)
         swept = patching.get_act_patch_resid_pre(model, other, cache, first_of_query)
         swept = swept - first_of_query(model(other))
     assert swept.shape == (model.cfg.n_layers, N_POS)
-    np.testing.assert_allclose(found.effect, swept.numpy(), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(result.effect, swept.numpy(), rtol=1e-3, atol=1e-5)
 
 
 def test_a_gradient_says_what_patching_the_last_heads_does(shipped):
@@ -146,6 +146,6 @@ def test_a_sparse_probe_finds_the_coordinate_it_is_asked_for(shipped):
         return  # the stream is a mixture of the token's entries
     generator = torch.Generator().manual_seed(0)
     stream = model(torch.randn(400, 3, cfg.d_token, generator=generator), stop_at_layer=0)[:, -1]
-    found = sparse_probing.fit_sparse_probe(stream.detach(), stream[:, 1] > 0, k=1)
-    assert found.selected_features.tolist() == [1]
-    assert found.metrics.roc_auc == 1
+    probe = sparse_probing.fit_sparse_probe(stream.detach(), stream[:, 1] > 0, k=1)
+    assert probe.selected_features.tolist() == [1]
+    assert probe.metrics.roc_auc == 1

@@ -55,9 +55,8 @@ def test_learning_a_direction_lowers_the_loss_by_the_square_of_its_singular_valu
     gains = modes(moments).gains
     np.testing.assert_allclose(whitened_singular_values(moments) ** 2, gains, rtol=1e-10)
     # Covariances that do not commute have no modes, but singular values.
-    other = population_moments(
-        covariance, context_length=31, task_covariance=np.array([4, 3, 2, 1.0])
-    )
+    law = np.array([4, 3, 2, 1.0])
+    other = population_moments(covariance, context_length=31, task_covariance=law)
     best = other.minimiser()
     fall = other.yy - float(other.loss(best))
     assert (whitened_singular_values(other) ** 2).sum() == pytest.approx(fall, rel=1e-10)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig, override
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
@@ -18,10 +19,10 @@ from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import task_moments, train_linear
 
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)
-CORRELATED = replace(
-    TASK, d_x=3, context_length=6, covariance=CovarianceConfig(kind="kms", rho=0.5)
-)
-WIDE = replace(CORRELATED, n_tasks=64)
+KMS = CovarianceConfig(kind="kms", rho=0.5)
+CORRELATED = replace(TASK, d_x=3, context_length=6, covariance=KMS)
+TASKS = {"plain": TASK, "correlated": CORRELATED, "wide": replace(CORRELATED, n_tasks=64)}
+EACH = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
 def optimum_of(task: TaskConfig):
@@ -37,9 +38,9 @@ def optimum_of(task: TaskConfig):
 def test_the_row_of_the_facts_for_one_task():
     # facts/task_priors.md 3, M = 1: its pool is the first draw of numpy's generator of seed 0.
     pool = np.random.default_rng(0).standard_normal((1, 5))
-    found = pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25)
-    assert found.pool_risk == pytest.approx(0.0776, abs=0.00005)
-    assert found.new_risk == pytest.approx(4.262, abs=0.001)
+    best = pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25)
+    assert best.pool_risk == pytest.approx(0.0776, abs=0.00005)
+    assert best.new_risk == pytest.approx(4.262, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +51,11 @@ def test_the_rows_of_the_facts_for_more_tasks_are_usual_ones(
     n_tasks: int, pool_risk: float, new_risk: float
 ):
     # How their pools were drawn is not known. Over draws of pools the closed form is as often below as above such numbers.
-    rng, given = np.random.default_rng(1), {"context_length": 20, "noise_var": 0.25}
-    found = [
-        pool_optimum(rng.standard_normal((n_tasks, 5)), np.ones(5), **given) for _ in range(400)
-    ]
-    for value, risks in (
-        (pool_risk, [each.pool_risk for each in found]),
-        (new_risk, [each.new_risk for each in found]),
-    ):
-        assert 0.025 < np.mean(np.array(risks) < value) < 0.975
+    pools = np.random.default_rng(1).standard_normal((400, n_tasks, 5))
+    optima = [pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25) for pool in pools]
+    risks = np.array([(each.pool_risk, each.new_risk) for each in optima])
+    below = (risks < [pool_risk, new_risk]).mean(0)
+    assert ((below > 0.025) & (below < 0.975)).all()
 
 
 @pytest.mark.parametrize("n_tasks", [1, 2, 4, 8, 64])
@@ -67,28 +64,27 @@ def test_the_formulas_of_the_facts(n_tasks: int):
     T, d, L, s2 = second_moment(task_pool(task)[..., 0].numpy()), 5, 20, 0.25
     G = (1 + 1 / L) * T + (np.trace(T) + s2) / L * np.eye(d)
     A = T @ np.linalg.inv(G)
-    found = optimum_of(task)
-    np.testing.assert_allclose(found.M.T, A, atol=1e-12)
-    assert found.pool_risk == pytest.approx(np.trace(T) - np.trace(A @ T), abs=1e-12)
+    best = optimum_of(task)
+    np.testing.assert_allclose(best.M.T, A, atol=1e-12)
+    assert best.pool_risk == pytest.approx(np.trace(T) - np.trace(A @ T), abs=1e-12)
     on_new = d - 2 * np.trace(A) + np.trace(A @ ((1 + 1 / L + (d + s2) / L) * A.T))
-    assert found.new_risk == pytest.approx(on_new, abs=1e-12)
+    assert best.new_risk == pytest.approx(on_new, abs=1e-12)
     if n_tasks < 5:  # second moments tell a pool of fewer tasks than dimensions from new ones
-        assert found.pool_risk < found.new_risk
+        assert best.pool_risk < best.new_risk
 
 
-@pytest.mark.parametrize("task", [TASK, CORRELATED, WIDE], ids=["plain", "correlated", "wide"])
+@EACH
 @pytest.mark.parametrize("new_tasks", [False, True])
 def test_risks_are_those_of_monte_carlo(task: TaskConfig, new_tasks: bool):
-    found, n_prompts = optimum_of(task), 100_000
-    prompts = sample_prompts(task, n_prompts, new_tasks=new_tasks, dtype=torch.float64)
+    best = optimum_of(task)
+    prompts = sample_prompts(task, 100_000, new_tasks=new_tasks, dtype=torch.float64)
     b = (prompts.x * prompts.y).mean(1)
-    prediction = torch.einsum("bi,ij,bj->b", b, torch.from_numpy(found.M), prompts.x_query)
-    squares = (prediction - prompts.y_query_clean[:, 0]).square()
-    expected = found.new_risk if new_tasks else found.pool_risk
-    assert abs(squares.mean().item() - expected) < 4 * squares.std().item() / n_prompts**0.5
+    prediction = torch.einsum("bi,ij,bj->b", b, torch.from_numpy(best.M), prompts.x_query)
+    mean, sem = mean_and_sem((prediction - prompts.y_query_clean[:, 0]).square().numpy())
+    assert abs(mean - (best.new_risk if new_tasks else best.pool_risk)) < 4 * sem
 
 
-@pytest.mark.parametrize("task", [TASK, CORRELATED, WIDE], ids=["plain", "correlated", "wide"])
+@EACH
 def test_no_other_matrix_is_better(task: TaskConfig):
     moments, M = task_moments(task), optimum_of(task).M
     np.testing.assert_allclose(moments.gradient(M), 0, atol=1e-12)
@@ -97,31 +93,21 @@ def test_no_other_matrix_is_better(task: TaskConfig):
 
 def test_linear_attention_keeps_second_moments_only():
     # Two pools of the same second moment, one of them with tasks and their negatives: the same optimum, other posteriors.
-    task = replace(TASK, n_tasks=4)
-    pool = task_pool(task)
-    mirrored = torch.cat([pool, -pool])
-    covariance = np.ones(5)
-    first, second = (
-        pool_optimum(each[..., 0].numpy(), covariance, context_length=20, noise_var=0.25)
-        for each in (pool, mirrored)
-    )
+    pool, law = task_pool(TASK), {"context_length": 20, "noise_var": 0.25}
+    both = (pool, torch.cat([pool, -pool]))
+    first, second = (pool_optimum(each[..., 0].numpy(), np.ones(5), **law) for each in both)
     np.testing.assert_allclose(first.M, second.M, atol=1e-14)
-    prompts = sample_prompts(task, 100, context_length=1, dtype=torch.float64)
-    here, there = (dmmse(prompts, pool=each, noise_var=0.25) for each in (pool, mirrored))
-    assert (here - there).abs().mean() > 0.1
+    prompts = sample_prompts(TASK, 100, context_length=1, dtype=torch.float64)
+    first, second = (dmmse(prompts, pool=each, noise_var=0.25) for each in both)
+    assert (first - second).abs().mean() > 0.1
 
 
 def test_on_its_pool_dmmse_beats_ridge_and_linear_attention():
-    task = TASK
-    prompts = sample_prompts(task, 4000, dtype=torch.float64)
-    risks = [
-        (each - prompts.y_query_clean).square().mean().item()
-        for each in (
-            dmmse(prompts, pool=task_pool(task), noise_var=0.25),
-            ridge(prompts, penalty=task.posterior_penalty),
-        )
-    ]
-    assert risks[0] < risks[1] < optimum_of(task).pool_risk
+    prompts = sample_prompts(TASK, 4000, dtype=torch.float64)
+    posterior = dmmse(prompts, pool=task_pool(TASK), noise_var=0.25)
+    both = torch.stack([posterior, ridge(prompts, penalty=TASK.posterior_penalty)])
+    best, other = (both - prompts.y_query_clean).square().mean((1, 2)).tolist()
+    assert best < other < optimum_of(TASK).pool_risk
 
 
 def noiseless(n_tasks: int) -> TaskConfig:
@@ -131,15 +117,15 @@ def noiseless(n_tasks: int) -> TaskConfig:
 @pytest.mark.parametrize("n_tasks", [1, 2, 3, 4, 9])
 def test_as_many_directions_are_learned_as_the_pool_spans(n_tasks: int):
     moments = task_moments(noiseless(n_tasks))
-    found, rank = modes(moments), min(n_tasks, 4)
-    assert len(found.rates) == rank
-    assert len(found.levels) == rank + 1
-    assert found.levels[-1] == pytest.approx(optimum_of(noiseless(n_tasks)).pool_risk)
+    directions, rank = modes(moments), min(n_tasks, 4)
+    assert len(directions.rates) == rank
+    assert len(directions.levels) == rank + 1
+    assert directions.levels[-1] == pytest.approx(optimum_of(noiseless(n_tasks)).pool_risk)
     run = flow(merged_heads(4, 4, std=1e-8, seed=0), moments, duration=2000.0)
-    assert run.loss[-1] == pytest.approx(found.levels[-1], rel=1e-6)
+    assert run.loss[-1] == pytest.approx(directions.levels[-1], rel=1e-6)
     # From small weights it comes near every level on its way.
-    for level in found.levels[:-1]:
-        assert np.abs(run.loss - level).min() < 0.01 * (found.levels[0] - found.levels[1])
+    for level in directions.levels[:-1]:
+        assert np.abs(run.loss - level).min() < 0.01 * (directions.levels[0] - directions.levels[1])
 
 
 @pytest.mark.slow
@@ -156,8 +142,8 @@ def test_a_trained_layer_ends_at_the_optimum_of_its_pool(optimizer: str):
     best = optimum_of(config.task)
     assert trained.history["eval_loss"].iloc[-1] == pytest.approx(best.pool_risk, rel=1e-4)
     if optimizer == "gradient_descent":  # on a training set, too
-        found = train_linear(override(config, "task.n_sequences=4000")).history["eval_loss"]
-        assert best.pool_risk < found.iloc[-1] < 1.2 * best.pool_risk
+        losses = train_linear(override(config, "task.n_sequences=4000")).history["eval_loss"]
+        assert best.pool_risk < losses.iloc[-1] < 1.2 * best.pool_risk
 
 
 @pytest.mark.parametrize(
@@ -173,10 +159,8 @@ def test_a_pool_without_tasks_is_refused(pool: np.ndarray, message: str):
 
 
 def test_a_singular_law_of_tasks_is_taken_and_a_negative_one_not():
-    found = population_moments(
-        np.ones(2), context_length=5, task_covariance=np.array([[1.0, 1.0], [1.0, 1.0]])
-    )
-    assert len(modes(found).rates) == 1
+    moments = population_moments(np.ones(2), context_length=5, task_covariance=np.ones((2, 2)))
+    assert len(modes(moments).rates) == 1
     with pytest.raises(ValueError, match="must be positive numbers or 0, not all 0"):
         population_moments(np.ones(2), context_length=5, task_covariance=np.zeros(2))
 

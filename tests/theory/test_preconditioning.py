@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, prompt_chunks
 from mechinterp.theory.preconditioning import (
@@ -30,8 +31,8 @@ def test_the_preconditioner_is_best(kind: str):
     least = risk(best, SIGMA, **SETTING)
     random = np.random.default_rng(0)
     for _ in range(20):
-        there = risk(best + 1e-3 * random.normal(size=(5, 5)), SIGMA, **SETTING)
-        assert least < there < least + 1e-4
+        nearby = risk(best + 1e-3 * random.normal(size=(5, 5)), SIGMA, **SETTING)
+        assert least < nearby < least + 1e-4
     inverse, eye = np.linalg.inv(SIGMA), np.eye(5)
     for other in (inverse, eye):
         assert min(risk(a * other, SIGMA, **SETTING) for a in np.linspace(0.1, 2, 200)) > least
@@ -40,13 +41,12 @@ def test_the_preconditioner_is_best(kind: str):
 def test_risks_at_the_published_setting():
     eye = np.eye(5)
     for eta in (0.5, 0.88):
-        isotropic = {"d_x": 5, **SETTING}
-        assert vanilla_step_risk(eta * eye, eye, **SETTING) == pytest.approx(
-            vanilla_risk(eta, **isotropic)
-        )
-        assert debiased_step_risk(eta * eye, eye, **SETTING) == pytest.approx(
-            debiased_risk(eta, **isotropic)
-        )
+        for risk, isotropic in (
+            (vanilla_step_risk, vanilla_risk),
+            (debiased_step_risk, debiased_risk),
+        ):
+            expected = isotropic(eta, d_x=5, **SETTING)
+            assert risk(eta * eye, eye, **SETTING) == pytest.approx(expected)
     gamma = debiased_preconditioner(SIGMA, **SETTING)
     expected = [1.091, 1.288, 1.289, 1.288, 1.091]
     np.testing.assert_allclose(np.diag(gamma), expected, atol=1e-3)
@@ -65,8 +65,5 @@ def test_risks_against_monte_carlo(kind: str):
         moment = (x.mT @ prompts.y)[..., 0] / 40
         y_hat = torch.einsum("bi,ij,bj->b", prompts.x_query, matrix, moment)
         errors.append((y_hat - prompts.y_query[:, 0]).square().numpy())
-    errors = np.concatenate(errors).astype(np.float64)
-    sem = errors.std(ddof=1) / len(errors) ** 0.5
-    assert errors.mean() == pytest.approx(
-        KINDS[kind][1](gamma, SIGMA, **SETTING), abs=float(4 * sem)
-    )
+    mean, sem = mean_and_sem(np.concatenate(errors).astype(np.float64))
+    assert mean == pytest.approx(KINDS[kind][1](gamma, SIGMA, **SETTING), abs=4 * sem)

@@ -1,12 +1,25 @@
-"""Closed forms against Monte Carlo, against each other and against the paper's numbers."""
+"""The softmax paper's closed forms and approximate loss, against Monte Carlo, each other and the paper's numbers."""
 
 import numpy as np
 import pytest
+import torch
 
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import prompt_chunks, sample_prompts
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import predict
+from mechinterp.theory.approximate_loss import (
+    approximate_loss,
+    corrected_loss,
+    loss_gradients,
+    manifold_loss,
+    optimal_mu,
+    single_head,
+    step_terms,
+    taylor_terms,
+)
 from mechinterp.theory.softmax import (
     bayes_risk_limit,
     debiased_risk,
@@ -24,17 +37,21 @@ SETTINGS = [
     {"d_x": 3, "context_length": 7, "noise_var": 1.5},
     {"d_x": 8, "context_length": 2, "noise_var": 0.0},
 ]
+SETTING = SETTINGS[0]
+KINDS = {
+    "vanilla": (vanilla_gd, vanilla_risk, vanilla_step_size),
+    "debiased": (debiased_gd, debiased_risk, debiased_step_size),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("eta", [0.3, 0.9])
-@pytest.mark.parametrize(
-    ("learner", "risk"), [(vanilla_gd, vanilla_risk), (debiased_gd, debiased_risk)]
-)
-def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, learner, risk):
+@pytest.mark.parametrize("kind", KINDS)
+def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, kind):
+    learner, risk, _ = KINDS[kind]
     task = TaskConfig(**setting)
-    prompts = sample_prompts(task, 200_000, generator=generator_for(1, "eval", 0))
+    prompts = sample_prompts(task, 200_000, seed=1)
     squares = (learner(prompts, eta=eta) - prompts.y_query).square()[:, 0].double().numpy()
     mean, sem = mean_and_sem(squares)
     assert abs(mean - risk(eta, **setting)) < 4 * sem
@@ -42,52 +59,34 @@ def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, learner
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(
-    ("risk", "step_size"), [(vanilla_risk, vanilla_step_size), (debiased_risk, debiased_step_size)]
-)
-def test_step_size_minimises_the_exact_risk(setting, risk, step_size):
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_size_minimises_the_exact_risk(setting, kind):
+    _, risk, step_size = KINDS[kind]
     eta, h = step_size(**setting), 1e-4
     slope = (risk(eta + h, **setting) - risk(eta - h, **setting)) / (2 * h)
     assert abs(slope) < 1e-10
     assert risk(eta, **setting) < min(risk(eta - 0.05, **setting), risk(eta + 0.05, **setting))
 
 
-def test_manifold_mu_minimises_the_approximate_loss():
-    # L~ = 1 + s^2 - 2 mu.omega + mu^T (omega omega^T + c exp(d omega omega^T)) mu, eq. (4.1): its gradient in
-    # mu vanishes on the manifold, for two heads and for three whose positive part is split.
-    d, length, noise_var, gamma = 5, 40, 0.1, 0.17
-    total = manifold_mu(gamma, d_x=d, context_length=length, noise_var=noise_var)
-    for omega, mu in (
-        (gamma * np.array([1, -1]), total * np.array([1, -1])),
-        (gamma * np.array([1, 1, -1]), total * np.array([0.3, 0.7, -1])),
-    ):
-        kernel = np.outer(omega, omega) + (1 + noise_var) / length * np.exp(
-            d * np.outer(omega, omega)
-        )
-        np.testing.assert_allclose(2 * kernel @ mu, 2 * omega, atol=1e-12)
-
-
 def test_manifold_mu_tends_to_half_the_optimal_step_for_small_gamma():
-    setting = SETTINGS[0]
-    assert 2 * 1e-4 * manifold_mu(1e-4, **setting) == pytest.approx(
-        debiased_step_size(**setting), rel=1e-6
-    )
+    step_size = debiased_step_size(**SETTING)
+    assert 2 * 1e-4 * manifold_mu(1e-4, **SETTING) == pytest.approx(step_size, rel=1e-6)
 
 
 def test_manifold_mu_refuses_a_gamma_that_is_not_positive():
     with pytest.raises(ValueError, match=r"gamma must be > 0, got 0\.0\."):
-        manifold_mu(0.0, **SETTINGS[0])
+        manifold_mu(0.0, **SETTING)
 
 
 @pytest.mark.slow
 def test_limits_of_the_risks():
     for noise_var, ratio in ((3.0, 0.2), (0.1, 0.125)):
         setting = {"d_x": 4000, "context_length": round(4000 / ratio), "noise_var": noise_var}
-        best = vanilla_risk(vanilla_step_size(**setting), **setting)
-        assert best == pytest.approx(gd_risk_limit(ratio, noise_var=noise_var), rel=1e-3)
-        assert bayes_risk_limit(ratio, noise_var=noise_var) < gd_risk_limit(
-            ratio, noise_var=noise_var
+        limit = gd_risk_limit(ratio, noise_var=noise_var)
+        assert vanilla_risk(vanilla_step_size(**setting), **setting) == pytest.approx(
+            limit, rel=1e-3
         )
+        assert bayes_risk_limit(ratio, noise_var=noise_var) < limit
     setting = {"d_x": 100, "context_length": 800, "noise_var": 0.1}
     risk, sem = ridge_risk(n_draws=200, rng=np.random.default_rng(0), **setting)
     assert risk == pytest.approx(bayes_risk_limit(0.125, noise_var=0.1), abs=5 * sem + 2e-4)
@@ -95,7 +94,97 @@ def test_limits_of_the_risks():
 
 def test_linear_attention_turns_up_beyond_its_length():
     setting = {"trained_length": 40, "d_x": 5, "noise_var": 0.1}
-    risks = [
-        linear_attention_risk(context_length=length, **setting) for length in (10, 40, 60, 200)
-    ]
+    risks = [linear_attention_risk(context_length=L, **setting) for L in (10, 40, 60, 200)]
     assert risks == pytest.approx([0.7462, 0.2398, 0.3646, 11.60], rel=1e-3)
+
+
+@pytest.fixture
+def heads() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=4) * 0.3, random.normal(size=4)
+
+
+def true_loss(omega: list[float], mu: list[float], n_prompts: int) -> tuple[float, float]:
+    weights = diagonal_heads(omega, mu, d_x=5).to(torch.float32)
+    chunks = prompt_chunks(TaskConfig(), n_prompts, seed=1)
+    errors = [(predict(weights, chunk) - chunk.y_query).square()[:, 0].numpy() for chunk in chunks]
+    return mean_and_sem(np.concatenate(errors).astype(float))
+
+
+def test_gradients_are_those_of_the_loss(heads):
+    omega, mu = (torch.tensor(part, requires_grad=True) for part in heads)
+    c = 1.1 / 40
+    inner = torch.outer(omega, omega)
+    loss = 1.1 - 2 * mu @ omega + mu @ (inner + c * torch.exp(5 * inner)) @ mu
+    loss.backward()
+    assert approximate_loss(*heads, **SETTING) == pytest.approx(loss.item(), rel=1e-12)
+    d_omega, d_mu = loss_gradients(*heads, **SETTING)
+    np.testing.assert_allclose(d_omega, omega.grad.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(d_mu, mu.grad.numpy(), rtol=1e-12)
+
+
+def test_taylor_terms_add_up_to_the_loss(heads):
+    omega, mu = heads
+    p = mu @ omega
+    terms = taylor_terms(omega, mu, **SETTING)
+    expected = 1.1 - 2 * p + p**2 + terms.sum()
+    assert approximate_loss(omega, mu, **SETTING) == pytest.approx(expected, rel=1e-12)
+    assert terms[0] == pytest.approx(1.1 / 40 * mu.sum() ** 2)
+    assert (terms >= 0).all()
+
+
+def test_step_terms_add_up_to_the_gradients(heads):
+    terms = step_terms(*heads, **SETTING)
+    d_omega, d_mu = loss_gradients(*heads, **SETTING)
+    np.testing.assert_allclose(terms.mu, -d_mu / 2, rtol=1e-12)
+    np.testing.assert_allclose(terms.omega, -d_omega / 2, rtol=1e-12)
+    balanced = step_terms(np.array([0.1, -0.1]), np.array([3.0, -3.0]), **SETTING)
+    assert (balanced.zero_sum == 0).all()
+    assert (step_terms(np.zeros(3), np.arange(3.0), **SETTING).homogenising == 0).all()
+
+
+@pytest.mark.parametrize("gamma", [0.05, 0.13, 0.3])
+def test_the_manifold_is_where_mu_is_best(gamma: float):
+    omega = gamma * np.array([1.0, 1.0, -1.0, 0.0])
+    total = manifold_mu(gamma, **SETTING)
+    mu = total * np.array([0.3, 0.7, -1.0, 0.0])
+    loss = approximate_loss(omega, mu, **SETTING)
+    assert loss == pytest.approx(manifold_loss(gamma, **SETTING), rel=1e-12)
+    best = optimal_mu(omega, **SETTING)
+    assert best[:2].sum() == pytest.approx(total)
+    assert approximate_loss(omega, best, **SETTING) == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(loss_gradients(omega, mu, **SETTING)[1], 0, atol=1e-12)
+
+
+def test_the_loss_on_the_manifold_increases_from_that_of_the_best_step():
+    losses = [manifold_loss(gamma, **SETTING) for gamma in np.linspace(1e-5, 0.5, 50)]
+    assert (np.diff(losses) > 0).all()
+    assert losses[0] == pytest.approx(1.1 - debiased_step_size(**SETTING), rel=1e-8)
+
+
+def test_the_single_head_is_a_minimum():
+    omega, mu = single_head(**SETTING)
+    gradients = loss_gradients(np.array([omega]), np.array([mu]), **SETTING)
+    np.testing.assert_allclose(gradients, 0, atol=1e-12)
+    loss = approximate_loss(np.array([omega]), np.array([mu]), **SETTING)
+    assert loss == pytest.approx(0.37207, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("omega", "mu"), [(0.05, 8.0), (0.1, 4.0), (0.13, 3.39), (0.15, 2.0)])
+def test_the_corrected_loss_is_within_a_hundredth_of_the_true_one(omega: float, mu: float):
+    heads = np.array([omega, -omega]), np.array([mu, -mu])
+    true, sem = true_loss([omega, -omega], [mu, -mu], 400_000)
+    corrected = corrected_loss(*heads, **SETTING)
+    plain = approximate_loss(*heads, **SETTING)
+    assert abs(corrected - true) < 0.003 + 4 * sem
+    assert abs(plain - true) > 3 * abs(corrected - true)
+
+
+@pytest.mark.slow
+def test_the_approximation_is_off_for_a_single_head():
+    omega, mu = single_head(**SETTING)
+    true, sem = true_loss([omega], [mu], 400_000)
+    assert true == pytest.approx(0.40803, abs=4 * sem)
+    trained, sem = true_loss([0.52], [1.492], 400_000)
+    assert trained == pytest.approx(0.40396, abs=4 * sem)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols, oracle_ols
 from mechinterp.theory.sparse import (
     best_ridge_risk,
@@ -16,17 +17,19 @@ from mechinterp.theory.sparse import (
     oracle_risk,
 )
 
+NARROW = {"d_x": 4, "context_length": 3, "signal_var": 1.0}
+
 
 def prompts_of(n: int, **fields: object):
     task = TaskConfig(nonzeros="signs", **fields)
-    return sample_prompts(task, n, generator=generator_for(1, "eval", 0), dtype=torch.float64)
+    return sample_prompts(task, n, seed=1, dtype=torch.float64)
 
 
 def assert_meets(risks: torch.Tensor, expected: float):
     """Within 4 standard errors."""
-    sem = risks.std().item() / len(risks) ** 0.5
+    mean, sem = mean_and_sem(risks.numpy())
     assert sem < 0.05 * expected
-    assert abs(risks.mean().item() - expected) < 4 * sem
+    assert abs(mean - expected) < 4 * sem
 
 
 @pytest.mark.slow
@@ -69,38 +72,27 @@ def test_moments_of_the_correlations():
     eigenvalues = (2.0, 1.0, 0.5)
     covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=eigenvalues)
     beta = np.array([0.7, -1.1, 0.0])
-    generator = generator_for(2, "eval", 0)
     task = TaskConfig(d_x=3, context_length=6, noise_var=0.4, covariance=covariance)
-    prompts = sample_prompts(task, 40_000, generator=generator, dtype=torch.float64)
+    prompts = sample_prompts(task, 40_000, seed=2, dtype=torch.float64)
     noise = prompts.y - prompts.x @ prompts.beta
     y = prompts.x @ torch.from_numpy(beta)[:, None] + noise
     r = (prompts.x * y).mean(1).numpy()
-    mean, variance = correlation_moments(
-        beta, np.array(eigenvalues), context_length=6, noise_var=0.4
-    )
+    law = {"context_length": 6, "noise_var": 0.4}
+    mean, variance = correlation_moments(beta, np.array(eigenvalues), **law)
     squares = (r - mean) ** 2
     assert (np.abs(r.mean(0) - mean) < 4 * r.std(0) / 200).all()
     assert (np.abs(squares.mean(0) - variance) < 4 * squares.std(0) / 200).all()
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("risk", "sizes", "message"),
     [
-        (lambda: ols_risk(d_x=4, context_length=5, noise_var=1.0), "> d_x . 1 = 5, got 5"),
-        (
-            lambda: oracle_risk(sparsity=4, context_length=5, noise_var=1.0),
-            "> sparsity . 1 = 5, got 5",
-        ),
-        (
-            lambda: minimum_norm_risk(d_x=4, context_length=3, noise_var=1.0, signal_var=1.0),
-            "< d_x - 1 = 3, got 3",
-        ),
-        (
-            lambda: best_ridge_risk(d_x=4, context_length=3, noise_var=0.0, signal_var=1.0),
-            "noise_var must be > 0, got 0",
-        ),
+        (ols_risk, {"d_x": 4, "context_length": 5}, "> d_x . 1 = 5, got 5"),
+        (oracle_risk, {"sparsity": 4, "context_length": 5}, "> sparsity . 1 = 5, got 5"),
+        (minimum_norm_risk, {**NARROW, "noise_var": 1.0}, "< d_x - 1 = 3, got 3"),
+        (best_ridge_risk, {**NARROW, "noise_var": 0.0}, "noise_var must be > 0, got 0"),
     ],
 )
-def test_outside_of_a_formula(call, message: str):
+def test_outside_of_a_formula(risk, sizes: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        call()
+        risk(**{"noise_var": 1.0} | sizes)

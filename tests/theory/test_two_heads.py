@@ -22,24 +22,24 @@ def flow(*times: float):
 
 def test_the_flow_descends_half_the_approximate_loss():
     time = np.linspace(0, 12, 2401)
-    found = flow(*time)
-    rates = np.gradient(found.omega, time), np.gradient(found.mu, time)
+    run = flow(*time)
+    rates = np.gradient(run.omega, time), np.gradient(run.mu, time)
     for at in (800, 1500, 1700, 2300):
-        pair = [np.array([value, -value]) for value in (found.omega[at], found.mu[at])]
+        pair = [np.array([value, -value]) for value in (run.omega[at], run.mu[at])]
         d_omega, d_mu = loss_gradients(*pair, **SETTING)
         assert rates[0][at] == pytest.approx(-d_omega[0] / 2, rel=1e-3, abs=1e-5)
         assert rates[1][at] == pytest.approx(-d_mu[0] / 2, rel=1e-3, abs=1e-5)
         half = approximate_loss(*pair, **SETTING) / 2
-        assert found.half_loss[at] == pytest.approx(half, rel=1e-10)
-    assert (np.diff(found.half_loss) < 0).all()
+        assert run.half_loss[at] == pytest.approx(half, rel=1e-10)
+    assert (np.diff(run.half_loss) < 0).all()
 
 
 @pytest.mark.slow
 def test_the_published_trajectory():
     # After the peak, where its Euler steps of 0.01 are accurate.
-    found = flow(12.0, 30.0, 100.0, 1000.0, 10_000.0)
-    np.testing.assert_allclose(found.omega, [0.5046, 0.3979, 0.3106, 0.2058, 0.1394], rtol=1e-3)
-    np.testing.assert_allclose(found.mu, [0.7962, 1.0653, 1.3958, 2.1297, 3.1510], rtol=1e-3)
+    run = flow(12.0, 30.0, 100.0, 1000.0, 10_000.0)
+    np.testing.assert_allclose(run.omega, [0.5046, 0.3979, 0.3106, 0.2058, 0.1394], rtol=1e-3)
+    np.testing.assert_allclose(run.mu, [0.7962, 1.0653, 1.3958, 2.1297, 3.1510], rtol=1e-3)
 
 
 def test_euler_steps_of_a_hundredth_are_late_in_the_growth():
@@ -58,16 +58,16 @@ def test_euler_steps_of_a_hundredth_are_late_in_the_growth():
 
 def test_phase_one_and_two():
     time = np.array([1.0, 3.0, 4.0, 5.0, 6.0])
-    found = flow(*time)
-    assert found.mu == pytest.approx(overtaking_mu(time, start=1e-3, **SETTING), rel=3e-3)
+    run = flow(*time)
+    assert run.mu == pytest.approx(overtaking_mu(time, start=1e-3, **SETTING), rel=3e-3)
     early = early_half_loss(time[:3], start=1e-3, noise_var=0.1)
-    assert found.half_loss[:3] == pytest.approx(early, rel=5e-4)
+    assert run.half_loss[:3] == pytest.approx(early, rel=5e-4)
 
 
 def test_the_peak_is_where_omega_stops_growing():
-    found = flow(0.0, 30.0)
-    at = flow(found.peak_time)
-    assert found.peak_omega == pytest.approx(at.omega[0], rel=1e-6)
+    run = flow(0.0, 30.0)
+    at = flow(run.peak_time)
+    assert run.peak_omega == pytest.approx(at.omega[0], rel=1e-6)
     product = 2 * at.mu[0] * at.omega[0]
     balance = product * (1 + 5 * 1.1 / 40 * np.cosh(5 * at.omega[0] ** 2))
     assert balance == pytest.approx(1, rel=1e-6)
@@ -77,17 +77,13 @@ def test_the_peak_is_where_omega_stops_growing():
 @pytest.mark.slow
 def test_the_late_drift_has_the_power_one_sixth():
     time = np.geomspace(1e3, 1e4, 20)
-    found = flow(0.0, *time)
-    exponents = [
-        np.polyfit(np.log(time), np.log(part[1:]), 1)[0] for part in (found.mu, found.omega)
-    ]
-    assert exponents[0] == pytest.approx(0.170, abs=0.003)
-    assert exponents[1] == pytest.approx(-0.169, abs=0.003)
-    assert found.mu[-1] == pytest.approx(late_mu(time[-1:], **SETTING)[0], rel=3e-3)
-    assert abs(manifold_gap(found, **SETTING)[-1]) < 1e-3
-    assert 2 * found.mu[-1] * found.omega[-1] == pytest.approx(
-        debiased_step_size(**SETTING), rel=2e-3
-    )
+    run = flow(0.0, *time)
+    exponents = np.polyfit(np.log(time), np.log(np.stack([run.mu, run.omega], 1)[1:]), 1)[0]
+    assert exponents == pytest.approx([0.170, -0.169], abs=0.003)
+    assert run.mu[-1] == pytest.approx(late_mu(time[-1:], **SETTING)[0], rel=3e-3)
+    assert abs(manifold_gap(run, **SETTING)[-1]) < 1e-3
+    step_size = 2 * run.mu[-1] * run.omega[-1]
+    assert step_size == pytest.approx(debiased_step_size(**SETTING), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +91,9 @@ def test_the_late_drift_has_the_power_one_sixth():
 )
 def test_peaks_at_other_sizes(d_x: int, length: int, peak: float, when: float):
     setting = {"d_x": d_x, "context_length": length, "noise_var": 0.1}
-    found = two_head_flow(np.array([0.0, 12.0]), start=1e-3, **setting)
-    assert found.peak_omega == pytest.approx(peak, rel=2e-3)
-    assert found.peak_time == pytest.approx(when, rel=7e-3)
+    run = two_head_flow(np.array([0.0, 12.0]), start=1e-3, **setting)
+    assert run.peak_omega == pytest.approx(peak, rel=2e-3)
+    assert run.peak_time == pytest.approx(when, rel=7e-3)
 
 
 def test_nothing_moves_at_zero():

@@ -18,6 +18,7 @@ from mechinterp.presets import preset
 from mechinterp.training.jobs import PackJob
 from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.train import train_models
+from tests.training.test_trainer import refused
 
 BASE = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=8),
@@ -68,18 +69,14 @@ def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster
         (tmp_path / "flow").write_text("in the way")  # it came after the run had begun
         return train_on_ray(jobs, on_log, address=cluster.address)
 
-    with pytest.raises(CheckpointError) as error:
+    with refused(f"{tmp_path / 'flow'}: cannot be written ("):
         train_models({"flow": MODELS["flow"]}, tmp_path, resume=True, engine=engine)
-    assert str(error.value).startswith(f"{tmp_path / 'flow'}: cannot be written (")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
 def test_gpus_must_be_there(tmp_path: Path, cluster):
     engine = partial(train_on_ray, address=cluster.address, device="cuda")
-    with pytest.raises(
-        ValueError, match=r"--device cuda needs a cluster with GPUs; there are none"
-    ):
+    with pytest.raises(ValueError, match=r"--device cuda needs a cluster with GPUs; there are no"):
         train_models(MODELS, tmp_path, engine=engine)
 
 
@@ -100,24 +97,22 @@ def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
     engine = partial(train_on_ray, address=cluster.address, device="cpu")
     with ThreadPoolExecutor() as pool:
         killer = pool.submit(kill_a_node)
-        found = train_models(MODELS, spread, engine=engine, on_log=seen.append)
+        summary = train_models(MODELS, spread, engine=engine, on_log=seen.append)
     assert len(killer.result()) == 2  # begun at that moment; another may have been finished by then
-    assert found.diverged == {"wild": 100}
+    assert summary.diverged == {"wild": 100}
     assert [(p.steps, p.n_models) for p in seen][-1][0] == seen[-1].step == 4 * 5000 + 400
     assert [p.diverged for p in seen if p.diverged] == [("wild",)]
     assert len(seen) == 5
     expected = train_models(MODELS, local)
-    assert found.diverged == expected.diverged
-    assert found.loss == expected.loss
-    assert [folder.name for folder in found.checkpoints] == [n for n in MODELS if n != "wild"]
+    assert summary.diverged == expected.diverged
+    assert summary.loss == expected.loss
+    assert [folder.name for folder in summary.checkpoints] == [n for n in MODELS if n != "wild"]
     assert_same_folders(spread, local)
 
 
 def test_a_machine_that_does_not_see_the_run_folder_says_so(tmp_path: Path):
     job = PackJob(tmp_path / "elsewhere" / "training-0.safetensors", {"flow": MODELS["flow"]})
-    with pytest.raises(
-        CheckpointError, match=r"/elsewhere: not there on every machine; a run folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"/elsewhere: not there on every machine; a run fo"):
         train_anywhere(job, "cpu")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -189,10 +184,8 @@ def test_locks_that_killed_workers_left_are_deleted(tmp_path: Path):
 
 def test_a_worker_that_outlives_its_run_is_not_written_over(tmp_path: Path):
     models = {"flow": MODELS["flow"]}
-    with (
-        locked(tmp_path / ".training-0.lock"),
-        pytest.raises(CheckpointError, match=f"{tmp_path}: another process is training here"),
-    ):
+    refused = pytest.raises(CheckpointError, match=f"{tmp_path}: another process is training here")
+    with locked(tmp_path / ".training-0.lock"), refused:
         train_models(models, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert train_models(models, tmp_path).steps == 400

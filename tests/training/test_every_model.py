@@ -1,13 +1,14 @@
 """Every architecture trains: by its own gradient, to the same bits after a stop, and to a lower loss."""
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 import mechinterp
-from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -18,8 +19,9 @@ from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.pack import packs, shares_a_pack
 from mechinterp.training.train import train_models
 from mechinterp.training.trained import Progress
-from tests.conftest import assert_close_to_rounding, assert_same, sampled
+from tests.conftest import assert_close_to_rounding, sampled
 from tests.deep_models import GPT2
+from tests.training.test_sweep import assert_same_run
 
 WIDE = ModelConfig(n_layers=2, n_heads=2, d_model=8)
 MODELS = {
@@ -87,13 +89,13 @@ def test_a_step_goes_along_the_gradient_of_the_hooked_model(config: ExperimentCo
     model, prompts = plain_module(run), train_prompts(config, 0)
     torch.nn.functional.mse_loss(model.predict(prompts), prompts.y_query).backward()
     run.update(0)
-    found = named(run.gradient, run)
+    gradients = named(run.gradient, run)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     assert largest > 0
     for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 1e-12 * largest, name
+        assert (gradients[name] - gradient).abs().max() <= 1e-12 * largest, name
 
 
 @EACH
@@ -105,16 +107,14 @@ def test_training_is_adam_on_the_plain_module(config: ExperimentConfig):
         run.update(step)
     assert (run.flat - before).abs().max() > 1e-3
     expected = model.state_dict()
-    for name, found in named(run.flat, run).items():
+    for name, weights in named(run.flat, run).items():
         if config.model.score == "softmax" and name.endswith("b_K"):
             continue  # adds the same to all scores of a query: its gradient is rounding, which Adam blows up
-        assert_close_to_rounding(found, expected[name])
+        assert_close_to_rounding(weights, expected[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", sampled(CONFIGS.values(), keep=lambda config: config.model in FEW)
-)
+@pytest.mark.parametrize("config", sampled(CONFIGS.values(), keep=lambda each: each.model in FEW))
 def test_the_loss_falls(config: ExperimentConfig):
     task = replace(config.task, noise_var=0.0)
     train = replace(config.train, steps=200, log_every=200, learning_rate=3e-3, batch_size=64)
@@ -150,12 +150,10 @@ def test_a_run_of_every_kind_has_the_same_bits_after_stops(
     models = CONFIGS | {"plain": plain, "other": replace(plain, seed=1)}
     assert len(train_models(models, tmp_path / "whole").checkpoints) == len(models)
 
-    rows = 0
+    rows = count(1)
 
     def stop_at_every_third_row(progress: Progress) -> None:
-        nonlocal rows
-        rows += 1
-        if rows % 3 == 0:
+        if next(rows) % 3 == 0:
             raise InterruptedError
 
     stops, finished = 0, False
@@ -167,19 +165,8 @@ def test_a_run_of_every_kind_has_the_same_bits_after_stops(
             stops += 1
     assert stops > len(packs(models))
     for name in models:
-        assert_same_checkpoint(load(tmp_path / "run" / name), load(tmp_path / "whole" / name))
+        assert_same_run(load(tmp_path / "run" / name), load(tmp_path / "whole" / name))
         assert list(load(tmp_path / "run" / name).snapshots) == [0, 3, 6, 9, 12]
-
-
-def assert_same_checkpoint(actual: Checkpoint, expected: Checkpoint):
-    """Equal bits: weights, snapshots and history."""
-    assert_same(actual.weights, expected.weights)
-    assert list(actual.snapshots) == list(expected.snapshots)
-    for step, weights in expected.snapshots.items():
-        assert_same(actual.snapshots[step], weights)
-    assert actual.history is not None
-    assert expected.history is not None
-    assert actual.history.equals(expected.history)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "one-layer-merged", "one-layer-self"])
@@ -192,13 +179,10 @@ def test_history_has_the_norms_of_the_circuits_of_each_head(name: str):
     assert list(zip(history["layer"], history["head"], strict=True)) == 2 * heads
     assert history["step"].tolist() == [0] * len(heads) + [4] * len(heads)
     model = plain_module(run)
-    expected = {
-        "qk_norm": model.cfg.scale * model.QK.AB.norm(dim=(2, 3)),
-        "ov_norm": model.OV.AB.norm(dim=(2, 3)),
-    }
-    for column, norms in expected.items():
-        found = torch.tensor(history[column].tolist()[-len(heads) :])
-        assert_close_to_rounding(found, norms.flatten().detach())
+    for column, circuits in (("qk_norm", model.cfg.scale * model.QK.AB), ("ov_norm", model.OV.AB)):
+        norms = circuits.norm(dim=(2, 3))
+        last = torch.tensor(history[column].tolist()[-len(heads) :])
+        assert_close_to_rounding(last, norms.flatten().detach())
 
 
 # From Python.
@@ -217,8 +201,8 @@ def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
         mechinterp.train(config, out=out)
     checkpoint = mechinterp.train(config, out=out, resume=True)
     assert (checkpoint.config, checkpoint.step) == (config, 12)
-    assert_same_checkpoint(checkpoint, mechinterp.train(config, out=tmp_path / "again"))
-    assert_same_checkpoint(mechinterp.train(config, out=str(out), resume=True), checkpoint)
+    assert_same_run(checkpoint, mechinterp.train(config, out=tmp_path / "again"))
+    assert_same_run(mechinterp.train(config, out=str(out), resume=True), checkpoint)
 
 
 def test_train_takes_the_name_of_a_preset_or_file(tmp_path: Path):

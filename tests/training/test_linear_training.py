@@ -12,8 +12,7 @@ import torch
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.config import ExperimentConfig, TaskConfig, override
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.config import ExperimentConfig, TaskConfig, from_dict, override
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.models.weights import Weights
@@ -21,21 +20,20 @@ from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
 from mechinterp.training.jobs import train_here
-from mechinterp.training.linear.descent import full_batch_descent
+from mechinterp.training.linear.descent import full_batch_descent, training_set
 from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import initial_heads, task_moments, train_linear
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.sweep_file import load_sweep
 from mechinterp.training.train import require_finite, train_models
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
 SEPARATE = override(preset("linear-separate"), *SHORT)
 MERGED = override(preset("linear-merged"), *SHORT, "train.learning_rate=0.2")
 RANK_TWO = override(preset("linear-rank-2"), *SHORT)
-EACH = pytest.mark.parametrize(
-    "config", [SEPARATE, MERGED, RANK_TWO], ids=["rank 1", "merged", "rank 2"]
-)
+CONFIGS = {"rank 1": SEPARATE, "merged": MERGED, "rank 2": RANK_TWO}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def step_matrix(weights: AttentionWeights | Weights) -> np.ndarray:
@@ -47,13 +45,13 @@ def step_matrix(weights: AttentionWeights | Weights) -> np.ndarray:
 
 
 def test_heads_are_drawn_with_init_std_from_the_seed():
-    seeded = override(SEPARATE, "seed=4", "train.init_std=0.01")
-    expected = separate_heads(5, 4, std=0.01, seed=4)
-    drawn = initial_heads(seeded)
-    for name in ("v", "K", "Q"):
-        assert np.array_equal(getattr(drawn, name), getattr(expected, name))
-    drawn = initial_heads(override(MERGED, "seed=4"))
-    assert np.array_equal(drawn.U, merged_heads(8, 4, std=0.1, seed=4).U)
+    for config, expected in (
+        (SEPARATE, separate_heads(5, 4, std=0.1, seed=4)),
+        (MERGED, merged_heads(8, 4, std=0.1, seed=4)),
+    ):
+        drawn = initial_heads(override(config, "seed=4"))
+        for part, wanted in zip(vars(drawn).values(), vars(expected).values(), strict=True):
+            assert np.array_equal(part, wanted)
     assert initial_heads(RANK_TWO).K.shape == (9, 2, 8)
 
 
@@ -81,14 +79,9 @@ def test_the_flow_runs_two_learning_rates_of_tau_per_step(config: ExperimentConf
 def test_a_small_step_of_descent_follows_the_flow(config: ExperimentConfig):
     # Ten times as many steps of a tenth, so that both end at one time.
     rate = config.train.learning_rate / 100
-    fine = override(
-        config,
-        "train.optimizer=gradient_descent",
-        f"train.learning_rate={rate}",
-        "train.steps=4000",
-    )
-    coarse = override(config, f"train.learning_rate={rate * 10}")
-    by_step, exact = train_linear(fine), train_linear(coarse)
+    fine = override(config, f"train.learning_rate={rate}", "train.steps=4000")
+    by_step = train_linear(override(fine, "train.optimizer=gradient_descent"))
+    exact = train_linear(override(config, f"train.learning_rate={rate * 10}"))
     moved = step_matrix(exact.weights) - step_matrix(exact.snapshots[0])
     gap = step_matrix(by_step.weights) - step_matrix(exact.weights)
     assert np.abs(gap).max() < 0.02 * np.abs(moved).max()
@@ -97,9 +90,7 @@ def test_a_small_step_of_descent_follows_the_flow(config: ExperimentConfig):
 def test_descent_on_a_training_set_descends_its_own_loss():
     config = override(SEPARATE, "train.optimizer=gradient_descent", "task.n_sequences=64")
     trained = train_linear(config)
-    prompts = sample_prompts(
-        config.task, 64, generator=generator_for(0, "train", 0), dtype=torch.float64
-    )
+    (prompts,) = training_set(config.task, 64, seed=0)
     error = predict(trained.weights.circuits.to(torch.float64), prompts) - prompts.y_query
     last = trained.history.iloc[-1]
     assert last["loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
@@ -117,12 +108,12 @@ def test_history_and_snapshots_are_those_of_other_models(config: ExperimentConfi
     n_heads = config.model.n_heads
     assert list(trained.snapshots) == [0, 150, 300]
     assert trained.history["step"].tolist() == np.repeat([0, 100, 200, 300, 400], n_heads).tolist()
-    found = training_dynamics(trained.history)
-    assert found.omega.shape == (5, n_heads)
+    dynamics = training_dynamics(trained.history)
+    assert dynamics.omega.shape == (5, n_heads)
     third = trained.snapshots[300].circuits
-    assert found.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)
-    assert found.mu[3] == pytest.approx(third.mu[:, 0], rel=1e-5)
-    assert np.all(np.diff(found.eval_loss) < 0)
+    assert dynamics.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)
+    assert dynamics.mu[3] == pytest.approx(third.mu[:, 0], rel=1e-5)
+    assert np.all(np.diff(dynamics.eval_loss) < 0)
     first = linear_attention(initial_heads(config)).to(torch.float32)
     assert torch.equal(trained.snapshots[0].circuits.W_Q, first.W_Q)
 
@@ -135,21 +126,17 @@ def test_the_score_slope_changes_nothing_but_how_it_is_stored():
 
 @pytest.mark.slow
 def test_the_basis_of_the_covariance_does_not_matter():
-    config = override(
-        SEPARATE, 'task.covariance={"kind": "kms", "rho": 0.5}', "train.learning_rate=0.05"
-    )
-    trained = train_linear(override(config, "train.steps=20000"))
+    kms = override(SEPARATE, 'task.covariance={"kind": "kms", "rho": 0.5}')
+    config = override(kms, "train.learning_rate=0.05", "train.steps=20000")
+    trained = train_linear(config)
     levels = modes(task_moments(config.task)).levels
     assert trained.history["loss"].iloc[-1] == pytest.approx(levels[-1], abs=1e-6)
 
 
 def test_moments_of_a_task():
     task = TaskConfig(d_x=3, context_length=7, noise_var=0.3, beta_var=2.0)
-    ours = task_moments(task)
-    theirs = population_moments(
-        np.eye(3), context_length=7, task_covariance=2 * np.eye(3), noise_var=0.3
-    )
-    assert np.array_equal(ours.zz, theirs.zz)
+    law = {"context_length": 7, "task_covariance": 2 * np.eye(3), "noise_var": 0.3}
+    assert np.array_equal(task_moments(task).zz, population_moments(np.eye(3), **law).zz)
     for refused in (replace(task, d_y=2), replace(task, supports=((0, 1),))):
         with pytest.raises(ValueError, match=r"^Moments need one response on all coordinates, got"):
             task_moments(refused)
@@ -162,11 +149,10 @@ def test_models_that_adam_trains_have_no_such_heads():
 
 def test_steps_to_report_rise_to_the_last():
     heads, moments = initial_heads(SEPARATE), task_moments(SEPARATE.task)
+    descend = partial(full_batch_descent, heads, moments, modes(moments), learning_rate=0.1)
     for at in ([0, 3], [0, 2, 2, 5], [-1, 5]):
         with pytest.raises(ValueError, match=r"^at must rise from 0 or later to steps = 5, got \["):
-            full_batch_descent(
-                heads, moments, modes(moments), learning_rate=0.1, steps=5, at=np.array(at)
-            )
+            descend(steps=5, at=np.array(at))
 
 
 # In a run.
@@ -221,15 +207,10 @@ def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_the_shipped_sweep_is_that_of_the_shipped_models():
-    root = Path(__file__).parents[2]
-    models = load_sweep(root / "analyses" / "sweeps" / "linear.json")
-    folders = {
-        file.parent.name for file in (root / "checkpoints").glob("linear-[mrs]*/config.json")
-    }
-    assert set(models) == folders
-    for name, config in models.items():
-        document = json.loads((root / "checkpoints" / name / "config.json").read_text())
-        assert ExperimentConfig.from_json(json.dumps(document["experiment"])) == config
+    models = load_sweep(CHECKPOINTS.parent / "analyses" / "sweeps" / "linear.json")
+    files = CHECKPOINTS.glob("linear-[mrs]*/config.json")
+    stored = {file.parent.name: json.loads(file.read_text())["experiment"] for file in files}
+    assert {name: from_dict(values) for name, values in stored.items()} == models
 
 
 def test_training_on_moments_is_for_the_processor_and_counts_its_memory(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
 from mechinterp.training import batches, jobs, lanes
@@ -26,16 +26,7 @@ CONFIG = ExperimentConfig(
 )
 
 
-def test_a_batch_that_goes_into_one_chunk_is_drawn_as_ever():
-    (chunk,) = batch_chunks(TaskConfig(), 256, generator=generator_for(0, "train", 3))
-    expected = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "train", 3))
-    assert torch.equal(chunk.x, expected.x)
-    assert torch.equal(chunk.y_query, expected.y_query)
-
-
-def test_a_large_batch_is_drawn_in_chunks_whose_size_the_task_decides(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pytest.MonkeyPatch):
     task = CONFIG.task
     assert prompt_bytes(task) == 4 * (9 * 4 + 3)
     monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
@@ -43,7 +34,8 @@ def test_a_large_batch_is_drawn_in_chunks_whose_size_the_task_decides(
     assert [len(chunk) for chunk in chunks] == [32, 32, 6]
     generator = generator_for(0, "train", 0)
     for chunk in chunks:
-        assert torch.equal(chunk.x, sample_prompts(task, len(chunk), generator=generator).x)
+        expected = sample_prompts(task, len(chunk), generator=generator)
+        assert all(torch.equal(part, vars(chunk)[name]) for name, part in vars(expected).items())
     monkeypatch.setattr(batches, "CHUNK_BYTES", 1)
     assert len(list(batch_chunks(task, 3, generator=generator))) == 3
 
@@ -54,9 +46,8 @@ def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.Mon
     start = pack.results()["model"].weights.circuits
     pack._set_gradient(0)
     chunks = list(batch_chunks(CONFIG.task, 70, generator=generator_for(0, "train", 0)))
-    whole = type(chunks[0])(
-        **{name: torch.cat([getattr(c, name) for c in chunks]) for name in vars(chunks[0])}
-    )
+    parts = {name: [getattr(chunk, name) for chunk in chunks] for name in vars(chunks[0])}
+    whole = Prompts(**{name: torch.cat(rows) for name, rows in parts.items()})
     loss, gradients = loss_and_gradients(start, whole, membership([2]))
     expected = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
     torch.testing.assert_close(pack.gradient, expected, rtol=1e-5, atol=1e-8)

@@ -1,10 +1,12 @@
-"""Packs: what trains together is decided by the configs and a constant, and a job can be run again."""
+"""Packs: what trains together is decided by the configs and a constant, pools of tasks among it; jobs can be run again."""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
@@ -14,12 +16,9 @@ from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs
 from mechinterp.training.train import train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
+from tests.training.test_sweep import SMALL
+from tests.training.test_trainer import finished
 
-SMALL = ExperimentConfig(
-    task=TaskConfig(d_x=2, context_length=4),
-    model=ModelConfig(n_heads=2),
-    train=TrainConfig(steps=20, batch_size=8, log_every=10, snapshot_every=10, n_eval_prompts=16),
-)
 MODELS = {f"s{seed}": override(SMALL, f"seed={seed}") for seed in range(3)}
 
 
@@ -46,9 +45,7 @@ def test_models_that_differ_in_seed_and_heads_share_a_pack():
 @pytest.mark.slow
 def test_a_pack_holds_no_more_heads_than_the_constant():
     heads = [3, PACK_HEADS - 5, 2, 1, PACK_HEADS + 1, 4]
-    models = {
-        f"m{i}": override(SMALL, f"model.n_heads={n_heads}") for i, n_heads in enumerate(heads)
-    }
+    models = {f"m{i}": override(SMALL, f"model.n_heads={n}") for i, n in enumerate(heads)}
     assert names_of(packs(models)) == [["m0", "m1", "m2"], ["m3"], ["m4"], ["m5"]]
     full = {f"s{seed}": replace(SMALL, seed=seed) for seed in range(4096)}
     assert [len(pack) for pack in packs(full)] == [PACK_HEADS // 2] * (4096 * 2 // PACK_HEADS)
@@ -57,9 +54,7 @@ def test_a_pack_holds_no_more_heads_than_the_constant():
 def test_a_run_in_several_packs_has_the_bits_of_one_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = Pack(MODELS)
-    while not whole.finished:
-        whole.advance()
+    whole = finished(Pack(MODELS))
     monkeypatch.setattr("mechinterp.training.one_layer.pack.PACK_HEADS", 4)
     assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
     assert train_models(MODELS, tmp_path).steps == 40
@@ -94,3 +89,59 @@ def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
     assert [progress.n_models for progress in seen] == [1, 1]
     assert train_job(job).steps == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == list(MODELS)
+
+
+TASK = TaskConfig(d_x=2, context_length=4, beta_var=1.0, noise_var=0.1)
+TRAIN = TrainConfig(steps=40, batch_size=32, n_eval_prompts=64, log_every=20, learning_rate=0.02)
+DEEP = ModelConfig(n_layers=2, n_heads=2, d_model=8)
+ARCHITECTURES = {
+    "one layer": ModelConfig(n_heads=2),
+    "linear stack": replace(DEEP, score="linear/L", context_only=True),
+    "norm and MLP": replace(DEEP, d_mlp=8, norm="before"),
+}
+
+
+def of_pools(model: str) -> dict[str, ExperimentConfig]:
+    config = ExperimentConfig(task=TASK, model=ARCHITECTURES[model], train=TRAIN)
+    return {f"m{n}": replace(config, task=replace(TASK, n_tasks=n)) for n in (1, 3, None)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_a_run_holds_several_pools_and_each_model_is_what_it_is_alone(model: str, tmp_path: Path):
+    configs = of_pools(model)
+    train_models(configs, tmp_path / "together")
+    for name, config in configs.items():
+        train_models({name: config}, tmp_path / f"alone-{name}")
+        mixed, alone = (load(tmp_path / run / name) for run in ("together", f"alone-{name}"))
+        assert mixed.config.task == config.task
+        assert_same(mixed.weights, alone.weights)
+    weights = [load(tmp_path / "together" / name).weights.W_O for name in configs]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_their_own(tmp_path: Path):
+    mixed = {
+        f"{name}-s{seed}": override(config, f"seed={seed}", f"model.n_heads={heads}")
+        for seed, heads in ((0, 1), (1, 3))
+        for name, config in of_pools("one layer").items()
+    }
+    other = replace(TASK, n_tasks=3, task_seed=1)
+    mixed["other pool"] = replace(mixed["m3-s0"], task=other)
+    assert packs(mixed) == [mixed]
+    together, file = Pack(mixed), tmp_path / "state.safetensors"
+    together.advance()
+    together.save(file)
+    together = Pack.restore(file)
+    together.advance()
+    results = together.results()
+    assert together.finished
+    assert results.keys() == mixed.keys()
+    for name, config in mixed.items():
+        expected = finished(Pack({name: config})).results()[name]
+        assert results[name].config == config
+        assert_same(results[name].weights, expected.weights)
+        pd.testing.assert_frame_equal(results[name].history, expected.history, check_exact=True)
+    first, second = (results[name].history["eval_loss"] for name in ("m3-s0", "other pool"))
+    assert (first != second).all()

@@ -1,42 +1,75 @@
-"""The written-out gradient against automatic differentiation, and the law of the initial weights."""
+"""The step of one layer, written out and compiled, against automatic differentiation in float64; the initial weights."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from numba import njit, types
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, AttentionWeights, stack
-from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training import lanes
+from mechinterp.training.lanes import LANES, exponential, load, store
+from mechinterp.training.one_layer.step import (
+    by_tensors,
+    initial_weights,
+    loss_and_gradients,
+    membership,
+)
 from tests.conftest import assert_close_to_rounding, predictions_of_each
 
 HEADS = (1, 2, 3, 8)
 
 
-def random_models(task: TaskConfig, score: str = "softmax") -> list[AttentionWeights]:
-    """One model per entry of HEADS, in float64, large enough for its scores to matter."""
+def some_models(
+    task: TaskConfig, *, score: str = "softmax", factor: float = 1.5, d_head: int | None = None
+) -> list[AttentionWeights]:
     models = []
     for seed, n_heads in enumerate(HEADS):
-        model = ModelConfig(n_heads=n_heads, score=score, score_slope=0.7)
+        model = ModelConfig(n_heads=n_heads, score=score, score_slope=0.3, d_head=d_head)
         weights = initial_weights(ExperimentConfig(task=task, model=model, seed=seed))
-        models.append(scaled(weights.to(torch.float64), 1.5))
+        models.append(weights.with_tensors({n: factor * getattr(weights, n) for n in NAMES}))
     return models
 
 
-def scaled(weights: AttentionWeights, factor: float) -> AttentionWeights:
-    return replace(weights, **{name: factor * getattr(weights, name) for name in NAMES})
+def some_prompts(task: TaskConfig, n_prompts: int = 2 * LANES + 13) -> Prompts:
+    return sample_prompts(task, n_prompts, generator=generator_for(0, "train", 0))
 
 
-def some_prompts(task: TaskConfig) -> Prompts:
-    return sample_prompts(task, 32, generator=generator_for(0, "train", 0), dtype=torch.float64)
+def assert_close(actual: AttentionWeights, expected: AttentionWeights, tolerance: float):
+    """Equal for every head, relative to the norm of its matrix."""
+    for name in NAMES:
+        wanted = getattr(expected, name).double()
+        error = (getattr(actual, name).double() - wanted).flatten(1).norm(dim=1)
+        assert (error <= tolerance * wanted.flatten(1).norm(dim=1)).all(), name
+
+
+def in_float64(
+    weights: AttentionWeights, prompts: Prompts
+) -> tuple[torch.Tensor, AttentionWeights]:
+    """The loss and gradients by tensor operations."""
+    double = torch.float64
+    return by_tensors(weights.to(double), prompts.to(double), membership(HEADS))
+
+
+def assert_equals_float64(weights: AttentionWeights, prompts: Prompts) -> AttentionWeights:
+    """That the kernel's loss and gradients are those of the tensor operations in float64."""
+    loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
+    expected_loss, expected = in_float64(weights, prompts)
+    assert loss.dtype == gradients.W_Q.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=0)
+    assert_close(gradients, expected, 1e-5)
+    return gradients
 
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("d_y", [1, 2])
 def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     task = TaskConfig(d_x=4, d_y=d_y, context_length=9)
-    prompts, weights = some_prompts(task), stack(random_models(task, score))
+    prompts = some_prompts(task).to(torch.float64)
+    weights = stack(some_models(task, score=score)).to(torch.float64)
     loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
 
     leaves = {name: getattr(weights, name).clone().requires_grad_() for name in NAMES}
@@ -50,6 +83,133 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
         assert_close_to_rounding(getattr(gradients, name), gradient)
 
 
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("d_y", [1, 2])
+def test_kernel_equals_the_tensor_operations(score: str, d_y: int):
+    task = TaskConfig(d_x=4, d_y=d_y, context_length=9)
+    weights = stack(some_models(task, score=score, d_head=5))
+    gradients = assert_equals_float64(weights, some_prompts(task))
+    for name in NAMES:
+        assert getattr(gradients, name).abs().max() > 1e-3
+    # The query's y slot is 0.
+    assert not gradients.W_Q[:, task.d_x :].any()
+
+
+@pytest.mark.parametrize("n_prompts", [1, LANES - 1, LANES, LANES + 1, 3 * LANES])
+def test_batches_need_not_fill_their_blocks(n_prompts: int):
+    task = TaskConfig(d_x=3, context_length=5)
+    assert_equals_float64(stack(some_models(task)), some_prompts(task, n_prompts))
+
+
+def test_prompts_may_lie_in_any_order_in_memory():
+    task = TaskConfig(d_x=3, d_y=2, context_length=5)
+    weights, prompts = stack(some_models(task)), some_prompts(task)
+    turned = replace(
+        prompts,
+        x=prompts.x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        x_query=prompts.x_query.T.contiguous().T,
+    )
+    assert turned.x.stride() != prompts.x.stride()
+    loss, gradients = loss_and_gradients(weights, turned, membership(HEADS))
+    expected_loss, expected = loss_and_gradients(weights, prompts, membership(HEADS))
+    assert torch.equal(loss, expected_loss)
+    for name in NAMES:
+        assert torch.equal(getattr(gradients, name), getattr(expected, name))
+
+
+def test_prompts_of_another_size_are_refused():
+    weights, prompts = stack(some_models(TaskConfig())), some_prompts(TaskConfig(d_x=4))
+    with pytest.raises(ValueError, match=r"must have d_x, d_y = 5, 1 as the weights have, got \(4"):
+        loss_and_gradients(weights, prompts, membership(HEADS))
+
+
+@pytest.mark.parametrize("score", ["softmax", "1+tanh"])
+def test_large_scores_do_not_overflow(score: str):
+    task = TaskConfig(context_length=20)
+    weights, prompts = stack(some_models(task, score=score, factor=1.0)), some_prompts(task)
+    large = weights.with_tensors({"W_Q": 500 * weights.W_Q, "W_K": 10 * weights.W_K})
+    context, query = prompts.context_tokens, prompts.x_query
+    scores = torch.einsum("bi,him,blm->bhl", query, large.QK[:, : task.d_x], context)
+    assert scores.abs().max() > 1000
+    loss, gradients = loss_and_gradients(large, prompts, membership(HEADS))
+    expected_loss, expected = in_float64(large, prompts)
+    # Rounding moves a score of thousands by 1e-4, and many a pattern is 0 or 1 and has no slope left.
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-4, atol=0)
+    for name in NAMES:
+        wanted = getattr(expected, name)
+        assert (getattr(gradients, name) - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@njit(types.void(types.float32[::1], types.float32[::1]))
+def exponentials(numbers, out):
+    for index in range(numbers.size // LANES):
+        store(out, index, exponential(load(numbers, index)))
+
+
+def exp(numbers: np.ndarray) -> np.ndarray:
+    out = np.empty_like(numbers)
+    exponentials(numbers, out)
+    return out
+
+
+def test_exponential_is_accurate_over_its_range():
+    numbers = np.linspace(-87, 88, 2**16 * LANES, dtype=np.float32)
+    exact = np.exp(numbers.astype(float))
+    assert np.abs(exp(numbers) / exact - 1).max() < 2e-7
+
+
+def test_exponential_ends_at_its_bounds_and_hands_on_nan():
+    special = np.resize(np.float32([0, -87, -1e4, -np.inf, 88, 1e4, np.inf, np.nan]), LANES)
+    values = exp(special)[:8]
+    assert values[0] == 1
+    assert 0 < values[1] == values[2] == values[3] < 1.7e-38
+    assert np.isfinite(values[4])
+    assert values[4] == values[5] == values[6]
+    assert np.isnan(values[7])
+
+
+@pytest.mark.parametrize("score", ["softmax", "1+tanh", "linear/L"])
+def test_a_model_has_the_same_bits_in_a_pack_as_alone(score: str):
+    task = TaskConfig(context_length=9)
+    prompts, models = some_prompts(task), some_models(task, score=score)
+    loss, gradients = loss_and_gradients(stack(models), prompts, membership(HEADS))
+    parts = [gradients[end - n : end] for n, end in zip(HEADS, np.cumsum(HEADS), strict=True)]
+    for index, (model, part) in enumerate(zip(models, parts, strict=True)):
+        alone_loss, alone = loss_and_gradients(model, prompts, membership([model.n_heads]))
+        assert torch.equal(loss[index], alone_loss[0])
+        for name in NAMES:
+            assert torch.equal(getattr(part, name), getattr(alone, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["compiled", "written out"])
+@pytest.mark.parametrize("score", SCORES)
+def test_nan_stays_in_its_model(score: str, dtype: torch.dtype):
+    task = TaskConfig(context_length=9)
+    prompts, models = some_prompts(task).to(dtype), some_models(task, score=score)
+    sane_loss, sane = loss_and_gradients(stack(models).to(dtype), prompts, membership(HEADS))
+    models[1] = models[1].with_tensors({"W_Q": torch.full_like(models[1].W_Q, torch.nan)})
+    loss, gradients = loss_and_gradients(stack(models).to(dtype), prompts, membership(HEADS))
+    assert torch.isnan(loss).tolist() == [False, True, False, False]
+    assert torch.equal(loss[[0, 2, 3]], sane_loss[[0, 2, 3]])
+    for name in NAMES:
+        part, sane_part = getattr(gradients, name), getattr(sane, name)
+        assert torch.equal(part[:1], sane_part[:1])
+        assert torch.equal(part[3:], sane_part[3:])
+        rows = slice(task.d_x) if name == "W_Q" else slice(None)
+        assert torch.isnan(part[1:3, rows]).all()
+
+
+def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*signatures: object, cache: bool = False, **options: object):
+        if cache:
+            raise RuntimeError("cannot cache function 'double': no locator available")
+        return njit(*signatures, **options)
+
+    monkeypatch.setattr(lanes, "njit", refuse)
+    double = lanes.compiled(types.float64(types.float64))(lambda x: 2 * x)
+    assert double(1.5) == 3.0
+
+
 def test_membership_sums_the_heads_of_each_model():
     members = membership([1, 2, 1])
     assert members.owner.tolist() == [0, 1, 1, 2]
@@ -58,28 +218,9 @@ def test_membership_sums_the_heads_of_each_model():
     assert members.sum(outputs).flatten().tolist() == [1, 110, 1000]
 
 
-def test_a_model_that_diverged_leaves_the_others_of_its_pack_alone():
-    task = TaskConfig(context_length=9)
-    prompts, models = some_prompts(task), random_models(task)
-    sane_loss, sane = loss_and_gradients(stack(models), prompts, membership(HEADS))
-    lost = replace(models[1], W_Q=torch.full_like(models[1].W_Q, torch.nan))
-    loss, gradients = loss_and_gradients(
-        stack([models[0], lost, *models[2:]]), prompts, membership(HEADS)
-    )
-    others = [index for index in range(len(HEADS)) if index != 1]
-    assert torch.isnan(loss[1])
-    assert torch.equal(loss[others], sane_loss[others])
-    first, last = HEADS[0], HEADS[0] + HEADS[1]
-    for name in NAMES:
-        for heads in (slice(0, first), slice(last, None)):
-            assert torch.equal(getattr(gradients, name)[heads], getattr(sane, name)[heads])
-
-
 @pytest.mark.slow
 def test_initial_weights_are_uniform_within_one_over_root_fan_in():
-    config = ExperimentConfig(
-        task=TaskConfig(d_x=3, d_y=2), model=ModelConfig(n_heads=4, d_head=7), seed=0
-    )
+    config = ExperimentConfig(TaskConfig(d_x=3, d_y=2), ModelConfig(n_heads=4, d_head=7))
     draws = [initial_weights(replace(config, seed=seed)) for seed in range(300)]
     for name, fan_in in {"W_Q": 5, "W_K": 5, "W_V": 5, "W_O": 28}.items():
         values = torch.stack([getattr(draw, name) for draw in draws]).double()

@@ -26,6 +26,8 @@ from mechinterp.training.train import LOCK, RESULTS, require_finite, train_model
 from mechinterp.training.trained import Progress
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
+from tests.training.test_trainer import finished as finished_pack
+from tests.training.test_trainer import refused
 
 SMALL = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
@@ -66,19 +68,14 @@ def assert_same_run(actual: Checkpoint, expected: Checkpoint):
 
 
 def test_entries_are_expanded_in_the_order_of_the_file(tmp_path: Path):
-    file = write(
-        tmp_path,
-        [
-            {
-                "preset": "softmax-h2",
-                "set": {"train.steps": 7, "task.noise_var": 0},
-                "grid": {"model.n_heads": [2, 1], "seed": [0, 4]},
-                "name": "h{model.n_heads}-s{seed}",
-            },
-            {"config": {"task": {"d_x": 3}, "seed": 9}, "name": "third"},
-        ],
-    )
-    models = load_sweep(file)
+    grid = {
+        "preset": "softmax-h2",
+        "set": {"train.steps": 7, "task.noise_var": 0},
+        "grid": {"model.n_heads": [2, 1], "seed": [0, 4]},
+        "name": "h{model.n_heads}-s{seed}",
+    }
+    third = {"config": {"task": {"d_x": 3}, "seed": 9}, "name": "third"}
+    models = load_sweep(write(tmp_path, [grid, third]))
     base = override(preset("softmax-h2"), "train.steps=7", "task.noise_var=0")
     assert list(models.items()) == [
         ("h2-s0", base),
@@ -132,25 +129,20 @@ PRESET = {"preset": "softmax-h1"}
 )
 def test_a_bad_sweep_file_is_refused_on_one_line(tmp_path: Path, document, words: list[str]):
     file = write(tmp_path, document)
-    with pytest.raises(ValueError, match=r"sweep\.json: ") as error:
+    with pytest.raises(ValueError, match=rf"^{file}: [^\n]+$") as error:
         load_sweep(file)
-    message = str(error.value)
-    assert message.startswith(f"{file}: ")
-    assert "\n" not in message
-    for word in words:
-        assert word in message
+    assert [word for word in words if word not in str(error.value)] == []
 
 
 def test_a_sweep_file_that_cannot_be_read_is_refused(tmp_path: Path):
-    with pytest.raises(
-        ValueError, match=r"missing\.json: not a readable JSON file \(does not exist\)"
-    ):
-        load_sweep(tmp_path / "missing.json")
-    with pytest.raises(ValueError, match="must be a regular file, got a folder"):
-        load_sweep(tmp_path)
     (tmp_path / "latin.json").write_bytes(b'{"preset": "\xe9"}')
-    with pytest.raises(ValueError, match=r"latin\.json: not a readable JSON file"):
-        load_sweep(tmp_path / "latin.json")
+    for name, words in (
+        ("missing.json", r"missing\.json: not a readable JSON file \(does not exist\)"),
+        (".", "must be a regular file, got a folder"),
+        ("latin.json", r"latin\.json: not a readable JSON file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_sweep(tmp_path / name)
 
 
 # A run.
@@ -177,32 +169,16 @@ def test_a_run_leaves_one_checkpoint_per_model_and_nothing_else(tmp_path: Path):
     assert summary.loss == pytest.approx(sum(finals) / 3)
 
 
-def test_models_of_different_tasks_go_into_different_packs(tmp_path: Path):
-    seen = []
-
-    def look(progress: Progress):
-        states = [file.name for file in tmp_path.glob("training-*")]
-        seen.append((progress.step, progress.n_models, states))
-
-    train_models(MODELS, tmp_path, on_log=look)
-    assert seen == [
-        (10, 2, ["training-0.safetensors"]),
-        (20, 2, ["training-0.safetensors"]),
-        (10, 1, ["training-1.safetensors"]),
-        (20, 1, ["training-1.safetensors"]),
-    ]
+OCCUPANTS = ["two/config.json", "two/notes.txt", "two", "training-3.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "occupant", ["two/config.json", "two/notes.txt", "two", "training-3.safetensors"]
-)
+@pytest.mark.parametrize("occupant", OCCUPANTS)
 def test_an_occupied_folder_is_refused_and_left_alone(tmp_path: Path, occupant: str):
     (tmp_path / occupant).parent.mkdir(exist_ok=True)
     (tmp_path / occupant).write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match="already exists and is not overwritten") as error:
+    with refused(tmp_path / Path(occupant).parts[0], "already exists and is not overwritten"):
         train_models(MODELS, tmp_path)
-    assert str(tmp_path / Path(occupant).parts[0]) in str(error.value)
     assert contents(tmp_path) == before
 
 
@@ -246,9 +222,8 @@ with locked(Path({str(tmp_path / LOCK)!r})):
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     for resume in (False, True):
-        with pytest.raises(CheckpointError, match=r"another process is training here\.") as error:
+        with refused(f"{tmp_path}: ", "another process is training here."):
             train_models(MODELS, tmp_path, resume=resume)
-        assert str(error.value).startswith(f"{tmp_path}: ")
     # Once more, the file being there: it is the process that holds the lock.
     process.kill()
     process.communicate()
@@ -299,12 +274,9 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path, finishe
 def test_a_finished_model_is_not_resumed_with_another_config(tmp_path: Path, finished: Path):
     before = contents(finished)
     changed = MODELS | {"one": override(MODELS["one"], "task.noise_var=0.5"), "new": SMALL}
-    with pytest.raises(CheckpointError) as error:
+    words = "cannot be resumed with another config: task.noise_var is 0.1 there, 0.5 here."
+    with refused(f"{finished / 'one'}: {words}"):
         train_models(changed, finished, resume=True)
-    assert str(error.value) == (
-        f"{finished / 'one'}: cannot be resumed with another config: "
-        "task.noise_var is 0.1 there, 0.5 here."
-    )
     assert contents(finished) == before
 
 
@@ -328,9 +300,7 @@ def test_a_stopped_run_is_not_resumed_with_another_config_or_without_a_model(tmp
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, finished: Path):
-    pack = Pack({name: MODELS[name] for name in ("two", "one")})
-    while not pack.finished:
-        pack.advance()
+    pack = finished_pack(Pack({name: MODELS[name] for name in ("two", "one")}))
     pack.save(tmp_path / "training-0.safetensors")
     trained = pack.results()["two"]
     parts = {"step": 20, "history": trained.history, "snapshots": trained.snapshots}
@@ -358,12 +328,11 @@ def test_a_model_that_diverges_is_noticed_named_and_left_out(tmp_path: Path):
     assert summary.checkpoints == (tmp_path / "tame",)
     assert summary.steps == 10 + 20
     assert [path.name for path in tmp_path.iterdir()] == ["tame"]
-    with pytest.raises(CheckpointError) as error:
-        require_finite(models, tmp_path, summary)
-    assert str(error.value) == (
-        f"{tmp_path}: weights must stay finite, those of wild (train.learning_rate 1e+30, noticed at step 10) "
-        "did not; the other models are saved. Try a smaller step size with --resume."
+    lost = (
+        "wild (train.learning_rate 1e+30, noticed at step 10) did not; the other models are saved."
     )
+    with refused(f"{tmp_path}: weights must stay finite, those of {lost} Try a smaller step size"):
+        require_finite(models, tmp_path, summary)
 
     mended = models | {"wild": override(SMALL, "train.learning_rate=1e-2")}
     summary = train_models(mended, tmp_path, resume=True)
@@ -394,12 +363,8 @@ def test_a_full_disk_leaves_the_last_state_and_one_clear_line(
         if progress.step == 20:
             full.enter_context(files_of_at_most(100))
 
-    with full, pytest.raises(CheckpointError) as error:
+    with full, refused(f"{file}: cannot be written at step 20 (", "; the state saved before it is"):
         train_models(MODELS, tmp_path, on_log=fill_disk)
-    message = str(error.value)
-    assert message.startswith(f"{file}: cannot be written at step 20 (")
-    assert message.endswith("; the state saved before it is kept.")
-    assert "\n" not in message
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert Pack.restore(file).step == 10
 
@@ -409,11 +374,9 @@ def test_a_full_disk_leaves_the_last_state_and_one_clear_line(
 
 
 def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path):
-    with files_of_at_most(100), pytest.raises(CheckpointError) as error:
+    words = r"training-0\.safetensors: cannot be written at step 0 \([^\n]*\)\.$"
+    with files_of_at_most(100), pytest.raises(CheckpointError, match=words):
         train_models(MODELS, tmp_path)
-    file = tmp_path / "training-0.safetensors"
-    assert str(error.value).startswith(f"{file}: cannot be written at step 0 (")
-    assert "kept" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -425,9 +388,8 @@ def test_a_full_disk_at_the_end_costs_no_training(tmp_path: Path, finished: Path
             full.enter_context(files_of_at_most(history.stat().st_size - 1))
 
     models = {"one": MODELS["one"]}  # its state is smaller than its history
-    with ExitStack() as full, pytest.raises(CheckpointError) as error:
+    with ExitStack() as full, refused(f"{tmp_path / 'one'}: cannot be written ("):
         train_models(models, tmp_path, on_log=fill_disk)
-    assert str(error.value).startswith(f"{tmp_path / 'one'}: cannot be written (")
     assert Pack.restore(tmp_path / "training-0.safetensors").finished
     assert train_models(models, tmp_path, resume=True).steps == 0
     assert_same_run(load(tmp_path / "one"), load(finished / "one"))
@@ -438,12 +400,9 @@ def test_a_state_that_was_cut_short_is_named(tmp_path: Path):
     file = tmp_path / "training-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError) as error:
+    words = "Delete it, and its models begin anew with --resume."
+    with refused(f"{file}: not a training state that can be resumed (", words):
         train_models(MODELS, tmp_path, resume=True)
-    message = str(error.value)
-    assert message.startswith(f"{file}: not a training state that can be resumed (")
-    assert message.endswith("Delete it, and its models begin anew with --resume.")
-    assert "\n" not in message
     assert contents(tmp_path) == before
     file.unlink()
     assert train_models(MODELS, tmp_path, resume=True).steps == 40
@@ -516,9 +475,7 @@ assert end(start(root / f"killed-{folders}", *options)) == 0
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(tmp_path: Path):
     sweep = write(tmp_path, LONG)
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, str(sweep), str(tmp_path), str(KILLS)], check=True
-    )
+    subprocess.run([sys.executable, "-c", DRIVER, sweep, tmp_path, str(KILLS)], check=True)
     folders = sorted(path for path in tmp_path.glob("killed-*") if path.is_dir())
     straight, *last = (
         json.loads(Path(f"{folder}.json").read_text())["steps"]

@@ -1,8 +1,8 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from mechinterp.training.one_layer.pack import Pack, pack_key
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.run import train_run
 from mechinterp.training.trained import Progress
+from tests.benchmarks import plain
 from tests.conftest import assert_same
 
 SMALL = ExperimentConfig(
@@ -43,6 +44,17 @@ def finished(pack: Pack) -> Pack:
     while not pack.finished:
         pack.advance()
     return pack
+
+
+@contextmanager
+def refused(start: object, *words: str) -> Iterator[None]:
+    """A context that ends with a CheckpointError of one line, which begins so and has these words."""
+    with pytest.raises(CheckpointError) as error:
+        yield
+    message = str(error.value)
+    assert message.startswith(str(start))
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
 
 
 def train_prompts(config: ExperimentConfig, step: int) -> Prompts:
@@ -112,16 +124,15 @@ def test_history_describes_the_weights_of_its_model_and_step():
 def test_loss_is_the_mean_of_the_training_losses_since_the_last_row():
     every_step = finished(Pack({"two": override(SMALL, "train.log_every=1")}))
     losses = every_step.rows["loss"][1:, 0]
-    assert losses[0] == pytest.approx(
-        squared_error(initial_weights(SMALL), train_prompts(SMALL, 0))
-    )
+    first = squared_error(initial_weights(SMALL), train_prompts(SMALL, 0))
+    assert losses[0] == pytest.approx(first)
     # The loss of step 9 was met before the update that makes it step 9's.
     at_8 = every_step.results()["two"].snapshots[8].circuits
     assert losses[8] == pytest.approx(squared_error(at_8, train_prompts(SMALL, 8)))
 
     pack = Pack({"two": SMALL})
     returned = [pack.advance() for _ in range(3)]
-    expected = [losses[:10].mean().item(), losses[10:20].mean().item(), losses[20:].mean().item()]
+    expected = [part.mean().item() for part in losses.split(10)]
     assert returned == pytest.approx(expected)
     assert pack.rows["loss"][1:, 0].tolist() == pytest.approx(expected)
 
@@ -162,76 +173,31 @@ def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path:
     assert_same(pack.results()["one"].weights, alone.results()["one"].weights)
 
 
-def test_a_pack_whose_models_have_all_diverged_is_finished():
-    pack = Pack(MODELS)
-    pack.flat[:] = torch.nan
-    pack.advance()
-    assert pack.finished
-    assert pack.diverged == {"two": 10, "one": 10, "three": 10}
-
-
-class PlainAttention(torch.nn.Module):
-    """The published code's layer: four linear maps without bias, the query attends to the context."""
-
-    def __init__(self, d_model: int, n_heads: int, d_head: int):
-        super().__init__()
-        self.n_heads, self.d_head = n_heads, d_head
-        self.q = torch.nn.Linear(d_model, n_heads * d_head, bias=False)
-        self.k = torch.nn.Linear(d_model, n_heads * d_head, bias=False)
-        self.v = torch.nn.Linear(d_model, n_heads * d_head, bias=False)
-        self.o = torch.nn.Linear(n_heads * d_head, d_model, bias=False)
-
-    def set_weights(self, weights: AttentionWeights):
-        """Head h of W_Q is rows h * d_head, ... of q.weight; head h of W_O columns of o.weight."""
-        with torch.no_grad():
-            for linear, part in (
-                (self.q, weights.W_Q),
-                (self.k, weights.W_K),
-                (self.v, weights.W_V),
-            ):
-                linear.weight.copy_(part.mT.reshape(linear.weight.shape))
-            self.o.weight[weights.d_x :] = weights.W_O.flatten(0, 1).T
-
-    def forward(self, query: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        def by_head(values: torch.Tensor) -> torch.Tensor:
-            return values.unflatten(-1, (self.n_heads, self.d_head)).transpose(1, 2)
-
-        q, k, v = by_head(self.q(query)), by_head(self.k(context)), by_head(self.v(context))
-        pattern = torch.softmax(q @ k.mT / self.d_head**0.5, dim=-1)
-        return self.o((pattern @ v).transpose(1, 2).flatten(2))
-
-
 @pytest.mark.parametrize("d_y", [1, 2])
 def test_training_equals_plain_pytorch(d_y: int):
     config = override(SMALL, "model.n_heads=3", "train.steps=50", f"task.d_y={d_y}")
-    d_x, start = config.task.d_x, initial_weights(config)
-    model = PlainAttention(config.d_model, 3, config.d_head)
-    model.set_weights(start)
+    start = initial_weights(config)
+    model = plain.attention(start).requires_grad_()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(50):
         prompts = train_prompts(config, step)
-        predictions = model(prompts.tokens[:, -1:], prompts.context_tokens)[:, 0, d_x:]
+        predictions = model(prompts.tokens[:, -1:], prompts.context_tokens)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(predictions, prompts.y_query).backward()
         optimizer.step()
 
     weights = finished(Pack({"model": config})).results()["model"].weights.circuits
     assert (weights.W_Q - start.W_Q).norm() > 0.01 * start.W_Q.norm()
-    expected = PlainAttention(config.d_model, 3, config.d_head)
-    expected.load_state_dict(model.state_dict())
-    expected.set_weights(weights)
-    for name, values in model.state_dict().items():
-        difference = expected.state_dict()[name] - values
-        assert difference.norm() < 1e-5 * values.norm(), name
+    trained = plain.attention(weights).state_dict()
+    for name, expected in model.state_dict().items():
+        assert (trained[name] - expected).norm() < 1e-5 * expected.norm(), name
 
 
 def test_models_that_differ_in_more_than_seed_heads_and_pool_are_refused():
     other = override(SMALL, "train.data_seed=8")
     assert pack_key(other) != pack_key(SMALL)
     assert len({pack_key(config) for config in MODELS.values()}) == 1
-    with pytest.raises(
-        ValueError, match=r"must differ in seed, model\.n_heads and pool of tasks only"
-    ):
+    with pytest.raises(ValueError, match=r"must differ in seed, model\.n_heads and pool of tasks"):
         Pack({"two": SMALL, "other": other})
 
 
@@ -283,12 +249,9 @@ BAD_FILES = {
 def test_a_bad_state_file_is_refused_on_one_line(tmp_path: Path, kind: str):
     file = tmp_path / "state.safetensors"
     BAD_FILES[kind](file)
-    with pytest.raises(CheckpointError) as error:
+    words = ["does not exist"] if kind == "nothing" else []
+    with refused(f"{file}: not a training state that can be resumed (", *words):
         Pack.restore(file)
-    message = str(error.value)
-    assert message.startswith(f"{file}: not a training state that can be resumed (")
-    assert "\n" not in message
-    assert ("does not exist" in message) == (kind == "nothing")
 
 
 def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
@@ -298,16 +261,16 @@ def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
     pack.save(file)
     whole, generator = file.read_bytes(), torch.Generator().manual_seed(0)
     start = 8 + int.from_bytes(whole[:8], "little")
+
+    def flip(place: int) -> None:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+
     for place in torch.randint(start, len(whole), (40,), generator=generator).tolist():
-        damaged = bytearray(whole)
-        damaged[place] ^= 1
-        file.write_bytes(damaged)
+        flip(place)
         with pytest.raises(CheckpointError, match=r"its checksum is not that of what it holds"):
             Pack.restore(file)
     for place in torch.randint(0, start, (200,), generator=generator).tolist():
-        damaged = bytearray(whole)
-        damaged[place] ^= 1
-        file.write_bytes(damaged)
+        flip(place)
         with suppress(CheckpointError):
             again = Pack.restore(file)
             assert again.models == pack.models
@@ -317,6 +280,10 @@ def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
 
 def of_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pack], None]:
     return lambda pack: pack.rows.update(mu=change(pack.rows["mu"]))
+
+
+def of_snapshots(step: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    return lambda pack: pack.snapshots.update({step: change(pack.flat).clone()})
 
 
 def one_weight_for_all(pack: Pack):
@@ -333,14 +300,8 @@ def one_weight_for_all(pack: Pack):
         (lambda pack: pack.rows.pop("mu"), "rows must be of step, loss, "),
         (one_weight_for_all, "weights must have shape"),
         (lambda pack: pack.moments.update(exp_avg=torch.zeros(1)), "exp_avg must have shape"),
-        (
-            lambda pack: pack.snapshots.update({20: pack.flat.clone()}),
-            "a snapshot must be of a step of the run, got 20",
-        ),
-        (
-            lambda pack: pack.snapshots.update({0: pack.flat[:3].clone()}),
-            "snapshot 0 must have the shape of the weights",
-        ),
+        (of_snapshots(20, lambda flat: flat), "a snapshot must be of a step of the run, got 20"),
+        (of_snapshots(0, lambda flat: flat[:3]), "snapshot 0 must have the shape of the weights"),
     ],
 )
 def test_a_state_that_says_what_cannot_be_is_refused(tmp_path: Path, change, words: str):
@@ -348,9 +309,8 @@ def test_a_state_that_says_what_cannot_be_is_refused(tmp_path: Path, change, wor
     pack.advance()
     change(pack)
     pack.save(file)
-    with pytest.raises(CheckpointError, match=words) as error:
+    with refused(file, words):
         Pack.restore(file)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

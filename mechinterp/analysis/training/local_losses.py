@@ -185,7 +185,7 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         of, at = _of_layer(heads, free)
         names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
         sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
-    elif weights.is_stack:
+    elif weights.model.is_stack:
         of, at = _of_stack(weights)
         sampled = f"{at.size} entries: all"
     else:

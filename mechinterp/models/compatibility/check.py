@@ -39,9 +39,8 @@ class Compatibility(Result):
     @property
     def failures(self) -> dict[str, str]:
         """The reasons by the names of the checks that failed."""
-        return {
-            name: reason for name, reason in zip(self.names, self.reasons, strict=True) if reason
-        }
+        reasons = zip(self.names, self.reasons, strict=True)
+        return {name: reason for name, reason in reasons if reason}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per check."""
@@ -78,11 +77,8 @@ def _reason(check: Check, model: Module, lacking: list[str]) -> str:
     except Exception as error:  # whatever a module of any class may raise
         text = " ".join(str(error).split())
         lacking += _lacks(error)
-        return (
-            text
-            if isinstance(error, AssertionError) and text
-            else f"{type(error).__name__}: {text}"
-        )
+        told = isinstance(error, AssertionError) and text
+        return text if told else f"{type(error).__name__}: {text}"
     return ""
 
 

@@ -4,6 +4,8 @@ Each check takes any module, returns nothing where it passes, and raises with a 
 draw the same prompts: vectors of the model's width, clean and corrupted.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
@@ -69,10 +71,9 @@ def caches_activations(model: Module) -> None:
     for name in "qkvz":
         shape = list(cache[name, 0].shape[:-1])
         require(shape == list(head_rows), f"hook_{name}[..., 0] has shape {shape}")
-    square = [BATCH, cfg.n_heads, n_pos, n_pos]
-    require(
-        list(cache["pattern", 0].shape) == square, "hook_pattern is not [batch, head, query, key]"
-    )
+    shape = list(cache["pattern", 0].shape)
+    is_square = shape == [BATCH, cfg.n_heads, n_pos, n_pos]
+    require(is_square, "hook_pattern is not [batch, head, query, key]")
     names = {f"blocks.{layer}.attn.hook_z" for layer in range(cfg.n_layers)}
     _, one = model.run_with_cache(inputs[:1], names_filter=list(names), remove_batch_dim=True)
     require(names <= set(one.keys()), "names_filter keeps back what it names")
@@ -151,9 +152,8 @@ def acts_on_scores(model: Module) -> None:
             _, caches[rows.start] = model.run_with_cache(inputs)
     first_key = caches[1]["pattern", 0][..., 0]
     require(not first_key[..., 1:].any().item(), "an edit of hook_attn_scores has no effect")
-    finite = all(
-        torch.isfinite(caches[None]["z", layer]).all() for layer in range(model.cfg.n_layers)
-    )
+    every_z = (caches[None]["z", layer] for layer in range(model.cfg.n_layers))
+    finite = all(torch.isfinite(z).all() for z in every_z)
     require(finite, "a row whose keys are all masked gives NaN")
 
 
@@ -172,14 +172,12 @@ def has_finite_gradients(model: Module) -> None:
         loss = model(inputs).square().sum()
         # Not loss.backward(), which would add to the parameters' own gradients.
         gradients = torch.autograd.grad(loss, [inputs, *parameters.values()], allow_unused=True)
-    gradients_by_name |= {
-        n: g for n, g in zip(["input", *parameters], gradients, strict=True) if g is not None
-    }
+    named = zip(["input", *parameters], gradients, strict=True)
+    gradients_by_name |= {name: gradient for name, gradient in named if gradient is not None}
     missing = [name for name in (*names, "input") if name not in gradients_by_name]
     require(not missing, f"no gradient at {', '.join(missing)}")
-    broken = [
-        name for name, gradient in gradients_by_name.items() if not torch.isfinite(gradient).all()
-    ]
+    finite = {name: gradient.isfinite().all() for name, gradient in gradients_by_name.items()}
+    broken = [name for name, holds in finite.items() if not holds]
     require(not broken, f"the gradient is not finite at {', '.join(broken)}")
 
 
@@ -215,11 +213,9 @@ def decomposes_the_residual_stream(model: Module) -> None:
     require_close(read_out(model, parts), logits, "decompose_resid")
     stream = cache.accumulated_resid()
     require_close(read_out(model, stream[-1]), logits, "accumulated_resid")
-    everything = cache.get_full_resid_decomposition(expand_neurons=False)
-    require_close(read_out(model, everything.sum(0)), logits, "get_full_resid_decomposition")
-    projected = cache.get_full_resid_decomposition(
-        expand_neurons=False, project_output_onto=model.W_U
-    )
+    decompose = partial(cache.get_full_resid_decomposition, expand_neurons=False)
+    require_close(read_out(model, decompose().sum(0)), logits, "get_full_resid_decomposition")
+    projected = decompose(project_output_onto=model.W_U)
     require_close(projected.sum(0), stream[-1] @ model.W_U, "project_output_onto")
 
 

@@ -56,9 +56,8 @@ def require_close(values: Tensor, expected: Tensor, what: str) -> None:
 def require_sum(model: Module) -> None:
     """Raises AssertionError if the stream is no sum of what the parts of the model write."""
     single = (getattr(block, "hook_out_is_single_residual_stream", True) for block in model.blocks)
-    require(
-        all(single), "does not apply: norms after each layer, the stream is no sum of its parts"
-    )
+    reason = "does not apply: norms after each layer, the stream is no sum of its parts"
+    require(all(single), reason)
 
 
 def read_out(model: Module, stream: Tensor) -> Tensor:

@@ -77,9 +77,8 @@ def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...])
     with zero_mlp(model), torch.no_grad():
         _, cache = model.run_with_cache(clean)
         hook = replace_at((slice(None), *all_positions, *last[1:]), cache[hook_name])
-        values = sweep(
-            model, corrupted, cache, query_output, index_axis_names=None, index_df=indices
-        )
+        asked = {"index_axis_names": None, "index_df": indices}
+        values = sweep(model, corrupted, cache, query_output, **asked)
         by_hand = query_output(model.run_with_hooks(corrupted, fwd_hooks=[(hook_name, hook)]))
     require(len(values) == len(indices), f"{len(values)} values for {len(indices)} indices")
     require_close(values[-1], by_hand, f"the last of {len(values)} patches, done by hand")
@@ -157,14 +156,12 @@ def attributes_to_nodes(model: Module) -> None:
     name = get_act_name("z", last)
     after, before = (model.run_with_cache(inputs)[1][name] for inputs in (clean, corrupted))
     z = before.detach().requires_grad_()
-    metric = query_output(
-        model.run_with_hooks(corrupted, fwd_hooks=[(name, lambda values, hook: z)])
-    )
+    held = [(name, lambda values, hook: z)]
+    metric = query_output(model.run_with_hooks(corrupted, fwd_hooks=held))
     (gradient,) = torch.autograd.grad(metric, z)
     expected = ((after - before) * gradient)[0, :, 0].sum()
-    require_close(
-        expected.new_tensor(sum(scores[node] for node in nodes)), expected, "the last head"
-    )
+    score = expected.new_tensor(sum(scores[node] for node in nodes))
+    require_close(score, expected, "the last head")
     require(any(scores.values()), "no node has an effect")
 
 
@@ -225,11 +222,9 @@ def compares_subspaces(model: Module) -> None:
         affinity = attention_head_subspace_affinity(
             model, target_role=role, layer_order="all", rank=1
         ).normalized
-        bases = [
-            torch.linalg.svd(matrix)[side]
-            for matrix, side in ((model.W_O[0, 0], 2), (getattr(model, f"W_{role}")[0, 0], 0))
-        ]
-        expected = (bases[0][0] @ bases[1][:, 0]).square()
+        written = torch.linalg.svd(model.W_O[0, 0])[2][0]
+        read = torch.linalg.svd(getattr(model, f"W_{role}")[0, 0])[0][:, 0]
+        expected = (written @ read).square()
         require_close(affinity[0, 0, 0, 0], expected, f"the affinity of O and {role}")
 
 
@@ -244,10 +239,8 @@ def detects_heads(model: Module) -> None:
         detect(model, ids, "previous_token_head")
         if not causal:
             return
-        scores = detect(model, ids, pattern, error_measure="abs")
-    require_close(
-        scores[0, 0], torch.ones_like(scores[0, 0]), "the score of a head on its own pattern"
-    )
+        score = detect(model, ids, pattern, error_measure="abs")[0, 0]
+    require_close(score, torch.ones_like(score), "the score of a head on its own pattern")
 
 
 CHECKS: dict[str, Check] = {

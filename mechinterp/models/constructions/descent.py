@@ -49,10 +49,7 @@ def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: i
     Source:
         von Oswald et al. 2023, arXiv 2212.07677.
     """
-    if not etas or len(etas) != len(gammas):
-        raise ValueError(
-            f"etas and gammas must hold one number per layer, got {len(etas)} and {len(gammas)}."
-        )
+    _require_as_many(etas, gammas=gammas)
     identity = torch.eye(d_x, dtype=torch.float64)
     return _descending([identity] * len(etas), etas, gammas)
 
@@ -71,10 +68,7 @@ def preconditioned_gd_model(
     Source:
         Ahn et al. 2023, arXiv 2306.00297, with this form of the matrices.
     """
-    if not etas or len(etas) != len(cs):
-        raise ValueError(
-            f"etas and cs must hold one number per layer, got {len(etas)} and {len(cs)}."
-        )
+    _require_as_many(etas, cs=cs)
     Sigma, identity = covariance.double(), torch.eye(len(covariance), dtype=torch.float64)
     inverses = [torch.linalg.inv(Sigma + c * identity) for c in cs]
     return _descending(inverses, etas, [0.0] * len(etas))
@@ -82,10 +76,8 @@ def preconditioned_gd_model(
 
 def rotated(weights: Weights, *, seed: int) -> Weights:
     """The same model, with the same predictions, in a random basis of its stream."""
-    noise = torch.randn(
-        weights.d_model, weights.d_model, generator=generator_for(seed, "init", 0)
-    ).to(weights.W_Q)
-    R = torch.linalg.qr(noise).Q
+    square, generator = (weights.d_model, weights.d_model), generator_for(seed, "init", 0)
+    R = torch.linalg.qr(torch.randn(square, generator=generator).to(weights.W_Q)).Q
     W_in, W_U = weights.reading
     sides = {f"attn.{name}": R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
     reading = {"W_in": W_in @ R, "unembed.W_U": R.mT @ W_U}
@@ -110,6 +102,14 @@ def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
     return weights.with_tensors(noisy)
 
 
+def _require_as_many(etas: Sequence[float], **others: Sequence[float]) -> None:
+    for name, values in others.items():
+        if not etas or len(etas) != len(values):
+            raise ValueError(
+                f"etas and {name} must hold one number per layer, got {len(etas)} and {len(values)}."
+            )
+
+
 def _descending(
     preconditioners: Sequence[Tensor], etas: Sequence[float], gammas: Sequence[float]
 ) -> Weights:
@@ -124,11 +124,6 @@ def _descending(
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
         W_O[layer, 0] = -torch.tensor([gamma] * d_x + [eta], dtype=torch.float64).diag()
-    W_V, reading, scale = (
-        identity.expand_as(W_Q).clone(),
-        (identity, -identity[:, d_x:]),
-        width**-0.5,
-    )
-    return stack_of_layers(
-        W_Q, W_K, W_V, W_O, d_y=1, scale=scale, reading=reading, score="linear/L"
-    )
+    W_V = identity.expand_as(W_Q).clone()
+    settings = {"scale": width**-0.5, "reading": (identity, -identity[:, d_x:])}
+    return stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, score="linear/L", **settings)

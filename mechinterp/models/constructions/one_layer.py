@@ -32,19 +32,17 @@ def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> At
         >>> diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2).mu.flatten()
         tensor([ 3., -3.], dtype=torch.float64)
     """
-    if len(omega) != len(mu):
-        raise ValueError(
-            f"omega and mu must have one entry per head, got {len(omega)} and {len(mu)}."
-        )
+    n_heads, d_model = len(omega), d_x + d_y
+    if n_heads != len(mu):
+        raise ValueError(f"omega and mu must have one entry per head, got {n_heads} and {len(mu)}.")
     omegas, mus = _rows("omega", omega, d_x), _rows("mu", mu, d_y)
-    d_model = d_x + d_y
     on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64))
     on_y = torch.eye(d_model, dtype=torch.float64) - on_x
     scale = d_model**-0.5
     return AttentionWeights(
         W_Q=torch.diag_embed(pad(omegas / scale, (0, d_y))),
-        W_K=on_x.expand(len(omega), -1, -1).clone(),
-        W_V=on_y.expand(len(omega), -1, -1).clone(),
+        W_K=on_x.expand(n_heads, -1, -1).clone(),
+        W_V=on_y.expand(n_heads, -1, -1).clone(),
         W_O=torch.diag_embed(pad(mus, (d_x, 0)))[:, :, d_x:].clone(),
         scale=scale,
     )
@@ -132,13 +130,9 @@ def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, 
 def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
     """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
     n_heads, _, d_y = OV.shape
+    first_rows = torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
     W_V = pad(OV, (0, d_head - d_y)).contiguous()
-    W_O = (
-        torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
-        .expand(n_heads, -1, -1)
-        .contiguous()
-    )
-    return W_V, W_O
+    return W_V, first_rows.expand(n_heads, -1, -1).contiguous()
 
 
 def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeights:

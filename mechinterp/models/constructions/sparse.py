@@ -47,7 +47,6 @@ def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> Weight
     W_O[1:, 0, 0, y] = -torch.tensor(list(etas), dtype=torch.float64)
     W_U = torch.zeros(2 * d_x + 1, 1, dtype=torch.float64)
     W_U[y] = -1
-    reading, scale = (torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64), W_U), d_x**-0.5
-    return stack_of_layers(
-        W_Q, W_K, W_V, W_O, d_y=1, scale=scale, reading=reading, score="linear/L"
-    )
+    W_in = torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64)
+    settings = {"scale": d_x**-0.5, "reading": (W_in, W_U)}
+    return stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, score="linear/L", **settings)

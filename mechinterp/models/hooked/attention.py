@@ -61,27 +61,20 @@ class Attention(nn.Module):
         k = self.hook_k(self._project(for_k, "K"))
         v = self.hook_v(self._project(for_v, "V"))
 
-        scores = self.cfg.scale * einsum(
-            q, k, "batch query head d_head, batch key head d_head -> batch head query key"
-        )
+        products = "batch query head d_head, batch key head d_head -> batch head query key"
+        scores = self.cfg.scale * einsum(q, k, products)
         # A context longer than any seen before is masked as strictly: there is no stored mask.
         reads = readable_keys(scores.shape[-1], self.cfg.model, device=scores.device)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
-        pattern = self.hook_pattern(
-            attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
-        )
-        z = self.hook_z(
-            einsum(
-                pattern, v, "batch head query key, batch key head d_head -> batch query head d_head"
-            )
-        )
+        pattern = attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
+        pattern = self.hook_pattern(pattern)
+        averages = "batch head query key, batch key head d_head -> batch query head d_head"
+        z = self.hook_z(einsum(pattern, v, averages))
 
         W_O = self._output_weights()
         if self.cfg.use_attn_result:
-            result = einsum(
-                z, W_O, "batch pos head d_head, head d_head d_model -> batch pos head d_model"
-            )
-            out = self.hook_result(result).sum(dim=2)
+            per_head = "batch pos head d_head, head d_head d_model -> batch pos head d_model"
+            out = self.hook_result(einsum(z, W_O, per_head)).sum(dim=2)
         else:
             out = einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
         return out + self.b_O if self.cfg.biases else out

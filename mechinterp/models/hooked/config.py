@@ -62,11 +62,10 @@ class HookedConfig:
     merged_qk = _of_architecture("merged_qk")
 
     def __post_init__(self) -> None:
-        Rules("", self).at_least(1, "d_x", "d_y", "n_ctx")
-        if self.merged_qk and self.d_head != self.d_model:
-            raise ValueError(
-                f"d_head must be d_model = {self.d_model} where merged_qk is true, got {self.d_head}."
-            )
+        rules = Rules("", self)
+        rules.at_least(1, "d_x", "d_y", "n_ctx")
+        rule = f"must be d_model = {self.d_model} where merged_qk is true"
+        rules.require("d_head", not self.merged_qk or self.d_head == self.d_model, rule)
 
     @property
     def d_token(self) -> int:
@@ -92,23 +91,14 @@ class HookedConfig:
         """ "LN" where there are layer norms."""
         return "LN" if self.model.norm is not None or self.model.final_norm else None
 
-    @property
-    def d_vocab(self) -> int:
-        """The responses take the place of a vocabulary."""
-        return self.d_y
-
-    @property
-    def d_vocab_out(self) -> int:
-        return self.d_y
+    # The responses take the place of a vocabulary.
+    d_vocab = d_vocab_out = property(lambda cfg: cfg.d_y)
+    use_attn_scale = property(lambda cfg: True)
 
     @property
     def attn_scale(self) -> float:
         """What scores are divided by."""
         return 1 / self.scale
-
-    @property
-    def use_attn_scale(self) -> bool:
-        return True
 
     @property
     def attention_dir(self) -> str:
@@ -134,11 +124,9 @@ class HookedConfig:
             return "use_hook_mlp_in"
         if name in ("hook_resid_mid", "hook_mlp_in", "hook_mlp_out"):
             return "use_zero_mlp" if self.attn_only and not self.use_zero_mlp else None
-        switch = {
-            "hook_result": "use_attn_result",
-            "hook_attn_in": "use_attn_in",
-            **{f"hook_{x}_input": "use_split_qkv_input" for x in "qkv"},
-        }.get(name)
+        switches = {"hook_result": "use_attn_result", "hook_attn_in": "use_attn_in"}
+        switches |= {f"hook_{x}_input": "use_split_qkv_input" for x in "qkv"}
+        switch = switches.get(name)
         return None if switch is None or getattr(self, switch) else switch
 
     def to_dict(self) -> dict[str, Any]:

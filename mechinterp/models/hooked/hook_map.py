@@ -24,7 +24,9 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     twin = copy.deepcopy(model).to("meta")
     twin.reset_hooks(including_permanent=True)
     if twin.cfg.model.n_positions is not None:
-        _make_room(twin, max(names))
+        twin.cfg.model = replace(twin.cfg.model, n_positions=max(names))
+        W_pos = torch.empty(max(names), twin.cfg.d_model, dtype=twin.cfg.dtype, device="meta")
+        twin.pos_embed["W_pos"] = torch.nn.Parameter(W_pos)
     inputs = torch.empty(*names, twin.cfg.d_token, dtype=twin.cfg.dtype, device="meta")
     for switch in SWITCHES:
         getattr(twin, f"set_{switch}")(False)
@@ -41,10 +43,3 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
             shape = [names.get(size, size) for size in values.shape]
             rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
     return pd.DataFrame([rows[name] for name in twin.hook_dict])
-
-
-def _make_room(model: ICLTransformer, n_positions: int) -> None:
-    """Give a model without memory another number of positions."""
-    model.cfg.model = replace(model.cfg.model, n_positions=n_positions)
-    W_pos = torch.empty(n_positions, model.cfg.d_model, dtype=model.cfg.dtype, device="meta")
-    model.pos_embed["W_pos"] = torch.nn.Parameter(W_pos)

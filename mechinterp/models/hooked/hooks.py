@@ -110,13 +110,9 @@ class CheckedHooks(HookedRootModule):
 
         points = self._points(names_filter)
         forward = [(name, partial(save, keys=keys)) for name, keys in points.items()]
-        if not incl_bwd:
-            return values, forward, []
-        backward = [
-            (name, partial(save, keys=[f"{key}_grad" for key in keys]))
-            for name, keys in points.items()
-        ]
-        return values, forward, backward
+        graded = {name: [f"{key}_grad" for key in keys] for name, keys in points.items()}
+        backward = [(name, partial(save, keys=keys)) for name, keys in graded.items()]
+        return values, forward, backward if incl_bwd else []
 
     def run_with_cache(
         self,
@@ -156,16 +152,17 @@ class CheckedHooks(HookedRootModule):
                 points.setdefault(self._require(asked), []).append(asked)
             return points
         if not (pick is None or callable(pick)):
-            raise ValueError(
-                f"names_filter must be a name, a list of names or a function, got {pick!r}."
-            )
+            rule = "a name, a list of names or a function"
+            raise ValueError(f"names_filter must be {rule}, got {pick!r}.")
         asleep = []
+        # Points that cannot be on, since one of their kind is that excludes them.
+        excluded = FORKS if self.cfg.use_attn_in or self.cfg.use_split_qkv_input else ()
         for name in self.hook_dict:
             names = [name, *_older_names(name)]
             names = names if pick is None else [each for each in names if pick(each)]
             if names and self.cfg.switch_of(name) is None:
                 points[name] = names
-            elif names and not self._excluded(name):
+            elif names and not name.endswith(excluded):
                 asleep.append(name)
         if asleep and pick is not None:
             setters = sorted({f"set_{self.cfg.switch_of(name)}(True)" for name in asleep})
@@ -175,11 +172,6 @@ class CheckedHooks(HookedRootModule):
                 stacklevel=4,
             )
         return points
-
-    def _excluded(self, name: str) -> bool:
-        """Whether the point cannot be on, since one of its kind is that excludes it."""
-        is_fork = name.endswith(FORKS)
-        return is_fork and (self.cfg.use_attn_in or self.cfg.use_split_qkv_input)
 
     def _require(self, asked: str) -> str:
         """The hook point of this name, which must exist and be on."""

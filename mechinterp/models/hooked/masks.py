@@ -32,13 +32,11 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
     for layer, head in heads:
         if layer < 0 or head < 0:
             raise ValueError(f"heads must be counted from 0, got L{layer}H{head}.")
-    return [
-        (
-            z_name(layer),
-            partial(mask_z, heads=masked, value=None if values is None else values[layer]),
-        )
-        for layer, masked in by_layers(heads).items()
-    ]
+    hooks: Hooks = []
+    for layer, masked in by_layers(heads).items():
+        value = None if values is None else values[layer]
+        hooks.append((z_name(layer), partial(mask_z, heads=masked, value=value)))
+    return hooks
 
 
 def mask_z(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | None) -> Tensor:

@@ -67,9 +67,7 @@ def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> N
     Raises:
         NoStreamError: If the prediction moves.
     """
-    generator = torch.Generator().manual_seed(0)
-    size = inputs.float().square().mean().sqrt().item() or 1.0
-    others = inputs + (size * torch.randn(inputs.shape, generator=generator)).to(inputs)
+    others = inputs + _noise_like(inputs, inputs.shape)
     name = hooked.stream_name(hooked.n_layers)
     held: Hooks = [(name, lambda values, hook: stream)]
     own = hooked.read(hooked.model(inputs))
@@ -87,9 +85,7 @@ def _read_position(
 ) -> int | None:
     """The one position after the last layer that the prediction depends on; None if there are several, or none."""
     groups = _groups(stream.shape[1]).to(stream.device)
-    generator = torch.Generator().manual_seed(0)
-    size = stream.float().square().mean().sqrt().item() or 1.0
-    noise = (size * torch.randn(stream.shape[1:], generator=generator)).to(stream)
+    noise = _noise_like(stream, stream.shape[1:])
 
     def move(stream: Tensor, hook: object) -> Tensor:
         return stream + groups[..., None] * noise
@@ -102,6 +98,13 @@ def _read_position(
     if any(one == zero for one, zero in zip(ones, zeros, strict=True)):
         return None
     return sum(2**digit for digit, one in enumerate(ones) if one)
+
+
+def _noise_like(values: Tensor, shape: torch.Size) -> Tensor:
+    """Gaussian noise as large as the values, the same in every call."""
+    size = values.float().square().mean().sqrt().item() or 1.0
+    generator = torch.Generator().manual_seed(0)
+    return (size * torch.randn(shape, generator=generator)).to(values)
 
 
 def _groups(n_pos: int) -> Bool[Tensor, "group pos"]:

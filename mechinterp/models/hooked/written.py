@@ -1,6 +1,5 @@
 """What the heads of a layer write into the stream, and whether the stream is the sum of it."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,29 +40,16 @@ def require_sum(model: Any, inputs: Tensor) -> None:
         names = [z_name(layer), f"blocks.{layer}.hook_resid_post", resid_name(layer + 1)]
         _, cache = model.run_with_cache(inputs, names_filter=names)
         z, after, before = (cache[name] for name in names)
-        if (
-            after.shape != before.shape
-            or z.shape[:2] != after.shape[:2]
-            or not torch.equal(after, before)
-        ):
+        if z.shape[:2] != after.shape[:2] or not torch.equal(after, before):
             raise ValueError(
                 f"model must have layers that hand the stream on, got one that changes it between layers {layer} and {layer + 1}."
             )
-        passed: list[Tensor] = []
-
-        def keep(values: Tensor, hook: object, to: list[Tensor] = passed) -> None:
-            to.append(values)
-
-        grown = [(names[0], partial(_times, factor=1 + LARGE)), (names[1], keep)]
-        model.run_with_hooks(inputs, fwd_hooks=grown)
+        with model.hooks(fwd_hooks=[(names[0], lambda values, hook: values * (1 + LARGE))]):
+            _, grown = model.run_with_cache(inputs, names_filter=names[1])
         expected = written(model, layer, z).sum(2)
-        slope = (passed[0] - after) / LARGE
+        slope = (grown[names[1]] - after) / LARGE
         if not (slope - expected).abs().max() <= EXPLAINED * expected.abs().max():
             raise ValueError(
                 f"model must have a residual stream that is the sum of what is written to it, got a layer {layer} that puts out "
                 "something else (a norm after it, or an MLP without one before)."
             )
-
-
-def _times(values: Tensor, hook: object, *, factor: float) -> Tensor:
-    return values * factor

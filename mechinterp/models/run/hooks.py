@@ -78,11 +78,8 @@ class ByHooks:
         with masked(hooked, heads):
             for rows in hooked.chunks(prompts, CHUNK):
                 _, every_stream = hooked.activations(prompts[rows], names)
-                parts.append(
-                    _stacked(
-                        [stream[:, at] for stream, at in zip(every_stream, columns, strict=True)]
-                    )
-                )
+                by_layer = zip(every_stream, columns, strict=True)
+                parts.append(_stacked([stream[:, at] for stream, at in by_layer]))
         return torch.cat(parts, dim=1)
 
     def stream(
@@ -93,10 +90,8 @@ class ByHooks:
         chunks = [prompts[rows] for rows in hooked.chunks(prompts, CHUNK)]
         with masked(hooked, heads):
             if layer < hooked.n_layers and hooked.restarts:
-                model = hooked.model
-                return torch.cat(
-                    [model(hooked.inputs(chunk), stop_at_layer=layer) for chunk in chunks]
-                )
+                inputs = map(hooked.inputs, chunks)
+                return torch.cat([hooked.model(each, stop_at_layer=layer) for each in inputs])
             # Past the last layer a Bridge does not stop: it would give its prediction.
             name = hooked.stream_name(layer)
             return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
@@ -107,10 +102,8 @@ class ByHooks:
         """The stream after some layers of every covariate run as the query."""
         place = query_positions(self.build(), prompts)[layer]
         covariates = progress([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
-        each = [
-            self.stream(replace(prompts, x_query=x), layer, heads)[:, place] for x in covariates
-        ]
-        return torch.stack(each, dim=1)
+        runs = (self.stream(replace(prompts, x_query=x), layer, heads) for x in covariates)
+        return torch.stack([stream[:, place] for stream in runs], dim=1)
 
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
         """Attention weights of the query in every layer, zeros behind those of fewer keys than the most."""
@@ -119,29 +112,25 @@ class ByHooks:
         places, parts = _query_rows(hooked, prompts[:1], names), []
         for rows in hooked.chunks(prompts, CHUNK):
             _, patterns = hooked.activations(prompts[rows], names)
-            parts.append(
-                _stacked([each[:, :, at] for each, at in zip(patterns, places, strict=True)])
-            )
+            by_layer = zip(patterns, places, strict=True)
+            parts.append(_stacked([pattern[:, :, at] for pattern, at in by_layer]))
         return torch.cat(parts, dim=1)
 
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """What each head adds to the stream at the query; None where W_O is not known by that name."""
         hooked = self.build()
         blocks: Any = hooked.model.blocks
-        outputs = [getattr(getattr(block, "attn", None), "W_O", None) for block in blocks]
+        outputs = (getattr(getattr(block, "attn", None), "W_O", None) for block in blocks)
         matrices = [W_O for W_O in outputs if isinstance(W_O, Tensor)]
+        equation = "batch head d_head, head d_head d_model -> batch head d_model"
         if len(matrices) < hooked.n_layers:
             return None
         names = [z_name(layer) for layer in range(hooked.n_layers)]
         places, parts = query_positions(hooked, prompts), []
         for rows in hooked.chunks(prompts, CHUNK):
             _, every_z = hooked.activations(prompts[rows], names)
-            written = [
-                einsum(
-                    z[:, at], W_O, "batch head d_head, head d_head d_model -> batch head d_model"
-                )
-                for z, at, W_O in zip(every_z, places[:-1], matrices, strict=True)
-            ]
+            by_layer = zip(every_z, places[:-1], matrices, strict=True)
+            written = [einsum(z[:, at], W_O, equation) for z, at, W_O in by_layer]
             parts.append(torch.stack(written))
         return torch.cat(parts, dim=1)
 

@@ -155,7 +155,10 @@ class LinearPass:
         """The query's stream before the last layer, and what each of its heads reads there, before W_V."""
         T = T.expand(len(self.x_query), -1, -1)
         query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
-        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
+        # What the last layer's heads look for in the stream: W_K W_Q^T query.
+        q = query @ self.weights.W_Q[-1].transpose(0, 1).flatten(1)
+        q = q.unflatten(1, (self.weights.n_heads, self.weights.d_head)).transpose(0, 1)
+        key_side = (q @ self.weights.W_K[-1].mT).transpose(0, 1) @ T.mT  # [batch, head, d_token]
         return query, key_side @ self.moment @ T
 
 
@@ -222,7 +225,9 @@ def _linear_heads(
     weights: Weights, layer: int, T: Tensor, moment: Tensor
 ) -> Float[Tensor, "batch d_token columns"]:
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
-    q, k, v = (T @ _wide(weights, layer)).chunk(3, dim=-1)
+    stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
+    # Of all heads side by side, in this order: [d_model, columns].
+    q, k, v = (T @ stacked.permute(2, 0, 1, 3).flatten(1)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
     if weights.d_head <= NARROW and q.shape[-1] <= FEW_COLUMNS:
         head = torch.arange(weights.n_heads, device=q.device).repeat_interleave(weights.d_head)
@@ -230,18 +235,3 @@ def _linear_heads(
         return q @ (k.mT @ (moment @ v) * own)
     q, k, Mv = (part.unflatten(-1, heads).transpose(1, 2) for part in (q, k, moment @ v))
     return (q @ (k.mT @ Mv)).transpose(1, 2).flatten(2)
-
-
-def _wide(weights: Weights, layer: int) -> Float[Tensor, "d_model columns"]:
-    """W_Q, W_K and W_V of all heads of a layer side by side, in this order."""
-    stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
-    return stacked.permute(2, 0, 1, 3).flatten(1)
-
-
-def _key_side(
-    weights: Weights, query: Float[Tensor, "batch d_model"]
-) -> Float[Tensor, "batch head d_model"]:
-    """What the last layer's heads look for in the stream: W_K W_Q^T query."""
-    q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)
-    q = q.unflatten(1, (weights.n_heads, weights.d_head))
-    return (q.transpose(0, 1) @ weights.W_K[-1].mT).transpose(0, 1)

@@ -23,11 +23,9 @@ def masked_predictions(
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head adds 0, its mean over the prompts, or another prompt's output."""
-    starts = range(0, len(prompts), CHUNK)
-    told = progress(starts, f"masking heads ({method})")
-    outputs = torch.cat(
-        [head_outputs(circuits, prompts[start : start + CHUNK]) for start in told]
-    )  # [batch, head, d_y]
+    starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")
+    parts = [head_outputs(circuits, prompts[start : start + CHUNK]) for start in starts]
+    outputs = torch.cat(parts)  # [batch, head, d_y]
     instead = {
         "zero": lambda: torch.zeros_like(outputs[:1]),
         "mean": lambda: outputs.double().mean(0, keepdim=True).to(outputs),

@@ -309,7 +309,6 @@ def _of_weights(weights: Weights) -> Predictor:
 
 def _of_hooked_model(model: object) -> Predictor:
     hooked = hooked_predictor(model)  # type: ignore[arg-type]
-
     return Predictor(
         n_layers=hooked.n_layers,
         n_heads=hooked.n_heads,

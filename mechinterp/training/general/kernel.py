@@ -7,8 +7,7 @@ the same: then there is one of them.
 Importing this module compiles it, or loads what an earlier import has compiled.
 """
 
-from typing import no_type_check
-
+# mypy: no-check-untyped-defs
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -33,7 +32,6 @@ HEADS = types.Array(types.float32, 4, "C")
 
 
 @compiled()
-@no_type_check
 def gather(source, block, n_rows, target):
     """The first rows of [feature, row, prompt] of one block, as lanes [feature, row]."""
     n_features, rows, n_prompts = source.shape
@@ -44,7 +42,6 @@ def gather(source, block, n_rows, target):
 
 
 @compiled()
-@no_type_check
 def scatter(source, block, n_rows, target):
     """Set the first rows of [feature, row, prompt] of one block to lanes [feature, row], and the others to 0."""
     n_features, rows, n_prompts = target.shape
@@ -56,7 +53,6 @@ def scatter(source, block, n_rows, target):
 
 
 @compiled()
-@no_type_check
 def products(left, i, n_left, right, n_right, n_features, sums):
     """sums_j = sum_f left[f, i] right[f, j]; three at a time, so that what they share is loaded once."""
     last = n_right - 1
@@ -74,7 +70,6 @@ def products(left, i, n_left, right, n_right, n_features, sums):
 
 
 @compiled()
-@no_type_check
 def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
     """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add that; three features at a time."""
     last = n_features - 1
@@ -96,7 +91,6 @@ def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
 
 
 @compiled()
-@no_type_check
 def weigh(kind, factor, scores, n, pattern, first):
     """The attention weights of one query, from its scores."""
     if kind == SOFTMAX:
@@ -131,7 +125,6 @@ def where(_context, condition, value):
 
 
 @compiled()
-@no_type_check
 def score_gradient(kind, factor, pattern, first, n, changes):
     """Turn what the loss changes by with the attention weights of a query into the same for its scores."""
     centre = fill(0.0)
@@ -150,7 +143,6 @@ def score_gradient(kind, factor, pattern, first, n, changes):
 
 
 @compiled(types.void(HEADS, HEADS, HEADS, types.int64, types.int64, types.float32, HEADS, HEADS))
-@no_type_check
 def attend(q, k, v, n_keys, kind, factor, patterns, z):
     """Set the attention weights [block, head, query and key, lane] and what every head reads.
 
@@ -175,7 +167,6 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
 
 
 @compiled(types.void(*[HEADS] * 3, types.int64, types.int64, types.float32, *[HEADS] * 5))
-@no_type_check
 def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
     """Set the gradients in queries, keys and values, from that in what every head reads."""
     n_heads, size, n_rows, n_prompts = q.shape
@@ -205,7 +196,6 @@ def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
 
 
 @compiled(types.void(ROWS, HEADS, HEADS))
-@no_type_check
 def mix(moment, rows, mixed):
     """Set `mixed` to the moments [row, row, prompt] of the prompts times rows [head, feature, row, prompt]."""
     n_heads, size, n_rows, n_prompts = rows.shape

@@ -85,7 +85,7 @@ class DeepRun(Run[Weights]):
 
     def _loss(self, batch: Batch) -> Float[Tensor, ""]:
         (prompts,) = batch
-        if self.weights.is_stack:
+        if self.weights.model.is_stack:
             return loss_of(self.weights, prompts)
         return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
 
@@ -93,7 +93,7 @@ class DeepRun(Run[Weights]):
         self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
         (prompts,) = batch
-        if self.weights.is_stack:
+        if self.weights.model.is_stack:
             loss, gradients = loss_and_gradients(self.weights, prompts)
             return loss, flattened(gradients)
         flat = self.flat.detach().requires_grad_()

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.theory.linear import Modes, Moments
+from mechinterp.theory.linear import Modes, Moments, require_counts
 from mechinterp.theory.linear_heads import Heads
 from mechinterp.training.linear.flat import check_heads, flatten, velocity_of
 from mechinterp.training.linear.flow import Flow, record
@@ -60,9 +60,7 @@ def training_set(
         >>> [len(prompts) for prompts in training_set(TaskConfig(), 10, seed=0, chunk=4)]
         [4, 4, 2]
     """
-    for name, value in (("n_sequences", n_sequences), ("chunk", chunk)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
+    require_counts(n_sequences=n_sequences, chunk=chunk)
     for index, first in enumerate(range(0, n_sequences, chunk)):
         generator = generator_for(seed, "train", index)
         yield sample_prompts(
@@ -101,7 +99,8 @@ def full_batch_descent(
         >>> full_batch_descent(heads, moments, modes(moments), learning_rate=0.05, steps=4000, every=100)
         Flow(41 times to 400, loss 0.6007 to 0.05271, 2 directions learned)
     """
-    rows = _rows(steps, every) if at is None else at
+    require_counts(steps=steps, every=every)
+    rows = np.array([*range(0, steps, every), steps]) if at is None else at
     if rows[0] < 0 or rows[-1] != steps or np.any(np.diff(rows) <= 0):
         raise ValueError(f"at must rise from 0 or later to steps = {steps}, got {rows.tolist()}.")
     if not learning_rate > 0:
@@ -117,26 +116,18 @@ def _states(
     """Flat weights at given steps of descent on the moments."""
     velocity = velocity_of(heads, moments)
     state, rate = flatten(heads), 2 * learning_rate
-    states, done = [], 0
-    for row in rows.tolist():
+    states = []
+    for n_steps, row in zip(np.diff(rows, prepend=0).tolist(), rows.tolist(), strict=True):
         # Weights that overflow on the way are found at its end.
         with np.errstate(over="ignore", invalid="ignore"):
-            for _ in range(done, row):
+            for _ in range(n_steps):
                 state = state + rate * velocity(state)
         if not np.abs(state).max() < 1e6:
             raise FloatingPointError(
                 f"Weights diverged by step {row} at learning_rate {learning_rate}."
             )
         states.append(state)
-        done = row
     return np.stack(states)
-
-
-def _rows(steps: int, every: int) -> Int[np.ndarray, " row"]:
-    for name, value in (("steps", steps), ("every", every)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}.")
-    return np.array([*range(0, steps, every), steps])
 
 
 def _regressors(

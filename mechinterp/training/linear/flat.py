@@ -24,9 +24,8 @@ def check_heads(heads: Heads, moments: Moments) -> None:
     if heads.v.ndim != 1:
         raise ValueError(f"heads must have no time axis, got v of shape {heads.v.shape}.")
     if heads.M.shape != moments.yz.shape:
-        raise ValueError(
-            f"heads must have d_x = {len(moments.yz)} as the moments have, got {len(heads.M)}."
-        )
+        d_x, given = len(moments.yz), len(heads.M)
+        raise ValueError(f"heads must have d_x = {d_x} as the moments have, got {given}.")
     if not flatten(heads).any():
         raise ValueError("heads must not be zero: zero weights never move.")
 
@@ -34,8 +33,7 @@ def check_heads(heads: Heads, moments: Moments) -> None:
 def flatten(heads: Heads) -> Float[np.ndarray, "*stack weight"]:
     """All weights of heads in one array, along its last axis."""
     stack = heads.v.shape[:-1]
-    matrices = (heads.U,) if isinstance(heads, MergedHeads) else (heads.K, heads.Q)
-    return np.concatenate([part.reshape(*stack, -1) for part in (heads.v, *matrices)], axis=-1)
+    return np.concatenate([part.reshape(*stack, -1) for part in vars(heads).values()], axis=-1)
 
 
 def unflatten(heads: Heads, flat: Float[np.ndarray, "*stack weight"]) -> Heads:

@@ -48,12 +48,9 @@ class Flow(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per time and direction."""
-        n_times, n_modes = self.learned.shape
-        columns = {
-            name: np.repeat(getattr(self, name), n_modes) for name in ("time", "loss", "descent")
-        }
-        columns["mode"] = np.tile(np.arange(n_modes), n_times)
-        return pd.DataFrame(columns | {"learned": self.learned.ravel()})
+        row, mode = (axis.ravel() for axis in np.indices(self.learned.shape))
+        columns = {name: getattr(self, name)[row] for name in ("time", "loss", "descent")}
+        return pd.DataFrame(columns | {"mode": mode, "learned": self.learned.ravel()})
 
     def plot(self) -> go.Figure:
         """Loss over time."""
@@ -69,7 +66,7 @@ class Flow(Result):
         """Learned fraction of every direction over time."""
         return figures.lines(
             self.time,
-            {f"direction {mode}": self.learned[:, mode] for mode in range(self.learned.shape[1])},
+            {f"direction {mode}": course for mode, course in enumerate(self.learned.T)},
             title="Part of each direction that is learned",
             x_title="time (tau)",
             y_title="learned fraction",
@@ -117,16 +114,15 @@ def flow(
         raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
     from scipy.integrate import DOP853, LSODA  # takes a good part of a start-up
 
-    start, directions = flatten(heads), modes(moments)
-    solver_class = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
-    velocity = velocity_of(heads, moments)
-    solver = solver_class(
-        lambda _, y: velocity(y), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13
-    )
+    start, directions, velocity = flatten(heads), modes(moments), velocity_of(heads, moments)
+    kind = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
+    solver = kind(lambda _, y: velocity(y), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13)
     wanted = None if times is None else times / tau
-    time, states = _follow(
-        solver, lambda y: float(moments.loss(unflatten(heads, y).M)), until_loss, wanted
-    )
+
+    def loss_of(flat: np.ndarray) -> float:
+        return float(moments.loss(unflatten(heads, flat).M))
+
+    time, states = _follow(solver, loss_of, until_loss, wanted)
     return record(time * tau, states, heads, moments, directions, tau)
 
 

@@ -143,20 +143,14 @@ def _run(config: ExperimentConfig, heads: Heads, steps: Int[np.ndarray, " row"])
     if n_sequences is not None:
         chunks = training_set(config.task, n_sequences, seed=train.data_seed)
         moments = sample_moments(chunks, basis=np.eye(config.task.d_x))
+    directions, rate = modes(population), train.learning_rate
     return full_batch_descent(
-        heads,
-        moments,
-        modes(population),
-        learning_rate=train.learning_rate,
-        steps=train.steps,
-        at=steps,
+        heads, moments, directions, learning_rate=rate, steps=train.steps, at=steps
     )
 
 
 def _at(path: Heads, rows: int | np.ndarray) -> Heads:
-    if isinstance(path, MergedHeads):
-        return MergedHeads(v=path.v[rows], U=path.U[rows])
-    return SeparateHeads(v=path.v[rows], K=path.K[rows], Q=path.Q[rows])
+    return type(path)(**{name: part[rows] for name, part in vars(path).items()})
 
 
 def _history(

@@ -7,8 +7,7 @@ sum runs over heads of different models: a model has the same bits in any pack.
 Importing this module compiles it, or loads what an earlier import has compiled.
 """
 
-from typing import no_type_check
-
+# mypy: no-check-untyped-defs
 import numpy as np
 from numba import types
 
@@ -21,7 +20,6 @@ SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = (
 
 
 @compiled()
-@no_type_check
 def block_of(rows, first, block):
     """Rows of [batch, axis] as lanes; lanes beyond the batch are 0."""
     block[:] = 0
@@ -31,7 +29,6 @@ def block_of(rows, first, block):
 
 
 @compiled()
-@no_type_check
 def context_block(x, y, first, block):
     """Tokens (x, y) of a block of prompts as lanes [context, d_model]; lanes beyond the batch are 0."""
     length, d_x, d_y = x.shape[1], x.shape[2], y.shape[2]
@@ -51,7 +48,6 @@ def context_block(x, y, first, block):
 
 
 @compiled()
-@no_type_check
 def score_block(QK, query, context, keys, scores):
     """Scores x_query QK (x_l, y_l)^T; the largest one of each prompt."""
     d_x, d_model = QK.shape
@@ -71,7 +67,6 @@ def score_block(QK, query, context, keys, scores):
 
 
 @compiled()
-@no_type_check
 def activate(score, slope, peak, values, slopes):
     """Turn scores into f and f', both over a sum that is returned as its inverse."""
     length = values.size // LANES
@@ -102,7 +97,6 @@ def activate(score, slope, peak, values, slopes):
 
 
 @compiled()
-@no_type_check
 def average(values, inverse, context, averaged):
     """The averaged token, [d_model]."""
     d_model = averaged.size // LANES
@@ -114,7 +108,6 @@ def average(values, inverse, context, averaged):
 
 
 @compiled()
-@no_type_check
 def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
     """Add a block's part of the loss's gradient in QK: lanes [d_x, d_model]."""
     # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
@@ -135,7 +128,6 @@ def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
 
 
 @compiled()
-@no_type_check
 def predict_block(OV, averaged, error):
     """Add a head's outputs, [d_y]."""
     for n in range(OV.shape[1]):
@@ -146,7 +138,6 @@ def predict_block(OV, averaged, error):
 
 
 @compiled()
-@no_type_check
 def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     """Add a block's part of the loss's gradient in OV; set that in the averaged token, and return its centre."""
     d_model, d_y = OV.shape
@@ -163,7 +154,6 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
 
 
 @compiled()
-@no_type_check
 def scale_block(block, factor):
     """block *= factor."""
     for index in range(block.size // LANES):
@@ -171,7 +161,6 @@ def scale_block(block, factor):
 
 
 @compiled()
-@no_type_check
 def block_gradients(context, query, target, QK, OV, slots, score, slope, squares, d_QK, d_OV):
     """Add one block's part: of each model's squared error, and of its gradients but for their factor."""
     n_heads, d_model, d_y = OV.shape
@@ -207,7 +196,6 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
 
 
 @compiled()
-@no_type_check
 def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss, d_QK, d_OV):
     """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
     batch, length, d_x = x.shape
@@ -232,7 +220,6 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 
 
 @compiled()
-@no_type_check
 def sum_lanes(block, factor, sums):
     """The sums over lanes, times factor."""
     for index in range(sums.size):
@@ -240,7 +227,6 @@ def sum_lanes(block, factor, sums):
 
 
 @compiled()
-@no_type_check
 def add_product(left, right, factor, product):
     """product += factor * left right."""
     for i in range(left.shape[0]):
@@ -261,7 +247,6 @@ def add_product(left, right, factor, product):
         *[types.Array(types.float32, 3, "C")] * 4,
     )
 )
-@no_type_check
 def set_loss_and_gradients(
     x, y, x_query, y_query, W_Q, W_K, W_V, W_O, slots, score, slope, scale, loss, d_Q, d_K, d_V, d_O
 ):
