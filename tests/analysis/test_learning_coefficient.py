@@ -10,19 +10,9 @@ import torch
 from analyses.coefficients.sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
 from mechinterp import local_learning_coefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
-from mechinterp.analysis.training.langevin import Langevin
-from mechinterp.analysis.training.learning_coefficient import (
-    PROMPT_CHAINS,
-    coefficient_of_loss,
-)
-from mechinterp.analysis.training.local_losses import (
-    LocalLoss,
-    heads_of_linear,
-    population_loss,
-    prompts_loss,
-)
-from mechinterp.analysis.training.minima import why_no_minimum
-from mechinterp.analysis.training.sampler import Chains
+from mechinterp.analysis.training.learning_coefficient import coefficient_of_loss, why_no_minimum
+from mechinterp.analysis.training.local_losses import heads_of_linear, population_loss, prompts_loss
+from mechinterp.analysis.training.sampler import PROMPT_CHAINS, Chains, Langevin, LocalLoss
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads

@@ -5,14 +5,13 @@ of layers, that on one fixed set of prompts. All other entries stay as they are.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.training.sampler import BatchLoss, Points
+from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, LocalLoss, Points
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
@@ -28,32 +27,10 @@ from mechinterp.theory.linear import Moments
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear.descent import sample_moments
-from mechinterp.training.linear.flat import flatten
+from mechinterp.training.linear.flat import flatten, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 
-MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
-"""Gradient at many points, each on a mini-batch of its own of so many prompts."""
 PromptsLoss = Callable[[Points, Prompts], tuple[Float[np.ndarray, " chain"], Points]]
-
-
-@dataclass(frozen=True, eq=False)
-class LocalLoss:
-    """A loss around the weights of a model."""
-
-    function: BatchLoss
-    at: Float[np.ndarray, " weight"]
-    sampled: str
-    """Which entries these are."""
-    over: str
-    """What the loss is a mean over."""
-    exact: float | None = None
-    """The learning coefficient at the minimum of this loss, where it is known."""
-    unknown: str = ""
-    """Why it is not."""
-    remedy: str = ""
-    """What to do where the weights are no minimum."""
-    on_minibatch: MinibatchGradient | None = None
-    """For stochastic gradients; None: there are no prompts to draw."""
 
 
 def heads_of_linear(weights: Weights) -> Heads:
@@ -127,45 +104,32 @@ def population_loss(
 
 def taken(heads: Heads, chosen: list[int]) -> Heads:
     """Some of the heads."""
-    if isinstance(heads, MergedHeads):
-        return MergedHeads(v=heads.v[chosen], U=heads.U[chosen])
-    return SeparateHeads(v=heads.v[chosen], K=heads.K[chosen], Q=heads.Q[chosen])
+    return type(heads)(**{name: values[chosen] for name, values in vars(heads).items()})
 
 
 def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
     size, n_heads = moments.yz.size, heads.v.shape[-1]
     zz, yz = moments.zz.reshape(size, size), moments.yz.ravel()
 
-    def of_product(M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        M = M + fixed.ravel()
+    def function(points: Points) -> tuple[np.ndarray, Points]:
+        drawn = unflatten(heads, points)
+        M = drawn.M.reshape(-1, size) + fixed.ravel()
         bent = M @ zz
-        return moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
+        loss, force = moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
+        v = drawn.v[:, :, None]
+        if isinstance(drawn, MergedHeads):
+            U = drawn.U.reshape(*drawn.v.shape, size)
+            parts = (U @ force[:, :, None], v * force[:, None])
+        else:
+            K, Q = (rows.reshape(len(points), -1, len(fixed)) for rows in (drawn.K, drawn.Q))
+            v = np.repeat(v, K.shape[1] // n_heads, axis=1)
+            force = force.reshape(-1, *fixed.shape)
+            along = Q @ force.mT
+            read = (K * along).reshape(len(points), n_heads, -1).sum(2)
+            parts = (read, v * along, v * K @ force)
+        return loss, np.concatenate([part.reshape(len(points), -1) for part in parts], axis=1)
 
-    if isinstance(heads, MergedHeads):
-
-        def merged(points: Points) -> tuple[np.ndarray, Points]:
-            v, U = points[:, :n_heads], points[:, n_heads:].reshape(len(points), n_heads, size)
-            loss, force = of_product((v[:, None] @ U)[:, 0])
-            d_v, d_U = (U @ force[:, :, None])[:, :, 0], v[:, :, None] * force[:, None]
-            return loss, np.concatenate([d_v, d_U.reshape(len(points), -1)], axis=1)
-
-        return merged
-    (rank, d_x), last = heads.K.shape[-2:], n_heads + heads.K.size
-
-    def separate(points: Points) -> tuple[np.ndarray, Points]:
-        n_points = len(points)
-        v = np.repeat(points[:, :n_heads], rank, axis=1)[:, :, None]
-        K = points[:, n_heads:last].reshape(n_points, -1, d_x)
-        Q = points[:, last:].reshape(n_points, -1, d_x)
-        scaled = v * K
-        loss, force = of_product((scaled.swapaxes(1, 2) @ Q).reshape(n_points, -1))
-        force = force.reshape(n_points, d_x, d_x)
-        along = Q @ force.swapaxes(1, 2)
-        d_v = (K * along).reshape(n_points, n_heads, -1).sum(2)
-        parts = (d_v, v * along, scaled @ force)
-        return loss, np.concatenate([part.reshape(n_points, -1) for part in parts], axis=1)
-
-    return separate
+    return function
 
 
 def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> LocalLoss:
@@ -196,10 +160,10 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
         rows = torch.randint(len(prompts), (len(points), n_prompts), generator=generator)
-        found = [
+        gradients = [
             of(point[None], prompts[chosen])[1] for point, chosen in zip(points, rows, strict=True)
         ]
-        return np.concatenate(found)
+        return np.concatenate(gradients)
 
     return LocalLoss(
         lambda points: of(points, prompts),
@@ -209,6 +173,7 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         unknown=unknown,
         remedy="; settle=True goes to a minimum on these prompts first",
         on_minibatch=of_some,
+        chains=PROMPT_CHAINS,
     )
 
 
