@@ -27,7 +27,6 @@ from mechinterp.analysis.probing.feature_descent import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
 from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
-from mechinterp.analysis.training.jump_forecast import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,
 )
@@ -35,6 +34,7 @@ from mechinterp.analysis.training.linear_components import linear_snapshots as l
 from mechinterp.analysis.training.milestones import milestones as milestones
 from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
+from mechinterp.analysis.training.plateaus import jump_forecast as jump_forecast
 from mechinterp.analysis.training.plateaus import plateaus as plateaus
 from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots

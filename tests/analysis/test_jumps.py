@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.training.jump_forecast import jump_forecast
+from mechinterp.analysis.training.plateaus import jump_forecast
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes

@@ -7,8 +7,8 @@ import pytest
 
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.training import histories
-from mechinterp.analysis.training.histories import kept_steps, loss_at
+from mechinterp.analysis.training import kept_steps
+from mechinterp.analysis.training.kept_steps import KeptSteps
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
@@ -75,9 +75,8 @@ def test_loss_and_mark_are_those_of_the_history():
 
 
 def test_the_loss_between_logged_steps_is_that_of_the_last_one():
-    curve = np.array([[10.0, 3.0], [20.0, 2.0]])
-    np.testing.assert_array_equal(loss_at(curve, [5, 10, 19, 20, 99]), [np.nan, 3, 3, 2, 2])
-    assert np.isnan(loss_at(np.zeros((0, 2)), [1])).all()
+    curve, step = np.array([[10.0, 3.0], [20.0, 2.0]]), np.array([5, 10, 19, 20, 99])
+    np.testing.assert_array_equal(KeptSteps(step=step, curve=curve).eval_loss, [np.nan, 3, 3, 2, 2])
 
 
 def test_many_large_snapshots_are_thinned_and_the_last_is_kept(
@@ -86,9 +85,9 @@ def test_many_large_snapshots_are_thinned_and_the_last_is_kept(
     pair = grown.snapshots[20]
     many = Checkpoint(grown.path, grown.config, 9, grown.weights)
     many.__dict__["snapshots"] = dict.fromkeys(range(10), pair)
-    assert kept_steps(many) == list(range(10))
-    monkeypatch.setattr(histories, "MAX_NUMBERS", 4 * pair.circuits.QK.numel())
-    assert kept_steps(many) == [0, 3, 6, 9]
+    assert kept_steps.kept_steps(many) == list(range(10))
+    monkeypatch.setattr(kept_steps, "MAX_NUMBERS", 4 * pair.circuits.QK.numel())
+    assert kept_steps.kept_steps(many) == [0, 3, 6, 9]
 
 
 def test_a_checkpoint_without_snapshots_is_refused(tmp_path: Path):

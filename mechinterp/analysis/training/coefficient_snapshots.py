@@ -15,8 +15,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.training.histories import snapshots_of
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, snapshots_of
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     is_trained_on_moments,
@@ -173,7 +172,8 @@ def coefficient_snapshots(
         live.append(len(heads))
         learned.append(int((directions.learned(heads_of_linear(weights).M) > 0.5).sum()))
     return CoefficientSnapshots(
-        **kept_losses(checkpoint, chosen),
+        step=np.array(chosen),
+        curve=loss_curve(checkpoint),
         whole=tuple(whole),
         live=tuple(alone),
         n_live=np.array(live),

@@ -11,8 +11,7 @@ from mechinterp import heatmaps
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import with_snapshots
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, with_snapshots
 from mechinterp.display import frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -123,5 +122,6 @@ def deep_snapshots(
         importance=np.stack([one.importance for one in found]),
         effective_heads=np.stack([one.effective_heads for one in found]),
         effective_heads_sem=np.stack([one.effective_heads_sem for one in found]),
-        **kept_losses(trained, list(trained.snapshots)),
+        step=np.array(list(trained.snapshots)),
+        curve=loss_curve(trained),
     )

@@ -102,8 +102,8 @@ def population_loss(
     )
 
 
-def taken(heads: Heads, chosen: list[int]) -> Heads:
-    """Some of the heads."""
+def taken(heads: Heads, chosen: int | list[int]) -> Heads:
+    """Some of the heads; of a path the heads at a time."""
     return type(heads)(**{name: values[chosen] for name, values in vars(heads).items()})
 
 

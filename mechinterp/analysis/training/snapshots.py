@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, snapshots_of
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_steps, loss_curve, snapshots_of
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -124,5 +123,6 @@ def training_snapshots(
         circuits=tuple(circuits_of(weights_of(each, "training_snapshots")) for each in weights),
         pattern=tuple(each.pattern for each in found),
         labels=tuple(each.labels for each in found),
-        **kept_losses(trained, steps),
+        step=np.array(steps),
+        curve=loss_curve(trained),
     )
