@@ -1,7 +1,7 @@
 """Ablation of two heads at once: pairs that need or replace each other."""
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -39,14 +39,10 @@ class PairAblation(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per pair."""
-        pairs = list(combinations(range(len(self.names)), 2))
-        columns: dict[str, list] = {
-            "head": [self.names[one] for one, _ in pairs],
-            "other": [self.names[other] for _, other in pairs],
-        }
-        for name in ("rise", "rise_sem", "interaction", "interaction_sem"):
-            columns[name] = [getattr(self, name)[pair] for pair in pairs]
-        return pd.DataFrame(columns)
+        pairs = np.triu_indices(len(self.names), 1)
+        head, other = (np.array(self.names, dtype=object)[each] for each in pairs)
+        values = {name: getattr(self, name)[pairs] for name in with_sem("rise", "interaction")}
+        return pd.DataFrame({"head": head, "other": other, **values})
 
     def plot(self) -> go.Figure:
         """Interaction of every two heads."""
@@ -85,12 +81,11 @@ def ablate_pairs(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     heads = predictor_of(source).heads
-    pairs = [(one, other) for one in range(len(heads)) for other in range(one, len(heads))]
-    masks = [[], *([heads[one], heads[other]] for one, other in pairs)]
+    masks = [[], *map(list, combinations_with_replacement(heads, 2))]
     errors = masked_errors(source, prompts, masks, method=method)
+    one, other = np.triu_indices(len(heads))
     rises = np.zeros((len(errors), len(heads), len(heads)))
-    for column, (one, other) in enumerate(pairs, start=1):
-        rises[:, one, other] = rises[:, other, one] = errors[:, column] - errors[:, 0]
+    rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
     alone = rises.diagonal(axis1=1, axis2=2)
     # A head masked twice is masked once.
     apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))

@@ -137,14 +137,14 @@ class LearningCoefficient(Result):
 
     def plot_posterior(self) -> go.Figure:
         """The density of n_beta (L - L*) over all draws, and of the Gamma law of shape lambda where it is known."""
+        from scipy.stats import gamma  # takes a good part of a start-up
+
         edges = np.histogram_bin_edges(self.excess, 40) if self.excess.size else np.arange(2.0)
         middle = (edges[1:] + edges[:-1]) / 2
-        found = np.histogram(self.excess, edges, density=True)[0] if self.excess.size else middle
-        curves = {"draws": found}
+        density = np.histogram(self.excess, edges, density=True)[0] if self.excess.size else middle
+        curves = {"draws": density}
         if self.exact:
-            shape, positive = self.exact, np.clip(middle, 1e-12, None)
-            log = (shape - 1) * np.log(positive) - positive - math.lgamma(shape)
-            curves[f"Gamma({shape:g})"] = np.where(middle > 0, np.exp(log), 0)
+            curves[f"Gamma({self.exact:g})"] = gamma.pdf(middle, self.exact)
         return figures.lines(
             middle,
             curves,
@@ -155,10 +155,10 @@ class LearningCoefficient(Result):
 
     def plot_curve(self) -> go.Figure:
         """The estimate over n_beta: flat where it has settled."""
-        each = sorted([self, *self.curve], key=lambda one: one.n_beta)
+        frame = self.to_frame().sort_values("n_beta")
         return figures.lines(
-            np.array([one.n_beta for one in each]),
-            {"estimate": (np.array([o.estimate for o in each]), np.array([o.sem for o in each]))},
+            frame["n_beta"].to_numpy(),
+            {"estimate": tuple(frame[["estimate", "sem"]].to_numpy().T)},
             title="Learning coefficient over n_beta",
             x_title="n_beta (1/y²)",
             y_title="learning coefficient",
@@ -211,8 +211,17 @@ def local_learning_coefficient(
         (8.0, True)
     """
     checkpoint = checkpoint_of(source, "local_learning_coefficient")
+    weights = checkpoint.weights if step is None else _kept_weights(checkpoint, step)
+    if is_trained_on_moments(checkpoint):
+        heads, task = heads_of_linear(weights), checkpoint.task
+        loss = population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
+    elif sampled_heads is not None:
+        raise ValueError("sampled_heads is of linear attention trained on moments only.")
+    else:
+        drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
+        loss = prompts_loss(checkpoint, weights, drawn)
     return coefficient_of_loss(
-        _loss_of(checkpoint, step, sampled_heads, n_prompts, seed),
+        loss,
         n_beta=n_beta,
         localisation=localisation,
         other_n_beta=other_n_beta,
@@ -222,25 +231,6 @@ def local_learning_coefficient(
         seed=seed,
         progress=progress,
     )
-
-
-def _loss_of(
-    checkpoint: Checkpoint,
-    step: int | None,
-    sampled_heads: Sequence[int] | None,
-    n_prompts: int,
-    seed: int,
-) -> LocalLoss:
-    """That of the population where the model was trained on its moments, else that on prompts."""
-    weights = _weights_at(checkpoint, step)
-    if is_trained_on_moments(checkpoint):
-        heads, task = heads_of_linear(weights), checkpoint.task
-        chosen = _heads(sampled_heads, heads.v.size)
-        return population_loss(heads, task_moments(task), sampled_heads=chosen, task=task)
-    if sampled_heads is not None:
-        raise ValueError("sampled_heads is of linear attention trained on moments only.")
-    drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
-    return prompts_loss(checkpoint, weights, drawn)
 
 
 def is_trained_on_moments(checkpoint: Checkpoint) -> bool:
@@ -385,21 +375,8 @@ def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
     return ""
 
 
-def _weights_at(checkpoint: Checkpoint, step: int | None) -> Weights:
-    if step is None:
-        return checkpoint.weights
+def _kept_weights(checkpoint: Checkpoint, step: int) -> Weights:
     if step not in checkpoint.snapshots:
         kept = ", ".join(map(str, list(checkpoint.snapshots)[:6])) or "none"
         raise ValueError(f"step must be one that is kept ({kept}, ...), got {step}.")
     return checkpoint.snapshots[step]
-
-
-def _heads(sampled: Sequence[int] | None, n_heads: int) -> list[int] | None:
-    if sampled is None:
-        return None
-    chosen = sorted(set(sampled))
-    if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
-        raise ValueError(
-            f"sampled_heads must name heads from 0 to {n_heads - 1}, got {list(sampled)}."
-        )
-    return chosen

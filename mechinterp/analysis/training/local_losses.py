@@ -4,7 +4,7 @@ Of linear attention that was trained on moments it is the exact loss of the popu
 of layers, that on one fixed set of prompts. All other entries stay as they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def population_loss(
     heads: Heads,
     moments: Moments,
     *,
-    sampled_heads: list[int] | None = None,
+    sampled_heads: Sequence[int] | None = None,
     task: TaskConfig | None = None,
 ) -> LocalLoss:
     """The exact loss of linear attention on a population, from its moments alone.
@@ -56,6 +56,8 @@ def population_loss(
     Args:
         sampled_heads: Heads whose entries are free; None: all.
         task: That of the moments, for mini-batches of fresh prompts.
+    Raises:
+        ValueError: If there is no such head.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -64,7 +66,11 @@ def population_loss(
         '10 entries: v and the x entries of q and k of 2 heads'
     """
     n_heads = heads.v.shape[-1]
-    chosen = list(range(n_heads)) if sampled_heads is None else sampled_heads
+    chosen = sorted(set(range(n_heads) if sampled_heads is None else sampled_heads))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
+        raise ValueError(
+            f"sampled_heads must name heads from 0 to {n_heads - 1}, got {list(sampled_heads)}."
+        )
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
     at, merged = flatten(part), isinstance(part, MergedHeads)
