@@ -23,8 +23,8 @@ from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
 from mechinterp.analysis.patching.positions import patch_positions as patch_positions
-from mechinterp.analysis.probing.feature_descent import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
+from mechinterp.analysis.probing.probing import p_probe as p_probe
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
 from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
 from mechinterp.analysis.training.learning_coefficient import (

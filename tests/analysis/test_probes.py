@@ -7,7 +7,6 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.feature_descent import descent_curves, p_probe, query_features
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
@@ -18,6 +17,7 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
     streams,
 )
+from mechinterp.analysis.probing.probing import descent_curves, p_probe, query_features
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
