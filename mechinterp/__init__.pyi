@@ -2,8 +2,8 @@
 
 from mechinterp.analysis.ablation.fine_tuning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.gates import learn_gates as learn_gates
+from mechinterp.analysis.ablation.orders import ablate_pairs as ablate_pairs
 from mechinterp.analysis.ablation.orders import greedy_order as greedy_order
-from mechinterp.analysis.ablation.pairs import ablate_pairs as ablate_pairs
 from mechinterp.analysis.ablation.prior_heads import prior_heads as prior_heads
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads

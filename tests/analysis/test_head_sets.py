@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.orders import greedy_heads, greedy_order
-from mechinterp.analysis.ablation.pairs import ablate_pairs
+from mechinterp.analysis.ablation.orders import ablate_pairs, greedy_heads, greedy_order
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import diagonal_heads
