@@ -141,11 +141,6 @@ def choices_on_halves(
     return Choices(different, one_of.mean(1), one_of.astype(float) @ ~scored / splits)
 
 
-def one_choice(kept: Bool[np.ndarray, "layer head"], n_prompts: int) -> Choices:
-    """A choice that none of the prompts had a part in."""
-    return Choices(kept[None], np.ones(1), np.ones((1, n_prompts)))
-
-
 def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
     """The heads that are not kept.
 

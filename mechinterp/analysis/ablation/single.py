@@ -201,18 +201,17 @@ def ablate_heads(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     full, rises = single_masks(source, prompts, method=method, progress=progress)
-    found = estimates(
-        rise=mean_and_sem(rises),
-        effective_heads=_effective_heads(rises),
-        full_risk=mean_and_sem(full),
-    )
     return HeadAblation(
         method=method,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
         p_value=_corrected_p_values(rises),
         null_risk=prompts.y_query_clean.double().square().mean().item(),
-        **found,
+        **estimates(
+            rise=mean_and_sem(rises),
+            effective_heads=_effective_heads(rises),
+            full_risk=mean_and_sem(full),
+        ),
     )
 
 

@@ -155,13 +155,13 @@ def attribute_edges(
         require_sum(hooked.model, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric)
     estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
-    found = estimates(
+    measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
         rank_correlation=_rank_correlation(estimate, patched),
         total=mean_and_sem(pair.gained()),
     )
-    return HeadEdges(ig_steps, **found)
+    return HeadEdges(ig_steps, **measured)
 
 
 def _estimates(
@@ -257,12 +257,12 @@ def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_
 def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float, float]:
     """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
     edges = np.isfinite(patched[0])
-    found = np.stack([estimate[:, edges], patched[:, edges]])
+    both = np.stack([estimate[:, edges], patched[:, edges]])
     again = [
-        rank_correlation(*np.tensordot(shares, found, axes=(0, 1)))
+        rank_correlation(*np.tensordot(shares, both, axes=(0, 1)))
         for shares in resampled(len(patched))
     ]
-    return rank_correlation(*found.mean(1)), float(np.std(again, ddof=1))
+    return rank_correlation(*both.mean(1)), float(np.std(again, ddof=1))
 
 
 def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:

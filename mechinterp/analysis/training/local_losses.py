@@ -209,9 +209,9 @@ def _of_layer(
                 filled[:, free[name]] = parts[name]
             tensors[name] = torch.from_numpy(filled).flatten(0, 1)
         members = membership([heads.n_heads] * n_points)
-        loss, found = by_tensors(heads.with_tensors(tensors), prompts, members)
+        loss, back = by_tensors(heads.with_tensors(tensors), prompts, members)
         gradients = [
-            found.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
+            back.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
             for name, mask in free.items()
         ]
         return loss.numpy(), np.concatenate(gradients, axis=1)
@@ -227,8 +227,8 @@ def _of_stack(stack: Weights) -> tuple[PromptsLoss, np.ndarray]:
     def one(point: np.ndarray, prompts: Prompts) -> tuple[float, np.ndarray]:
         parts = zip(shapes.items(), np.split(point, ends[:-1]), strict=True)
         tensors = {name: torch.from_numpy(part).view(shape) for (name, shape), part in parts}
-        loss, found = deep_loss(stack.with_tensors(tensors), prompts)
-        return loss.item(), _flat(found.tensors, list(shapes))
+        loss, back = deep_loss(stack.with_tensors(tensors), prompts)
+        return loss.item(), _flat(back.tensors, list(shapes))
 
     def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
         losses, gradients = zip(*(one(point, prompts) for point in points), strict=True)
