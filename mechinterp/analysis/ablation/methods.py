@@ -107,18 +107,15 @@ class Ablations(Result):
 
     def head_facts(self) -> list[dict[str, str]]:
         """Of each head its rise under each method, and its Shapley value."""
-        facts = [
-            {
-                f"{one.method} ablation (y²)": with_error(one.rise[at], one.rise_sem[at])
-                for one in self.methods
-            }
-            for at in np.ndindex(self.methods[0].rise.shape)
-        ]
+        columns = {
+            f"{one.method} ablation (y²)": zip(one.rise.flat, one.rise_sem.flat, strict=True)
+            for one in self.methods
+        }
         if self.subsets is not None:
-            pairs = zip(facts, self.subsets.shapley, self.subsets.shapley_sem, strict=True)
-            for fact, value, sem in pairs:
-                fact["Shapley value (y²)"] = with_error(value, sem)
-        return facts
+            values = zip(self.subsets.shapley, self.subsets.shapley_sem, strict=True)
+            columns["Shapley value (y²)"] = values
+        rows = zip(*columns.values(), strict=True)
+        return [{n: with_error(*v) for n, v in zip(columns, row, strict=True)} for row in rows]
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk: of one layer by every method, of several layers under zero ablation."""
@@ -154,19 +151,12 @@ class Ablations(Result):
         zero = self.methods[0]
         if self.layer_rise is None:
             return []
-        counts = [
-            f"{f'{number:.2f} by medians' if few else with_error(number, sem)} in layer {layer}"
-            for layer, (few, number, sem) in enumerate(
-                zip(
-                    zero.carried_by_few.any(1),
-                    zero.typical_effective_heads,
-                    zero.effective_heads_sem,
-                    strict=True,
-                )
-            )
-        ]
-        n_heads = zero.rise.shape[1]
-        return [f"Of {n_heads} heads per layer the rises are spread over {', '.join(counts)}."]
+        rows = zip(zero.typical_effective_heads, zero.effective_heads_sem, strict=True)
+        counts = [with_error(*row) for row in rows]
+        for layer in np.flatnonzero(np.asarray(zero.carried_by_few.any(1))):
+            counts[layer] = f"{zero.typical_effective_heads[layer]:.2f} by medians"
+        spread = ", ".join(f"{count} in layer {layer}" for layer, count in enumerate(counts))
+        return [f"Of {zero.rise.shape[1]} heads per layer the rises are spread over {spread}."]
 
     def _carried(self) -> list[str]:
         """The heads whose mean rise few prompts carry, if there are any."""

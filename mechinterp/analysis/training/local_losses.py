@@ -66,11 +66,10 @@ def population_loss(
         '10 entries: v and the x entries of q and k of 2 heads'
     """
     n_heads = heads.v.shape[-1]
-    chosen = sorted(set(range(n_heads) if sampled_heads is None else sampled_heads))
+    asked = list(range(n_heads) if sampled_heads is None else sampled_heads)
+    chosen = sorted(set(asked))
     if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
-        raise ValueError(
-            f"sampled_heads must name heads from 0 to {n_heads - 1}, got {list(sampled_heads)}."
-        )
+        raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {asked}.")
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
     at, merged = flatten(part), isinstance(part, MergedHeads)
@@ -125,14 +124,14 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
         v = drawn.v[:, :, None]
         if isinstance(drawn, MergedHeads):
             U = drawn.U.reshape(*drawn.v.shape, size)
-            parts = (U @ force[:, :, None], v * force[:, None])
+            parts = [U @ force[:, :, None], v * force[:, None]]
         else:
             K, Q = (rows.reshape(len(points), -1, len(fixed)) for rows in (drawn.K, drawn.Q))
             v = np.repeat(v, K.shape[1] // n_heads, axis=1)
             force = force.reshape(-1, *fixed.shape)
             along = Q @ force.mT
             read = (K * along).reshape(len(points), n_heads, -1).sum(2)
-            parts = (read, v * along, v * K @ force)
+            parts = [read, v * along, v * K @ force]
         return loss, np.concatenate([part.reshape(len(points), -1) for part in parts], axis=1)
 
     return function

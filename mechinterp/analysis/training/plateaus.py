@@ -197,10 +197,11 @@ def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarra
 
 
 def _predicted(run: Flow, directions: Modes, tau: float) -> Jumps:
-    if isinstance(run.heads, MergedHeads) or run.heads.K.shape[-2] != 1:
+    first = taken(run.heads, 0)
+    if isinstance(first, MergedHeads) or first.K.shape[-2] != 1:
         none = np.zeros(0, dtype=np.int64)
         return Jumps(time=np.zeros(0), mode=none, head=none)
-    return predict_jumps(taken(run.heads, 0), directions, tau=tau)
+    return predict_jumps(first, directions, tau=tau)
 
 
 def _cosine(vectors: np.ndarray, directions: Modes) -> np.ndarray:
