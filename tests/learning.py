@@ -3,7 +3,7 @@ coefficient."""
 
 import numpy as np
 
-from mechinterp.analysis.training.local_losses import LocalLoss
+from mechinterp.analysis.training.sampler import LocalLoss
 from mechinterp.theory.linear import Moments, modes
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
 

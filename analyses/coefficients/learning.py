@@ -10,8 +10,8 @@ import pandas as pd
 
 from analyses.lib import Measured, checkpoint, shipped
 from mechinterp import local_learning_coefficient
-from mechinterp.analysis.training.coefficient_result import LearningCoefficient
 from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
+from mechinterp.analysis.training.learning_coefficient import LearningCoefficient
 from mechinterp.analysis.training.sampler import Chains
 
 LINEAR = ("linear-separate-*", "linear-merged-*", "linear-rank*")

@@ -15,8 +15,7 @@ from analyses.lib import SETTING, Measured, checkpoint
 from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
-from mechinterp.analysis.training.local_losses import LocalLoss
-from mechinterp.analysis.training.sampler import Chains
+from mechinterp.analysis.training.sampler import Chains, LocalLoss
 from mechinterp.config import override
 from mechinterp.models.weights import Weights
 from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu

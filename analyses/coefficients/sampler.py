@@ -9,14 +9,13 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint
-from mechinterp.analysis.training.coefficient_result import LearningCoefficient
-from mechinterp.analysis.training.langevin import Langevin
 from mechinterp.analysis.training.learning_coefficient import (
+    LearningCoefficient,
     coefficient_of_loss,
     local_learning_coefficient,
 )
 from mechinterp.analysis.training.local_losses import population_loss
-from mechinterp.analysis.training.sampler import Chains
+from mechinterp.analysis.training.sampler import Chains, Langevin
 from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 

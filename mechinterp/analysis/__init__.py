@@ -4,7 +4,7 @@ from mechinterp.rooms import names_of
 
 HOMES = {
     "Chains": "mechinterp.analysis.training.sampler",
-    "Langevin": "mechinterp.analysis.training.langevin",
+    "Langevin": "mechinterp.analysis.training.sampler",
     "baselines": "mechinterp.analysis.learners.baselines",
     "best_head_first": "mechinterp.analysis.ablation.pruning",
     "coefficient_snapshots": "mechinterp.analysis.training.coefficient_snapshots",

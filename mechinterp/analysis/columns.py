@@ -53,7 +53,7 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
     A column `mu_0` is an entry of the field `mu`, and `rise_sem` without a docstring the standard error of `rise`.
 
     Example:
-        >>> from mechinterp.analysis.ablation.pairs import PairAblation
+        >>> from mechinterp.analysis.ablation.orders import PairAblation
         >>> meanings(PairAblation, ["head", "interaction_sem"])["head"]
         'Number of the head, from 0.'
     """

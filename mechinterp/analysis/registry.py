@@ -90,7 +90,7 @@ ANALYSES: dict[str, Analysis] = {
         "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
     ),
     "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
-    "pairs": Analysis("ablation.pairs:ablate_pairs"),
+    "pairs": Analysis("ablation.orders:ablate_pairs"),
     "order": Analysis("ablation.orders:greedy_order"),
     "gates": Analysis("ablation.gates:learn_gates"),
     "prune": Analysis(
@@ -99,7 +99,7 @@ ANALYSES: dict[str, Analysis] = {
         title="Pruning",
     ),
     "probe": Analysis("probing.probing:probe", on_page=has.more_than_attention, title="Probes"),
-    "p-probe": Analysis("probing.feature_descent:p_probe"),
+    "p-probe": Analysis("probing.probing:p_probe"),
     "read-out-by-layer": Analysis(
         "probing.read_out_by_layer:read_out_by_layer", on_page=has.more_than_attention
     ),

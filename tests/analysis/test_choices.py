@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -26,29 +25,32 @@ KEPT_A, KEPT_B = np.array([2.25, 2.25]), np.array([6.25, 0.25])
 """Errors on prompts of the first and of the second kind with the first, or the second, head alone."""
 
 
-def two_heads(*, second: float = 1.0, third: float = GAMMA) -> ICLTransformer:
-    """One layer of linear attention on one pair with y = 1.
-
-    On prompts about the first coordinate head 0 adds 1 to the prediction and head 2 `third`; on those about the
-    second coordinate head 1 adds `second`, and head 2 takes `third` away.
-    """
-    omega = [[1.0, 0.0], [0.0, second], [third, -third]]
-    weights = replace(diagonal_heads(omega, [1.0] * 3, d_x=2), score="linear")
+def layer_of(omega: list[list[float]]) -> ICLTransformer:
+    """One layer of linear attention on one pair with y = 1, whose heads add these on prompts about either coordinate."""
+    weights = replace(diagonal_heads(omega, [1.0] * len(omega), d_x=2), score="linear")
     return ICLTransformer.from_weights(weights, task=TASK)
 
 
-def prompts_of(model: ICLTransformer) -> Prompts:
-    """13 prompts about each coordinate, whose targets lie 1 above what the model predicts."""
-    x = torch.eye(2, dtype=torch.float64).repeat(HALF, 1)
-    zero, one = torch.zeros(2 * HALF, 1).double(), torch.ones(2 * HALF, 1, 1).double()
-    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(2 * HALF, 2, 1).double())
-    target = model.predict(prompts) + RHO
+def three_heads(*, second: float = 1.0, third: float = GAMMA) -> ICLTransformer:
+    """On prompts about the first coordinate head 0 adds 1 to the prediction and head 2 `third`; on those about the
+    second coordinate head 1 adds `second`, and head 2 takes `third` away."""
+    return layer_of([[1.0, 0.0], [0.0, second], [third, -third]])
+
+
+def prompts_of(
+    model: ICLTransformer, about: list[int], above: float | torch.Tensor = RHO
+) -> Prompts:
+    """Prompts about these coordinates, whose targets lie so far above what the model predicts."""
+    x = torch.eye(2, dtype=torch.float64)[about]
+    zero, one = torch.zeros(len(x), 1).double(), torch.ones(len(x), 1, 1).double()
+    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(len(x), 2, 1).double())
+    target = model.predict(prompts) + above
     return replace(prompts, y_query=target, y_query_clean=target)
 
 
 def test_of_two_equal_heads_each_is_chosen_half_of_the_time():
-    model = two_heads()
-    prompts = prompts_of(model)
+    model = three_heads()
+    prompts = prompts_of(model, [0, 1] * HALF)
     found = prune(model, prompts, rule=best_head_first, splits=SPLITS)
     # The half with more prompts of the first kind keeps head 0, the other one head 1.
     assert found.chosen.tolist() == [[0.5, 0.5, 0.0]]
@@ -65,7 +67,6 @@ def test_of_two_equal_heads_each_is_chosen_half_of_the_time():
     assert found.ratio_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
     assert found.risk_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
     assert found.to_frame()["chosen"].tolist() == [0.5, 0.5, 0.0]
-    assert isinstance(found.plot_chosen(), go.Figure)
     assert found.plot_chosen().data[0].z.tolist() == [[0.5, 0.5, 0.0]]
 
     rules = prune_by_rules(model, prompts, splits=SPLITS)
@@ -77,8 +78,8 @@ def test_of_two_equal_heads_each_is_chosen_half_of_the_time():
 
 
 def test_a_clear_choice_is_that_of_all_prompts_and_adds_nothing_to_the_error():
-    model = two_heads(second=0.1, third=0.05)
-    prompts = prompts_of(model)
+    model = three_heads(second=0.1, third=0.05)
+    prompts = prompts_of(model, [0, 1] * HALF)
     found = prune(model, prompts, rule=best_head_first)
     assert found.chosen.tolist() == found.kept.tolist() == [[True, False, False]]
     errors = masked_errors(model, prompts, [[], [(0, 1), (0, 2)]])
@@ -113,24 +114,15 @@ def test_halves_are_halves():
 
 def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
     """Of 200 prompts two, about the first coordinate, hang on head 0."""
-    omega = [[30.0, 0.1], [0.0, 1.0]]
-    weights = replace(diagonal_heads(omega, [1.0, 1.0], d_x=2), score="linear")
-    model = ICLTransformer.from_weights(weights, task=TASK)
-    x = torch.eye(2, dtype=torch.float64)[[0, 0] + [1] * 198]
-    zero, one = torch.zeros(200, 1).double(), torch.ones(200, 1, 1).double()
-    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(200, 2, 1).double())
-    noise = torch.linspace(0.5, 1, 200).double()[:, None]
-    target = model.predict(prompts) + noise
-    prompts = replace(prompts, y_query=target, y_query_clean=target)
+    model = layer_of([[30.0, 0.1], [0.0, 1.0]])
+    prompts = prompts_of(model, [0, 0] + [1] * 198, torch.linspace(0.5, 1, 200).double()[:, None])
     found = ablate_heads(model, prompts)
     assert found.carried_by_few.tolist() == [[True, False]]
     assert found.carried == ["L0H0"]
     assert list(found.to_frame())[3:5] == ["median_rise", "rise"]
     assert list(found.layer_frame())[2:4] == ["effective_heads_of_medians", "effective_heads"]
     assert found.typical_effective_heads.tolist() == found.effective_heads_of_medians.tolist()
-    assert repr(found).startswith(
-        f"HeadAblation(zero: L0H0 median {found.median_rise[0, 0]:+.3g}, mean +"
-    )
+    assert f"(zero: L0H0 median {found.median_rise[0, 0]:+.3g}, mean +" in repr(found)
     few = prune(model, prompts, rule=lambda rise: np.array([[False, True]]))
     assert few.carried_by_few
     assert f"heads kept: {few.refit_risk:.3g} with a new read-out; risk " in repr(few)

@@ -3,10 +3,9 @@
 import re
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.training.jump_forecast import jump_forecast
+from mechinterp.analysis.training.plateaus import jump_forecast
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
@@ -55,9 +54,8 @@ def test_levels_and_steps_follow_the_config():
     assert forecast.levels == pytest.approx(modes(task_moments(CONFIG.task)).levels)
     assert forecast.step == pytest.approx(forecast.time / (2 * CONFIG.train.learning_rate))
     assert forecast.eigenvalue.tolist() == [0.4, 0.3, 0.2, 0.1]
-    halved = jump_forecast(
-        override(CONFIG, f"train.learning_rate={CONFIG.train.learning_rate / 2}")
-    )
+    half = CONFIG.train.learning_rate / 2
+    halved = jump_forecast(override(CONFIG, f"train.learning_rate={half}"))
     assert halved.step == pytest.approx(2 * forecast.step)
     assert halved.time == pytest.approx(forecast.time)
     assert jump_forecast(override(CONFIG, "seed=1")).step[0] != pytest.approx(forecast.step[0])
@@ -90,19 +88,15 @@ def test_the_table_and_the_figure():
     forecast = jump_forecast(CONFIG)
     assert repr(forecast) == "JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)"
     frame = forecast.to_frame()
-    assert list(frame) == [
-        *("jump", "step", "time", "direction", "eigenvalue", "head"),
-        *("loss_before", "loss_after"),
-    ]
+    names = "jump step time direction eigenvalue head loss_before loss_after"
+    assert list(frame) == names.split()
     assert np.all(frame["loss_before"] > frame["loss_after"])
     assert np.all(np.diff(forecast.curve[:, 0]) > 0)
     assert np.all(np.diff(forecast.curve[:, 1]) < 1e-12)
-    figure = forecast.plot()
-    assert isinstance(figure, go.Figure)
+    figure, pairs = forecast.plot(), zip(forecast.head, forecast.direction, strict=True)
     assert len(figure.layout.shapes) == 5 + 4
-    assert [a.text for a in figure.layout.annotations] == [
-        f"head {h} learns e{d}" for h, d in zip(forecast.head, forecast.direction, strict=True)
-    ]
+    texts = [annotation.text for annotation in figure.layout.annotations]
+    assert texts == [f"head {head} learns e{direction}" for head, direction in pairs]
 
 
 @pytest.mark.slow

@@ -92,10 +92,8 @@ def test_the_figure_has_levels_jumps_mark_and_words(separate: LinearSnapshots):
     assert [x for dash, _, x in lines if dash == "dash"] == separate.jumps.tolist()
     frame = figure.frames[6]
     assert (frame.name, frame.data[0].x[0]) == ("1,200", 1200)
-    assert (
-        frame.layout.title.text
-        == f"Step 1,200: loss {separate.eval_loss[6]:.4f}, {separate.algorithm(6)}"
-    )
+    title = f"Step 1,200: loss {separate.eval_loss[6]:.4f}, {separate.algorithm(6)}"
+    assert frame.layout.title.text == title
 
 
 def test_heatmaps_hold_what_heads_hold(separate: LinearSnapshots):
@@ -130,14 +128,12 @@ def test_there_is_a_row_for_each_snapshot_head_and_component(name: str):
     found = linear_snapshots(load(CHECKPOINTS / name))
     frame = found.to_frame()
     assert len(frame) == found.held.size
-    assert frame["held"].groupby([frame["step"], frame["component"]]).sum().tolist() == (
-        pytest.approx(found.learned.ravel(), abs=1e-9)
-    )
+    held = frame.groupby(["step", "component"])["held"].sum()
+    np.testing.assert_allclose(held, found.learned.ravel(), atol=1e-9)
     assert ("key" in frame) == ("merged" not in name)
 
 
 def test_other_models_are_refused(tmp_path: Path):
-    with pytest.raises(
-        ValueError, match="linear_snapshots needs one layer of linear attention, got score softmax"
-    ):
+    rule = "linear_snapshots needs one layer of linear attention, got score softmax"
+    with pytest.raises(ValueError, match=rule):
         linear_snapshots(load(CHECKPOINTS / "softmax-h2-s0"))

@@ -54,31 +54,29 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(backend, "CHUNK", 8)
 
 
+def assert_as_by_hooks(model, prompts, masks, method):
+    predictor = hooked_predictor(model)
+    found = predictor_of(model).run(prompts, masks, method=method)
+    values = replacements(predictor, prompts, method)
+    expected = torch.stack([by_hooks(predictor, prompts, heads, values) for heads in masks])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_many_masks_equal_runs_with_hooks(law, method, few):
-    model = random_model(**law)
-    predictor = hooked_predictor(model)
-    found = predictor_of(model).run(few, MASKS, method=method)
-    values = replacements(predictor, few, method)
-    expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in MASKS])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
+    assert_as_by_hooks(random_model(**law), few, MASKS, method)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("method", METHODS)
 def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few):
-    predictor = random_gpt2()
     masks = [[(layer, head % 2) for layer, head in heads] for heads in MASKS]
-    found = predictor_of(predictor).run(few, masks, method=method)
-    values = replacements(predictor, few, method)
-    expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in masks])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
+    assert_as_by_hooks(random_gpt2(), few, masks, method)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -86,14 +84,9 @@ def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few):
 @pytest.mark.parametrize("law", [{}, {"attend_to_self": True, "biases": True}], ids=str)
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_shallow_models(n_layers, law, method, few):
-    model = random_model(n_layers, **law)
-    predictor = hooked_predictor(model)
     heads = [(layer, head) for layer in range(n_layers) for head in range(4)]
-    masks = [*([head] for head in heads), heads[1:], heads]
-    values = replacements(predictor, few, method)
-    expected = torch.stack([by_hooks(predictor, few, heads, values) for heads in masks])
-    found = predictor_of(model).run(few, masks, method=method)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    masks = [[], *([head] for head in heads), heads[1:], heads]
+    assert_as_by_hooks(random_model(n_layers, **law), few, masks, method)
 
 
 def test_hooks_of_the_caller_count(few):

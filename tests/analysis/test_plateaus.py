@@ -52,9 +52,8 @@ def test_one_head_holds_each_direction(runs, std, cosine, norm):
         for row in range(1, 5):
             head = np.abs(found.value[row] * found.key_cosine[row, :, 0, row - 1]).argmax()
             v = abs(found.value[row, head])
-            misses += [
-                1 - abs(c[row, head, 0, row - 1]) for c in (found.key_cosine, found.query_cosine)
-            ]
+            cosines = found.key_cosine, found.query_cosine
+            misses += [1 - abs(cosine[row, head, 0, row - 1]) for cosine in cosines]
             place = int(np.flatnonzero(run.time == found.time[row])[0])
             for part in (run.heads.K, run.heads.Q):
                 assert abs(np.linalg.norm(part[place, head]) / v - 1) < norm
@@ -131,14 +130,8 @@ def made_up(descent, loss, time=None):
     time = np.arange(float(len(loss))) if time is None else time
     one = np.ones((len(loss), 1))
     heads = MergedHeads(v=one, U=one[:, :, None, None])
-    return Flow(
-        time=time,
-        loss=np.array(loss),
-        descent=np.array(descent),
-        heads=heads,
-        M=one[:, :, None],
-        learned=one,
-    )
+    loss, descent = np.array(loss), np.array(descent)
+    return Flow(time=time, loss=loss, descent=descent, heads=heads, M=one[..., None], learned=one)
 
 
 def test_drops_are_maxima_above_a_part_of_the_largest():
@@ -156,12 +149,10 @@ def test_crossings_are_interpolated_between_times():
 
 
 def test_runs_without_drops_are_refused():
-    with pytest.raises(
-        ValueError, match="run must hold at least 3 times and a falling loss, got 2 times"
-    ):
-        drops(made_up([1.0, 1.0], [1.0, 0.9]))
-    with pytest.raises(ValueError, match="run must hold at least 3 times and a falling loss"):
-        drops(made_up([0.0] * 3, [1.0] * 3))
+    for run in (made_up([1.0, 1.0], [1.0, 0.9]), made_up([0.0] * 3, [1.0] * 3)):
+        rule = f"must hold at least 3 times and a falling loss, got {len(run.time)} times"
+        with pytest.raises(ValueError, match=rule):
+            drops(run)
 
 
 def test_pcr_distance_is_that_of_the_predictors(runs):

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -22,6 +21,8 @@ TASK = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.
 CONFIG = ExperimentConfig(
     task=TASK, model=ModelConfig(n_heads=3, score="linear/L"), train=TrainConfig(steps=20)
 )
+
+EFFECTS = ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
 
 
 def layer(seed: int = 0) -> AttentionWeights:
@@ -51,7 +52,7 @@ def test_a_mask_does_what_comparing_the_masked_model_says():
 
 def test_a_head_of_zeros_has_no_effect_and_no_error():
     found = prior_heads(without(layer(), 1), TASK, n_prompts=100, method="zero")
-    for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
+    for name in EFFECTS:
         assert getattr(found, name)[0, 1] == 0
         assert getattr(found, f"{name}_sem")[0, 1] == 0
         assert getattr(found, f"{name}_sem")[0, 0] > 0
@@ -61,7 +62,7 @@ def test_a_head_of_zeros_has_no_effect_and_no_error():
 @pytest.mark.slow
 def test_standard_errors_of_heads_are_those_of_repeated_samples():
     runs = [prior_heads(layer(), TASK, n_prompts=200, seed=seed) for seed in range(40)]
-    for name in ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess"):
+    for name in EFFECTS:
         values = np.array([getattr(run, name) for run in runs])
         sems = np.array([getattr(run, f"{name}_sem") for run in runs])
         ratio = values.std(0, ddof=1) / np.sqrt((sems**2).mean(0))
@@ -71,8 +72,7 @@ def test_standard_errors_of_heads_are_those_of_repeated_samples():
 
 def test_which_heads_memorise_follows_from_both_effects():
     found = prior_heads(layer(), TASK, n_prompts=50)
-    names = {"weight_change", "dmmse_rise", "ridge_rise", "memory_excess"}
-    ones = {f"{name}_sem": np.ones((2, 2)) for name in names}
+    ones = {f"{name}_sem": np.ones((2, 2)) for name in EFFECTS}
     far, near = 3.0, 1.0  # 5% over four heads are 2.5 standard errors
     known = replace(
         found,
@@ -85,13 +85,9 @@ def test_which_heads_memorise_follows_from_both_effects():
     assert known.memorises == [(0, 0)]
     assert known.generalises == [(0, 1)]
     assert "memorise: L0H0; needed for ridge on new tasks: L0H1" in repr(known)
-    assert list(known.to_frame().columns[:4]) == [
-        "layer",
-        "head",
-        "weight_change",
-        "weight_change_sem",
-    ]
-    assert isinstance(known.plot(), go.Figure)
+    columns = ["layer", "head", "weight_change", "weight_change_sem"]
+    assert list(known.to_frame().columns[:4]) == columns
+    assert len(known.plot().data) == 2
 
 
 def test_snapshots_are_compared_like_models(tmp_path: Path):
@@ -104,10 +100,8 @@ def test_snapshots_are_compared_like_models(tmp_path: Path):
         np.testing.assert_allclose(found.closeness.relative[:, index], one.relative)
         np.testing.assert_allclose(found.closeness.risk_sem[:, index], one.risk_sem)
     frame = found.to_frame()
-    assert frame.groupby("tasks")["step"].apply(list).to_dict() == {
-        "new": [0, 10, 20],
-        "pool": [0, 10, 20],
-    }
+    for kind in ("new", "pool"):
+        assert frame[frame["tasks"] == kind]["step"].tolist() == [0, 10, 20]
     assert len(found.plot().data) == 2
     assert len(found.plot_risks().data) == 6
     # This model was trained with five pairs in every prompt.

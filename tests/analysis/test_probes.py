@@ -7,7 +7,6 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.feature_descent import descent_curves, p_probe, query_features
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
@@ -18,6 +17,7 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
     streams,
 )
+from mechinterp.analysis.probing.probing import descent_curves, p_probe, query_features
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
@@ -80,10 +80,8 @@ def test_the_last_layer_is_read_as_the_model_reads_it(prompts):
 
 
 def test_every_position_and_layer(prompts):
-    model = ICLTransformer.from_weights(
-        debiased_gradient_step(0.88, 0.02, d_x=5), task=TaskConfig()
-    )
-    found = probe_layers(model, prompts, positions=(0, 39, -1))
+    weights = debiased_gradient_step(0.88, 0.02, d_x=5)
+    found = probe_layers(weights, prompts, positions=(0, 39, -1))
     assert found.positions == (0, 39, 40)
     assert found.risk.shape == (2, 3)
     # A context token holds its own noisy response: noise variance 0.1 of 1.1 is left, shrunk as ridge does.
@@ -140,9 +138,8 @@ def test_targets(few):
 
 def test_fewer_prompts_than_features_are_refused(few):
     model = random_model(1)
-    with pytest.raises(
-        ValueError, match=r"A probe of 5 features needs more .* of 6 it is fitted to 4"
-    ):
+    rule = "A probe of 5 features needs more .* of 6 it is fitted to 4"
+    with pytest.raises(ValueError, match=rule):
         probe_layers(model, few[:6])
 
 
@@ -216,9 +213,7 @@ def test_the_error_of_the_area_is_that_of_repeated_samples():
     task = TaskConfig(d_x=4, context_length=8)
     areas, sems = [], []
     for draw in range(200):
-        prompts = sample_prompts(
-            task, 200, generator=generator_for(3, "eval", draw), dtype=torch.float64
-        )
+        prompts = sample_prompts(task, 200, seed=draw, dtype=torch.float64)
         raw = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
         found = descent_curves({"raw": raw, "ideal": reweighted(prompts)[0]}, prompts, steps=4)
         areas.append(found.log_area[1])
@@ -226,21 +221,25 @@ def test_the_error_of_the_area_is_that_of_repeated_samples():
     assert np.mean(sems) == pytest.approx(np.std(areas), rel=0.2)
 
 
-def test_bad_p_probes_are_refused(few):
-    model = random_model()
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"variant": "B"}, "variant must be one of query, map, got 'B'"),
+        ({"layer": 4}, "layer must lie in 0 to 3, got 4"),
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"steps": -2}, "steps must be >= 1, got -2"),
+    ],
+)
+def test_bad_p_probes_are_refused(asked, rule, few):
+    with pytest.raises(ValueError, match=rule):
+        p_probe(random_model(), few, **asked)
+
+
+def test_p_probes_of_no_model_or_of_other_positions_are_refused(few):
     with pytest.raises(ValueError, match="at least one model, got none"):
         p_probe({}, few)
-    with pytest.raises(ValueError, match="variant must be one of query, map, got 'B'"):
-        p_probe({"m": model}, few, variant="B")
-    with pytest.raises(ValueError, match="layer must lie in 0 to 3, got 4"):
-        p_probe({"m": model}, few, layer=4)
     with pytest.raises(ValueError, match="'map' needs one position for each pair, got 19 for 10"):
-        p_probe({"m": random_gpt2()}, few, variant="map")
-    for steps in (0, -2):
-        with pytest.raises(ValueError, match=f"steps must be >= 1, got {steps}"):
-            p_probe({"m": model}, few, steps=steps)
-        with pytest.raises(ValueError, match=f"steps must be >= 1, got {steps}"):
-            descent_curves({"raw": few.x}, few, steps=steps)
+        p_probe(random_gpt2(), few, variant="map")
 
 
 def test_a_map_with_no_more_tokens_than_features_is_refused(few):

@@ -42,9 +42,8 @@ def test_after_layer_k_the_own_read_out_is_step_k_of_gradient_descent(basis: str
     apart = (steps - ridge(few, penalty=penalty)).square().mean((1, 2))
     np.testing.assert_allclose(found.own_loss[2, whole], apart, rtol=1e-10)
     # The only head of a layer is the layer.
-    np.testing.assert_allclose(
-        found.own_loss[:, 1::2], found.own_loss[:, 2::2], rtol=1e-10, atol=1e-20
-    )
+    heads, layers = found.own_loss[:, 1::2], found.own_loss[:, 2::2]
+    np.testing.assert_allclose(heads, layers, rtol=1e-10, atol=1e-20)
     assert found.own_r2[1, -1] == pytest.approx(1, abs=1e-12)
 
 
@@ -96,9 +95,8 @@ def test_one_layer_ends_with_the_loss_that_classify_has():
     assert found.own_r2[0, 0] == 0  # nothing is in the query's y slot
     frame = found.to_frame()
     assert len(frame) == 3 * 4
-    assert frame.query("target == 'model' and place == 'after L0'")[
-        "own_r2"
-    ].item() == pytest.approx(1, abs=1e-9)
+    last = frame.query("target == 'model' and place == 'after L0'")
+    assert last["own_r2"].item() == pytest.approx(1, abs=1e-9)
 
 
 def test_too_few_prompts_are_refused(few: Prompts):

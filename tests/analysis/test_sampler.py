@@ -6,6 +6,8 @@ import pytest
 from mechinterp.analysis.training.sampler import (
     Chains,
     DualAveraging,
+    LocalLoss,
+    Tempered,
     effective_draws,
     hamiltonian_draws,
     mean_error,
@@ -58,18 +60,17 @@ def test_a_gaussian_has_its_mean_and_variance():
     def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return (curvatures * points**2).sum(1) / 2, curvatures * points
 
-    found = hamiltonian_draws(
-        quadratic, np.zeros(4), Chains(8, 500, 150, 20), n_beta=1e3, localisation=1.0
-    )
+    law = Tempered(LocalLoss(quadratic, np.zeros(4), "4 entries", "a quadratic"), 1e3, 1.0)
+    excess, accepted = hamiltonian_draws(law, Chains(8, 500, 150, 20))
     # n_beta L is a sum of c_i chi^2 / 2, c_i = n_beta h / (n_beta h + 1).
     share = 1e3 * curvatures / (1e3 * curvatures + 1)
-    error = mean_error(found.excess)
-    assert abs(found.excess.mean() - share.sum() / 2) < 4 * error
+    error = mean_error(excess)
+    assert abs(excess.mean() - share.sum() / 2) < 4 * error
     assert error < 0.06
-    square = found.excess**2
+    square = excess**2
     second = (share.sum() ** 2 + 2 * (share**2).sum()) / 4
     assert abs(square.mean() - second) < 4 * mean_error(square)
-    assert abs(found.accepted.mean() - 0.9) < 0.08
+    assert abs(accepted.mean() - 0.9) < 0.08
 
 
 def test_steps_that_overflow_are_rejected_and_the_seed_decides():
@@ -77,17 +78,15 @@ def test_steps_that_overflow_are_rejected_and_the_seed_decides():
         fourth = np.exp(points**4).sum(1)
         return fourth, 4 * points**3 * np.exp(points**4)
 
-    drawn = [
-        hamiltonian_draws(
-            steep, np.zeros(3), Chains(4, 100, 60, 8), n_beta=5.0, localisation=1.0, seed=seed
-        )
-        for seed in (0, 0, 1)
-    ]
-    assert np.isfinite(drawn[0].excess).all()
-    assert drawn[0].excess.min() >= 0
-    assert 0.3 < drawn[0].accepted.mean() <= 1
-    np.testing.assert_array_equal(drawn[0].excess, drawn[1].excess)
-    assert not np.array_equal(drawn[0].excess, drawn[2].excess)
+    law = Tempered(LocalLoss(steep, np.zeros(3), "3 entries", "a well"), 5.0, 1.0)
+    (excess, accepted), (again, _), (other, _) = (
+        hamiltonian_draws(law, Chains(4, 100, 60, 8), seed=seed) for seed in (0, 0, 1)
+    )
+    assert np.isfinite(excess).all()
+    assert excess.min() >= 0
+    assert 0.3 < accepted.mean() <= 1
+    np.testing.assert_array_equal(excess, again)
+    assert not np.array_equal(excess, other)
 
 
 def test_the_step_size_grows_while_all_is_accepted_and_falls_while_nothing_is():

@@ -1,19 +1,23 @@
-"""What a slider over training shows is what lies in the snapshots and the history."""
+"""What a slider over training shows is what lies in the snapshots and the history; each step is analysed by itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.training import histories
-from mechinterp.analysis.training.histories import kept_steps, loss_at
+from mechinterp.analysis.training import kept_steps
+from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.analysis.training.kept_steps import KeptSteps
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
+from mechinterp.models.run.evaluation import evaluation_prompts
 from tests.conftest import CHECKPOINTS
 
 
@@ -75,9 +79,8 @@ def test_loss_and_mark_are_those_of_the_history():
 
 
 def test_the_loss_between_logged_steps_is_that_of_the_last_one():
-    curve = np.array([[10.0, 3.0], [20.0, 2.0]])
-    np.testing.assert_array_equal(loss_at(curve, [5, 10, 19, 20, 99]), [np.nan, 3, 3, 2, 2])
-    assert np.isnan(loss_at(np.zeros((0, 2)), [1])).all()
+    curve, step = np.array([[10.0, 3.0], [20.0, 2.0]]), np.array([5, 10, 19, 20, 99])
+    np.testing.assert_array_equal(KeptSteps(step=step, curve=curve).eval_loss, [np.nan, 3, 3, 2, 2])
 
 
 def test_many_large_snapshots_are_thinned_and_the_last_is_kept(
@@ -86,15 +89,38 @@ def test_many_large_snapshots_are_thinned_and_the_last_is_kept(
     pair = grown.snapshots[20]
     many = Checkpoint(grown.path, grown.config, 9, grown.weights)
     many.__dict__["snapshots"] = dict.fromkeys(range(10), pair)
-    assert kept_steps(many) == list(range(10))
-    monkeypatch.setattr(histories, "MAX_NUMBERS", 4 * pair.circuits.QK.numel())
-    assert kept_steps(many) == [0, 3, 6, 9]
+    assert kept_steps.kept_steps(many) == list(range(10))
+    monkeypatch.setattr(kept_steps, "MAX_NUMBERS", 4 * pair.circuits.QK.numel())
+    assert kept_steps.kept_steps(many) == [0, 3, 6, 9]
 
 
-def test_a_checkpoint_without_snapshots_is_refused(tmp_path: Path):
-    save(
-        tmp_path / "one", override(ExperimentConfig(), "model.n_heads=1"), zero_head(d_x=5), step=0
-    )
-    rule = "training_snapshots needs a checkpoint with snapshots, got .*one without"
+@pytest.mark.slow
+def test_each_step_is_masked_on_its_own():
+    checkpoint = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
+    some = evaluation_prompts(checkpoint, n_prompts=64)
+    found = deep_snapshots(checkpoint, some)
+    assert found.step.tolist() == [0, 1000, 2000, 5000, 10_000, 20_000, 50_000]
+    for row in (0, 2):
+        own = ablate_heads(checkpoint.snapshots[int(found.step[row])], some)
+        np.testing.assert_array_equal(found.rise[row], own.rise)
+        np.testing.assert_array_equal(found.importance[row], own.importance)
+        assert (found.risk[row], found.risk_sem[row]) == (own.full_risk, own.full_risk_sem)
+        assert found.effective_heads[row].tolist() == own.effective_heads.tolist()
+    history = checkpoint.history
+    assert found.eval_loss[-1] == history["eval_loss"].iloc[-1]
+    frame = found.to_frame()
+    assert len(frame) == 7 * 4
+    assert frame.top_rise[9] == found.rise[2, 1].max()
+    shown = [np.array(each.data[0].z) for each in found.plot().frames]
+    np.testing.assert_allclose(shown, found.importance, rtol=1e-6)
+    assert [each.name for each in found.plot_loss().frames][:2] == ["0", "1,000"]
+    assert repr(found).startswith("DeepSnapshots(7, risk ")
+
+
+@pytest.mark.parametrize("analysis", [training_snapshots, deep_snapshots])
+def test_a_checkpoint_without_snapshots_is_refused(analysis: Callable, tmp_path: Path):
+    config = override(ExperimentConfig(), "model.n_heads=1")
+    save(tmp_path / "one", config, zero_head(d_x=5), step=0)
+    rule = f"{analysis.__name__} needs a checkpoint with snapshots, got .*one without"
     with pytest.raises(ValueError, match=rule):
-        training_snapshots(load(tmp_path / "one"))
+        analysis(load(tmp_path / "one"))

@@ -13,8 +13,8 @@ from torch import nn
 from mechinterp.analysis.ablation.gates import learn_gates
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.probing.feature_descent import p_probe
 from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor

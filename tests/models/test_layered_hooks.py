@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.feature_descent import query_features
+from mechinterp.analysis.probing.probing import query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts

@@ -1,6 +1,6 @@
 """Cost of heads chosen from data, measured on other data: choices on random halves of the prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.probing.linear import cross_validated, streams
-from mechinterp.analysis.stats import carried_by_few, mean_and_sem, random_halves, ratio_and_sem
+from mechinterp.analysis.stats import mean_and_sem, random_halves, ratio_and_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.predictor import Predictor, Source
@@ -16,31 +16,9 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 Rule = Callable[[np.ndarray], np.ndarray]
 """From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
+Mask = tuple[Head, ...]
 SPLITS = 8
 """Random halvings of the prompts."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cost:
-    """Excess risk of a pruned model, cross-fitted, and its ratio to that of the full model."""
-
-    risk: float
-    """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
-    risk_sem: float
-    """Standard error over prompts and over what is chosen, as are all of the pruned model."""
-    ratio: float
-    """`risk` over that of the full model."""
-    ratio_sem: float
-    refit_risk: float
-    """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
-    cross-validated."""
-    refit_risk_sem: float
-    refit_ratio: float
-    """Risk with a new read-out over that of the full model as it is."""
-    refit_ratio_sem: float
-    carried_by_few: bool
-    """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
-    more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,25 +70,25 @@ class MaskedErrors:
         self, predictor: Predictor, prompts: Prompts, progress: ProgressCallback = no_progress
     ) -> None:
         self.predictor, self.prompts, self.progress = predictor, prompts, progress
-        self._found: dict[tuple[Head, ...], np.ndarray] = {}
-        self._refitted: dict[tuple[Head, ...], np.ndarray] = {}
+        self._as_is: dict[Mask, np.ndarray] = {}
+        self._refitted: dict[Mask, np.ndarray] = {}
 
     def of(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
         """The errors under each mask."""
-        keys = [tuple(sorted(mask)) for mask in masks]
-        missing = [key for key in dict.fromkeys(keys) if key not in self._found]
-        if missing:
-            errors = masked_errors(self.predictor, self.prompts, missing, progress=self.progress)
-            self._found |= dict(zip(missing, errors.T, strict=True))
-        return np.stack([self._found[key] for key in keys], axis=1)
+
+        def run(missing: list[Mask]) -> np.ndarray:
+            return masked_errors(self.predictor, self.prompts, missing, progress=self.progress).T
+
+        return _looked_up(self._as_is, masks, run)
 
     def refitted(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
         """The same with a new read-out for each mask."""
-        keys = [tuple(sorted(mask)) for mask in masks]
-        missing = [key for key in dict.fromkeys(keys) if key not in self._refitted]
-        for key in self.progress(missing, "new read-outs"):
-            self._refitted[key] = refit_errors(self.predictor, self.prompts, key)
-        return np.stack([self._refitted[key] for key in keys], axis=1)
+
+        def run(missing: list[Mask]) -> list[np.ndarray]:
+            told = self.progress(missing, "new read-outs")
+            return [refit_errors(self.predictor, self.prompts, mask) for mask in told]
+
+        return _looked_up(self._refitted, masks, run)
 
     def rises(
         self, scored: Bool[np.ndarray, " prompt"], layers: Sequence[int], gone: Sequence[Head] = ()
@@ -119,6 +97,18 @@ class MaskedErrors:
         heads = [(layer, head) for layer in layers for head in range(self.predictor.n_heads)]
         errors = self.of([gone, *([*gone, head] for head in heads)])[scored].mean(0)
         return (errors[1:] - errors[0]).reshape(len(layers), self.predictor.n_heads)
+
+
+def _looked_up(
+    known: dict[Mask, np.ndarray],
+    masks: Sequence[Sequence[Head]],
+    run: Callable[[list[Mask]], Iterable[np.ndarray]],
+) -> Float[np.ndarray, "prompt mask"]:
+    """What is known of each mask, those that are not being run first."""
+    keys = [tuple(sorted(mask)) for mask in masks]
+    if missing := [key for key in dict.fromkeys(keys) if key not in known]:
+        known |= zip(missing, run(missing), strict=True)
+    return np.stack([known[key] for key in keys], axis=1)
 
 
 def choose(
@@ -149,25 +139,6 @@ def choices_on_halves(
     different, which = np.unique(np.array(kept), axis=0, return_inverse=True)
     one_of = np.arange(len(different))[:, None] == which.ravel()
     return Choices(different, one_of.mean(1), one_of.astype(float) @ ~scored / splits)
-
-
-def one_choice(kept: Bool[np.ndarray, "layer head"], n_prompts: int) -> Choices:
-    """A choice that none of the prompts had a part in."""
-    return Choices(kept[None], np.ones(1), np.ones((1, n_prompts)))
-
-
-def cost(errors: MaskedErrors, choices: Choices) -> Cost:
-    """The cross-fitted risk of the pruned model, as it is and with a new read-out."""
-    masks = [masked_by(kept) for kept in choices.kept]
-    full = errors.of([[]])[:, 0]
-    kept, refitted = errors.of(masks).T, errors.refitted(masks).T
-    return Cost(
-        *choices.risk(kept),
-        *choices.ratio(kept, full),
-        *choices.risk(refitted),
-        *choices.ratio(refitted, full),
-        carried_by_few=bool(carried_by_few(choices.crossed(kept))),
-    )
 
 
 def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import pruned_config, pruned_origin, pruned_weights
+from mechinterp.analysis.ablation.pruning import pruned_origin, pruned_weights
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
@@ -85,7 +85,7 @@ class FineTuning(Result):
             CheckpointError: If the folder is not empty or cannot be written.
         """
         steps = int(self.step[-1])
-        config = pruned_config(self.checkpoint.config, self.weights)
+        config = replace(self.checkpoint.config, model=self.weights.model)
         origin = pruned_origin(self.checkpoint, self.kept) | {"fine_tuned_steps": steps}
         save(path, config, self.weights, step=self.checkpoint.step + steps, origin=origin)
 
@@ -123,14 +123,14 @@ def fine_tune(
         True
     """
     checkpoint = checkpoint_of(checkpoint, "fine_tune")
-    train = checkpoint.config.train
+    train, every = checkpoint.config.train, max(1, steps // (ROWS - 1))
     train = replace(
         train,
         steps=steps,
         learning_rate=train.learning_rate if learning_rate is None else learning_rate,
         data_seed=data_seed,
-        log_every=max(1, steps // (ROWS - 1)),
-        snapshot_every=max(1, steps // (ROWS - 1)),
+        log_every=every,
+        snapshot_every=every,
         n_eval_prompts=1,
     )
     config = replace(checkpoint.config, train=train)
@@ -141,19 +141,22 @@ def fine_tune(
     )
     before = errors[1, 0]  # the full model as it was
     by_prompt = np.moveaxis(errors, -1, 0)
-    found = estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before))
-    step, last = np.array(list(trained[0])), list(trained[0].values())[-1]
-    return FineTuning(step=step, checkpoint=checkpoint, kept=kept, weights=last, **found)
+    steps_made, weights = zip(*trained[0].items(), strict=True)
+    return FineTuning(
+        step=np.array(steps_made),
+        checkpoint=checkpoint,
+        kept=kept,
+        weights=weights[-1],
+        **estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before)),
+    )
 
 
 def _trained(
     config: ExperimentConfig, start: Weights, progress: ProgressCallback
 ) -> dict[int, Weights]:
     """The weights by step."""
-    run = DeepRun({"": pruned_config(config, start)}, start=start)
-    for _ in progress(
-        range(-(-run.config.train.steps // run.config.train.log_every)), "training on"
-    ):
+    run = DeepRun({"": replace(config, model=start.model)}, start=start)
+    for _ in progress(range(-(-config.train.steps // config.train.log_every)), "training on"):
         run.advance()
-    (found,) = run.results().values()
-    return found.snapshots | {found.step: found.weights}
+    (trained,) = run.results().values()
+    return trained.snapshots | {trained.step: trained.weights}

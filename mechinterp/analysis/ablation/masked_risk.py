@@ -52,7 +52,9 @@ def single_masks(
     return errors[:, 0], rises.reshape(-1, predictor.n_layers, predictor.n_heads)
 
 
-def layer_shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "layer head"]:
+def layer_shares(
+    rise: Float[np.ndarray, "*axes layer head"],
+) -> Float[np.ndarray, "*axes layer head"]:
     """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts.
 
     Example:
@@ -60,5 +62,5 @@ def layer_shares(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, "la
         [[0.25, 0.75], [0.0, 0.0]]
     """
     positive = rise.clip(min=0)
-    total = positive.sum(1, keepdims=True)
+    total = positive.sum(-1, keepdims=True)
     return positive / np.where(total == 0, 1, total)

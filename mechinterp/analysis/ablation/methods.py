@@ -23,16 +23,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerAblation:
-    """Rise of the excess risk when all heads of a layer are masked."""
-
-    layer_rise: Float[np.ndarray, " layer"]
-    """Excess risk with all heads of the layer masked minus that of the full model, unit y^2."""
-    layer_rise_sem: Float[np.ndarray, " layer"]
-    """Standard error of layer_rise, paired over prompts."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Ablations(Result):
     """Single heads masked by each method, whole layers, and subsets of heads."""
 
@@ -40,8 +30,11 @@ class Ablations(Result):
     """One for each way to mask a head, zero ablation first."""
     subsets: SubsetAblation | None
     """None of a model of several layers, or of too many heads."""
-    layers: LayerAblation | None = None
-    """None of a model of one layer."""
+    # The next two are None of a model of one layer.
+    layer_rise: Float[np.ndarray, " layer"] | None = None
+    """Excess risk with all heads of the layer masked minus that of the full model, unit y^2."""
+    layer_rise_sem: Float[np.ndarray, " layer"] | None = None
+    """Standard error of layer_rise, paired over prompts."""
 
     def __repr__(self) -> str:
         return f"Ablations({', '.join(map(repr, self.methods))})"
@@ -49,21 +42,21 @@ class Ablations(Result):
     def sentences(self) -> list[str]:
         """Excess risk, the head that is missed most, and what such rises do not say."""
         zero = self.methods[0]
-        layer, head = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
-        told = [
+        layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
+        sentences = [
             f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
-            f"Masking L{layer}H{head} raises it most, by {with_error(zero.rise[layer, head], zero.rise_sem[layer, head])} y² "
-            f"in the mean over prompts and {digits(zero.median_rise[layer, head])} in the median.",
+            f"Masking L{layer}H{head} raises it most, by {with_error(zero.rise[at], zero.rise_sem[at])} y² in the mean over "
+            f"prompts and {digits(zero.median_rise[at])} in the median.",
             *self._spread(),
             *self._carried(),
             *self._broken(),
             *self._cautioned(),
         ]
-        if self.subsets is None and self.layers is None:
-            told.append(
+        if self.subsets is None and self.layer_rise is None:
+            sentences.append(
                 f"Subsets are left out: they are of one layer of attention with at most {MAX_SUBSET_HEADS} heads."
             )
-        return told
+        return sentences
 
     def to_frame(self) -> pd.DataFrame:
         """One row per method and head."""
@@ -71,11 +64,10 @@ class Ablations(Result):
 
     def layer_frame(self) -> pd.DataFrame:
         """One row per method and layer."""
-        frames = [one.layer_frame() for one in self.methods]
-        if self.layers is not None:
-            whole = vars(self.layers)
-            frames = [frame.assign(**whole) for frame in frames[:1]] + frames[1:]
-        return pd.concat(frames, ignore_index=True)
+        zero, *others = (one.layer_frame() for one in self.methods)
+        if self.layer_rise is not None:
+            zero = zero.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
+        return pd.concat([zero, *others], ignore_index=True)
 
     def tables(self) -> dict[str, Table]:
         """Heads, layers, and of one layer Shapley values and subsets."""
@@ -115,20 +107,15 @@ class Ablations(Result):
 
     def head_facts(self) -> list[dict[str, str]]:
         """Of each head its rise under each method, and its Shapley value."""
-        facts = [
-            {
-                f"{one.method} ablation (y²)": with_error(
-                    float(one.rise[at]), float(one.rise_sem[at])
-                )
-                for one in self.methods
-            }
-            for at in np.ndindex(self.methods[0].rise.shape)
-        ]
+        columns = {
+            f"{one.method} ablation (y²)": zip(one.rise.flat, one.rise_sem.flat, strict=True)
+            for one in self.methods
+        }
         if self.subsets is not None:
-            pairs = zip(facts, self.subsets.shapley, self.subsets.shapley_sem, strict=True)
-            for fact, value, sem in pairs:
-                fact["Shapley value (y²)"] = with_error(value, sem)
-        return facts
+            values = zip(self.subsets.shapley, self.subsets.shapley_sem, strict=True)
+            columns["Shapley value (y²)"] = values
+        rows = zip(*columns.values(), strict=True)
+        return [{n: with_error(*v) for n, v in zip(columns, row, strict=True)} for row in rows]
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk: of one layer by every method, of several layers under zero ablation."""
@@ -162,29 +149,25 @@ class Ablations(Result):
 
     def _spread(self) -> list[str]:
         zero = self.methods[0]
-        if self.layers is None:
+        if self.layer_rise is None:
             return []
-        few = np.asarray(zero.carried_by_few.any(1))
-        counts = [
-            f"{number:.2f} by medians in layer {layer}"
-            if few[layer]
-            else f"{with_error(number, zero.effective_heads_sem[layer])} in layer {layer}"
-            for layer, number in enumerate(zero.typical_effective_heads)
-        ]
-        n_heads = zero.rise.shape[1]
-        return [f"Of {n_heads} heads per layer the rises are spread over {', '.join(counts)}."]
+        rows = zip(zero.typical_effective_heads, zero.effective_heads_sem, strict=True)
+        counts = [with_error(*row) for row in rows]
+        for layer in np.flatnonzero(np.asarray(zero.carried_by_few.any(1))):
+            counts[layer] = f"{zero.typical_effective_heads[layer]:.2f} by medians"
+        spread = ", ".join(f"{count} in layer {layer}" for layer, count in enumerate(counts))
+        return [f"Of {zero.rise.shape[1]} heads per layer the rises are spread over {spread}."]
 
     def _carried(self) -> list[str]:
         """The heads whose mean rise few prompts carry, if there are any."""
         heads: dict[str, list[str]] = {}
         for one in self.methods:
-            if one.carried:
-                heads.setdefault(", ".join(one.carried), []).append(one.method)
-        if not heads:
+            heads.setdefault(", ".join(one.carried), []).append(one.method)
+        carried = [f"{names} ({', '.join(by)} ablation)" for names, by in heads.items() if names]
+        if not carried:
             return []
-        told = "; ".join(f"{names} ({', '.join(by)} ablation)" for names, by in heads.items())
         return [
-            f"One prompt in a hundred carries most of the mean rise of {told}: read the median."
+            f"One prompt in a hundred carries most of the mean rise of {'; '.join(carried)}: read the median."
         ]
 
     def _broken(self) -> list[str]:
@@ -192,40 +175,36 @@ class Ablations(Result):
         zero = self.methods[0]
         if not zero.breaking:
             return []
-        worse = f"Without {_any_of(zero.breaking)} it is worse than predicting 0 ({digits(zero.null_risk)} y²)"
-        if self.layers is not None:
-            return [
-                f"{worse}: the layers after meet inputs they have never seen, and the size of such a rise says that "
-                "something breaks, not how much the head computes."
-            ]
+        why = (
+            "heads that held each other in balance no longer cancel, so that a large rise does not mean that a head could "
+            "do the task alone."
+            if self.layer_rise is None
+            else "the layers after meet inputs they have never seen, and the size of such a rise says that something breaks, "
+            "not how much the head computes."
+        )
+        heads = f"{'any of ' if len(zero.breaking) > 1 else ''}{', '.join(zero.breaking)}"
         return [
-            f"{worse}: heads that held each other in balance no longer cancel, so that a large rise does not mean that a "
-            "head could do the task alone."
+            f"Without {heads} it is worse than predicting 0 ({digits(zero.null_risk)} y²): {why}"
         ]
 
     def _cautioned(self) -> list[str]:
         """What masks of single heads do not say, with the layers that can go more easily than one of their heads."""
-        if self.layers is None:
+        if self.layer_rise is None or self.layer_rise_sem is None:
             return []
         zero, heavier = self.methods[0], []
-        rows = zip(self.layers.layer_rise, self.layers.layer_rise_sem, strict=True)
-        for layer, (rise, rise_sem) in enumerate(rows):
-            head = int(zero.rise[layer].argmax())
-            one, sem = zero.rise[layer, head], zero.rise_sem[layer, head]
-            if zero.rise.shape[1] > 1 and one - rise > 2 * np.hypot(sem, rise_sem):
+        for layer, (rise, sem) in enumerate(zip(self.layer_rise, self.layer_rise_sem, strict=True)):
+            at = layer, int(zero.rise[layer].argmax())
+            one, one_sem = zero.rise[at], zero.rise_sem[at]
+            if zero.rise.shape[1] > 1 and one - rise > 2 * np.hypot(one_sem, sem):
                 heavier.append(
-                    f"all of layer {layer} costs {with_error(rise, rise_sem)} y², less than L{layer}H{head} "
-                    f"alone ({with_error(one, sem)})"
+                    f"all of layer {layer} costs {with_error(rise, sem)} y², less than L{layer}H{at[1]} "
+                    f"alone ({with_error(one, one_sem)})"
                 )
         here = f"Here {'; '.join(heavier)}" if heavier else "Here no head costs more than its layer"
         return [
             "A mask asks what one head costs while all others stay: heads that stand in for each other cost little one by "
             f"one and much together. {here}."
         ]
-
-
-def _any_of(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"any of {', '.join(names)}"
 
 
 def ablate(
@@ -265,22 +244,14 @@ def ablate(
     predictor = predictor_of(source)
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(source, prompts) if few else None
-    layers = ablate_layers(source, prompts) if predictor.n_layers > 1 else None
-    return Ablations(tuple(methods), subsets, layers)
-
-
-def ablate_layers(source: Source, prompts: Prompts) -> LayerAblation:
-    """Rise of the excess risk when all heads of each layer are masked.
-
-    Example:
-        >>> from mechinterp.models.constructions.descent import gradient_descent_model
-        >>> from mechinterp.models.run.evaluation import evaluation_prompts
-        >>> model = gradient_descent_model([0.5, 0.5], d_x=4)
-        >>> bool((ablate_layers(model, evaluation_prompts(model, n_prompts=64)).layer_rise > 0).all())
-        True
-    """
-    predictor = predictor_of(source)
-    heads = range(predictor.n_heads)
-    masks = [[], *([(layer, head) for head in heads] for layer in range(predictor.n_layers))]
+    if predictor.n_layers == 1:
+        return Ablations(tuple(methods), subsets)
+    masks = [
+        [],
+        *(
+            [head for head in predictor.heads if head[0] == layer]
+            for layer in range(predictor.n_layers)
+        ),
+    ]
     errors = masked_errors(predictor, prompts, masks)
-    return LayerAblation(*mean_and_sem(errors[:, 1:] - errors[:, :1]))
+    return Ablations(tuple(methods), subsets, *mean_and_sem(errors[:, 1:] - errors[:, :1]))

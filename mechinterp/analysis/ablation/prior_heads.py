@@ -64,15 +64,15 @@ class PriorHeads(Result):
         return float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
 
     def __repr__(self) -> str:
-        layer, head = np.unravel_index(int(self.weight_change.argmin()), self.weight_change.shape)
-        change, sem = self.weight_change[layer, head], self.weight_change_sem[layer, head]
-        told = [
-            ", ".join(f"L{at}H{h}" for at, h in heads) or "none"
+        at = np.unravel_index(int(self.weight_change.argmin()), self.weight_change.shape)
+        change, sem = self.weight_change[at], self.weight_change_sem[at]
+        memorise, generalise = (
+            ", ".join(f"L{layer}H{head}" for layer, head in heads) or "none"
             for heads in (self.memorises, self.generalises)
-        ]
+        )
         return (
-            f"PriorHeads(pool of {self.n_tasks}: without L{layer}H{head} the weight on dMMSE changes by "
-            f"{change:.3g} ± {sem:.1g}; memorise: {told[0]}; needed for ridge on new tasks: {told[1]})"
+            f"PriorHeads(pool of {self.n_tasks}: without L{at[0]}H{at[1]} the weight on dMMSE changes by "
+            f"{change:.3g} ± {sem:.1g}; memorise: {memorise}; needed for ridge on new tasks: {generalise})"
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -122,7 +122,7 @@ def prior_heads(
     setting = setting_of(source, task, pool, "prior_heads")
     lengths = lengths_of(source, setting.task, context_lengths)
     masks = [[], *([head] for head in predictor.heads)]
-    found = {}
+    squares = {}
     for kind in KINDS:
         sample = setting.sample(kind, n_prompts, lengths, seed, no_progress)
         runs = [
@@ -130,11 +130,10 @@ def prior_heads(
             for prompts in progress(sample.prompts, f"masking heads on {kind} tasks")
         ]
         by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
-        found[kind] = np.stack(by_mask, 1).mean(2)
-    pooled, new = ((each[:, 1:] - each[:, :1]) for each in found.values())  # [prompt, head, square]
-    gap = found["pool"][:, 0, 3]
+        squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
+    pooled, new = (each[:, 1:] - each[:, :1] for each in squares.values())
     measures = estimates(
-        weight_change=ratio_and_sem(pooled[..., 2], gap),
+        weight_change=ratio_and_sem(pooled[..., 2], squares["pool"][:, 0, 3]),
         dmmse_rise=mean_and_sem(pooled[..., 0]),
         ridge_rise=mean_and_sem(new[..., 1]),
         memory_excess=mean_and_sem(pooled[..., 0] - pooled[..., 1]),

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from mechinterp.analysis.ablation.cross_fitting import SPLITS, MaskedErrors, one_choice
+from mechinterp.analysis.ablation.cross_fitting import SPLITS, Choices, MaskedErrors
 from mechinterp.analysis.ablation.masked_risk import single_masks
 from mechinterp.analysis.ablation.orders import greedy_heads, pruning_curves
-from mechinterp.analysis.ablation.pruning import RULES, pruned_by, pruning_of
-from mechinterp.analysis.ablation.pruning_result import FULL, Pruning
+from mechinterp.analysis.ablation.pruning import FULL, RULES, Pruning, pruned_by, pruning_of
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -92,10 +91,10 @@ def prune_by_rules(
     """
     predictor = predictor_of(source)
     errors = MaskedErrors(predictor, prompts, progress)
-    whole = one_choice(np.ones((predictor.n_layers, predictor.n_heads), dtype=bool), len(prompts))
-    found = {FULL: pruning_of(errors, whole.kept[0], np.zeros(whole.kept[0].shape), whole)}
-    for name, rule in RULES.items():
-        each = pruned_by(errors, rule, splits=splits)
-        if not each.kept.all():
-            found[name] = each
-    return replace(list(found.values())[:2][-1], by_rule=found)
+    every = np.ones((predictor.n_layers, predictor.n_heads), dtype=bool)
+    # No prompt had a part in this choice.
+    choices = Choices(every[None], np.ones(1), np.ones((1, len(prompts))))
+    full = pruning_of(errors, every, np.zeros(every.shape), choices)
+    by_rule = {name: pruned_by(errors, rule, splits=splits) for name, rule in RULES.items()}
+    pruned = {name: each for name, each in by_rule.items() if not each.kept.all()}
+    return replace(next(iter(pruned.values()), full), by_rule={FULL: full, **pruned})

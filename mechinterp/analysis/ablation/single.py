@@ -19,8 +19,34 @@ from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 
+class LayerShares:
+    """How layers spread the rises of their heads, of a model or of several."""
+
+    rise: Float[np.ndarray, "*axes layer head"]
+
+    @property
+    def importance(self) -> Float[np.ndarray, "*axes layer head"]:
+        """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
+        return layer_shares(self.rise)
+
+    @property
+    def top_share(self) -> Float[np.ndarray, "*axes layer"]:
+        """Largest importance of a head in the layer."""
+        return self.importance.max(-1)
+
+    @property
+    def top_head(self) -> Int[np.ndarray, "*axes layer"]:
+        """Head of the layer that is missed most."""
+        return self.rise.argmax(-1)
+
+    @property
+    def top_rise(self) -> Float[np.ndarray, "*axes layer"]:
+        """Rise when that head is masked, unit y^2."""
+        return self.rise.max(-1)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadAblation(Result):
+class HeadAblation(LayerShares, Result):
     """How much the excess risk rises when one head is masked, and how the layers spread it over their heads."""
 
     method: str
@@ -55,26 +81,6 @@ class HeadAblation(Result):
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, which few prompts carry,"
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
-
-    @property
-    def importance(self) -> Float[np.ndarray, "layer head"]:
-        """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts."""
-        return layer_shares(self.rise)
-
-    @property
-    def top_share(self) -> Float[np.ndarray, " layer"]:
-        """Largest importance of a head in the layer."""
-        return self.importance.max(1)
-
-    @property
-    def top_head(self) -> Int[np.ndarray, " layer"]:
-        """Head of the layer that is missed most."""
-        return self.rise.argmax(1)
-
-    @property
-    def top_rise(self) -> Float[np.ndarray, " layer"]:
-        """Rise when that head is masked, unit y^2."""
-        return self.rise.max(1)
 
     @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
@@ -195,18 +201,17 @@ def ablate_heads(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     full, rises = single_masks(source, prompts, method=method, progress=progress)
-    found = estimates(
-        rise=mean_and_sem(rises),
-        effective_heads=_effective_heads(rises),
-        full_risk=mean_and_sem(full),
-    )
     return HeadAblation(
         method=method,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
         p_value=_corrected_p_values(rises),
         null_risk=prompts.y_query_clean.double().square().mean().item(),
-        **found,
+        **estimates(
+            rise=mean_and_sem(rises),
+            effective_heads=_effective_heads(rises),
+            full_risk=mean_and_sem(full),
+        ),
     )
 
 

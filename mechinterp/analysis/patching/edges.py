@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted
+from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted, put
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.hooks import Hooks
 from mechinterp.models.hooked.masks import resid_name
@@ -85,12 +85,9 @@ class HeadEdges(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per edge, the largest effect first."""
-        found = np.nonzero(np.isfinite(self.patched))
-        names = ("input", "layer", "head", "later_layer", "later_head")
-        frame = pd.DataFrame(dict(zip(names, found, strict=True)))
-        frame["input"] = np.array(COMPONENTS)[frame["input"]]
-        for name in ("estimate", "estimate_sem", "patched", "patched_sem"):
-            frame[name] = getattr(self, name)[found]
+        heads, later = head_axes(self.patched[0]), head_axes(self.patched[0, 0, 0])
+        axes = {"input": COMPONENTS, **heads, **{f"later_{name}": at for name, at in later.items()}}
+        frame = frame_of(self, *with_sem("estimate", "patched"), **axes).dropna()
         return frame.sort_values("patched", key=np.abs, ascending=False, ignore_index=True)
 
     def plot(self) -> go.Figure:
@@ -158,13 +155,13 @@ def attribute_edges(
         require_sum(hooked.model, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric)
     estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
-    found = estimates(
+    measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
         rank_correlation=_rank_correlation(estimate, patched),
         total=mean_and_sem(pair.gained()),
     )
-    return HeadEdges(ig_steps, **found)
+    return HeadEdges(ig_steps, **measured)
 
 
 def _estimates(
@@ -240,8 +237,8 @@ def _patches(
             shift = [(resid_name(later), partial(_added, more=moved))]
             _, read = _run(hooked, pair.corrupted, names, shift)
             for index, reader in product(range(len(COMPONENTS)), range(hooked.n_heads)):
-                put = partial(_put, head=reader, values=read[names[index]])
-                output, _ = _run(hooked, pair.corrupted, (), [(names[index], put)])
+                hook = partial(put, at=(slice(None), reader), values=read[names[index]])
+                output, _ = _run(hooked, pair.corrupted, (), [(names[index], hook)])
                 change = (pair.metric(output) - full).double().numpy(force=True)
                 effects[:, index, layer, head, later, reader] = change
     return effects
@@ -249,12 +246,6 @@ def _patches(
 
 def _added(stream: Tensor, hook: object, *, more: Tensor) -> Tensor:
     return stream + more
-
-
-def _put(own: Tensor, hook: object, *, head: int, values: Tensor) -> Tensor:
-    own = own.clone()
-    own[:, :, head] = values[:, :, head]
-    return own
 
 
 def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
@@ -266,12 +257,12 @@ def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_
 def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float, float]:
     """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
     edges = np.isfinite(patched[0])
-    found = np.stack([estimate[:, edges], patched[:, edges]])
+    both = np.stack([estimate[:, edges], patched[:, edges]])
     again = [
-        rank_correlation(*np.tensordot(shares, found, axes=(0, 1)))
+        rank_correlation(*np.tensordot(shares, both, axes=(0, 1)))
         for shares in resampled(len(patched))
     ]
-    return rank_correlation(*found.mean(1)), float(np.std(again, ddof=1))
+    return rank_correlation(*both.mean(1)), float(np.std(again, ddof=1))
 
 
 def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:

@@ -58,6 +58,13 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
     )
 
 
+def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tensor) -> Tensor:
+    """A hook: its activation, with other values at one place of every prompt."""
+    own = own.clone()
+    own[:, *at] = values[:, *at]
+    return own
+
+
 def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Metric:
     """Minus the squared distance of the prediction from a target, unit y^2."""
 

@@ -4,10 +4,8 @@ TransformerLens takes the number of positions from the last axis of its input, w
 vectors is d_model; here the positions are counted as they are.
 """
 
-import io
-from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -17,11 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness
+from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness, put
 from mechinterp.analysis.stats import estimates, mean_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Source, predictor_of
 
 STREAMS = ("resid_pre", "attn_out", "resid_post")
@@ -50,10 +47,10 @@ class PositionPatching(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer, position and, for parts of heads, head."""
-        axes = ("layer", "pos", "head")[: self.effect.ndim]
-        places = dict(zip(axes, (i.ravel() for i in np.indices(self.effect.shape)), strict=True))
-        values = {"effect": self.effect.ravel(), "effect_sem": self.effect_sem.ravel()}
-        return pd.DataFrame({"activation": self.activation, **places, **values})
+        axes = dict(zip(("layer", "pos", "head"), map(range, self.effect.shape), strict=False))
+        frame = frame_of(self, *with_sem("effect"), **axes)
+        frame.insert(0, "activation", self.activation)
+        return frame
 
     def plot(self) -> go.Figure:
         """Effect over positions, a curve per layer or head."""
@@ -112,86 +109,45 @@ def patch_positions(
         >>> patch_positions(checkpoint.model, clean, corrupted, activation="v").effect.shape
         (1, 7, 2)
     """
+    from transformer_lens.utilities import get_act_name  # takes a good part of a start-up
+
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     hooked = predictor_of(source).hooked
+    if hooked.model.training:
+        raise ValueError(
+            "model must be in evaluation mode, call .eval(); got one in training mode."
+        )
     tokens, other = hooked.inputs(clean), hooked.inputs(corrupted)
     shapes = [list(inputs.shape) for inputs in (tokens, other)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
         )
-    n_pos = _positions(hooked, clean, activation)
-    axes = {"layer": hooked.n_layers, "pos": n_pos, "head": hooked.n_heads}
-    if activation == "pattern":
-        axes = {name: axes[name] for name in ("layer", "head", "pos")}
-    elif activation not in HEAD_PARTS:
-        del axes["head"]
-    if metric is None:
-        with torch.no_grad():
-            metric = nearness(hooked, hooked.prediction(hooked.model(tokens), clean))
-    effects, gained = _patched(hooked, tokens, other, activation, metric, axes)
-    return _summary(activation, effects, gained, axes)
-
-
-def _positions(hooked: HookedPredictor, prompts: Prompts, activation: str) -> int:
-    """How many positions the activation has, which may be others than the input's."""
-    from transformer_lens.utilities import get_act_name
-
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
-        _, found = hooked.activations(prompts[:1], names)
-    lengths = {values.shape[2 if activation == "pattern" else 1] for values in found}
+        output, cached = hooked.activations(clean, names)
+        if metric is None:
+            metric = nearness(hooked, hooked.prediction(output, clean))
+        before = metric(hooked.model(other))
+        shape = (len(clean), hooked.n_layers, _positions(activation, cached))
+        effect = np.empty((*shape, hooked.n_heads) if activation in HEAD_PARTS else shape)
+        for layer, pos, *head in np.ndindex(effect.shape[1:]):
+            at = (*head, pos) if activation == "pattern" else (pos, *head)
+            hook = names[layer], partial(put, at=at, values=cached[layer])
+            after = metric(hooked.model.run_with_hooks(other, fwd_hooks=[hook]))
+            effect[:, layer, pos, *head] = (after - before).double().numpy(force=True)
+    total = (metric(output) - before).double().numpy(force=True)
+    measured = estimates(effect=mean_and_sem(effect), total=mean_and_sem(total))
+    return PositionPatching(activation, **measured)
+
+
+def _positions(activation: str, cached: list[Tensor]) -> int:
+    """How many positions the activation has, which may be others than the input's."""
+    lengths = {values.shape[2 if activation == "pattern" else 1] for values in cached}
     if len(lengths) > 1:
         listed = ", ".join(map(str, sorted(lengths)))
         raise ValueError(f"{activation} must have as many positions in every layer, got {listed}.")
     return lengths.pop()
-
-
-def _patched(
-    hooked: HookedPredictor,
-    clean: Tensor,
-    corrupted: Tensor,
-    activation: str,
-    metric: Metric,
-    axes: dict[str, int],
-) -> tuple[Float[Tensor, "patch batch"], Float[Tensor, " batch"]]:
-    """The metric's change by each patch in the order of `axes`, and between the clean and corrupted tokens."""
-    from transformer_lens import ActivationCache, patching
-
-    setter = patching.layer_pos_patch_setter
-    if activation == "pattern":
-        setter = patching.layer_head_pos_pattern_patch_setter
-    elif activation in HEAD_PARTS:
-        setter = patching.layer_pos_head_vector_patch_setter
-    # The indices are given: TransformerLens would count d_model positions.
-    indices = patching.make_df_from_ranges(list(axes.values()), list(axes))
-    # TransformerLens draws a progress bar; a library prints nothing.
-    with torch.no_grad(), redirect_stderr(io.StringIO()):
-        logits, cache = hooked.model.run_with_cache(clean)
-        assert isinstance(cache, ActivationCache)
-        # Typed for TransformerLens' own config, of which only fields that ours has are read.
-        result = patching.generic_activation_patch(  # type: ignore[call-overload]
-            hooked.model,
-            corrupted,
-            cache,
-            metric,
-            setter,
-            activation,
-            index_df=indices,
-            reduce="none",
-            baseline=True,
-        )
-        return result.effect(), metric(logits) - metric(hooked.model(corrupted))
-
-
-def _summary(
-    activation: str, effects: Tensor, gained: Tensor, axes: dict[str, int]
-) -> PositionPatching:
-    by_prompt = effects.T.double().numpy(force=True).reshape(-1, *axes.values())
-    order: Sequence[int] = [1 + list(axes).index(a) for a in ("layer", "pos", "head") if a in axes]
-    effect = mean_and_sem(by_prompt.transpose(0, *order))
-    total = mean_and_sem(gained.double().numpy(force=True))
-    return PositionPatching(activation, **estimates(effect=effect, total=total))

@@ -139,19 +139,18 @@ def probe_layers(
     places = _places(positions, n_pos)
     if set(places) != {n_pos - 1}:
         _require_own_positions(predictor_of(source), prompts, n_pos)
-    found = streams(source, prompts, heads=heads, positions=[place - n_pos for place in places])
-    _require_prompts(len(prompts), found.shape[3])
+    layers = streams(source, prompts, heads=heads, positions=[place - n_pos for place in places])
     dealt = np.random.default_rng(0).permutation(len(prompts))
     columns = []
-    for layer in progress(range(len(found)), "probing layers"):
+    for layer in progress(range(len(layers)), "probing layers"):
         for column, place in enumerate(places):
-            features = found[layer, :, column]
+            features = layers[layer, :, column]
             noisy, clean = fitted[:, place], scored[:, place]
             prediction, penalty = cross_validated(features, noisy)
             control, _ = cross_validated(features, noisy[dealt])
             controlled = loss_and_r2(control, clean[dealt])[2:]
             columns.append([*loss_and_r2(prediction, clean), *controlled, penalty])
-    shape = (len(found), len(places))
+    shape = (len(layers), len(places))
     arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
     return LayerProbes(tuple(places), *arrays)
 
@@ -171,8 +170,8 @@ def streams(
     Raises:
         ValueError: As `Predictor.streams` does.
     """
-    found = predictor_of(source).streams(prompts, heads=heads, positions=positions)
-    return found.double().numpy(force=True)
+    layers = predictor_of(source).streams(prompts, heads=heads, positions=positions)
+    return layers.double().numpy(force=True)
 
 
 def cross_validated(
@@ -183,7 +182,13 @@ def cross_validated(
     Raises:
         ValueError: If four fifths of the prompts are fewer than the features and one.
     """
-    _require_prompts(len(features), features.shape[1])
+    n_prompts, n_features = features.shape
+    fitted = n_prompts - -(-n_prompts // FOLDS)
+    if fitted <= n_features:
+        raise ValueError(
+            f"A probe of {n_features} features needs more than as many prompts to fit; of {n_prompts} it "
+            f"is fitted to {fitted}."
+        )
     return best_by_folds(features, targets)
 
 
@@ -227,11 +232,11 @@ def fit_ridge(
     values, vectors = np.linalg.eigh((features - centre).T @ (features - centre))
     moments = vectors.T @ ((features - centre).T @ (targets - level))
     size = max(values.mean(), np.finfo(float).tiny)
-    found = []
+    fits = []
     for penalty in penalties:
         weights = vectors @ (moments / (values.clip(min=0) + penalty * size)[:, None])
-        found.append(np.vstack([weights, level - centre @ weights]))
-    return found
+        fits.append(np.vstack([weights, level - centre @ weights]))
+    return fits
 
 
 def _places(positions: Sequence[int], n_pos: int) -> list[int]:
@@ -245,17 +250,8 @@ def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -
     layers = range(predictor.n_layers + 1)
     lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
     if lengths != {n_pos}:
-        found = ", ".join(map(str, sorted(lengths)))
+        got = ", ".join(map(str, sorted(lengths)))
         raise ValueError(
             f"positions before the query's need a model of one position for each of the target's {n_pos}, "
-            f"got {found}; -1, the query's, can be probed."
-        )
-
-
-def _require_prompts(n_prompts: int, n_features: int) -> None:
-    fitted = n_prompts - -(-n_prompts // FOLDS)
-    if fitted <= n_features:
-        raise ValueError(
-            f"A probe of {n_features} features needs more than as many prompts to fit; of {n_prompts} it "
-            f"is fitted to {fitted}."
+            f"got {got}; -1, the query's, can be probed."
         )

@@ -1,24 +1,122 @@
-"""Linear probes of the response and of structures after each layer, and descent on features."""
+"""Linear probes of the response and of structures after each layer, and P-probing: descent on a layer's features.
 
-from collections.abc import Mapping
+If the first layer reweights covariates as Algorithm 1 does, then a few steps of descent on what it writes go further
+than on the raw x. The step size is 1 / lambda_max of each prompt for every curve, so that none is favoured.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import cell, digits
-from mechinterp.analysis.probing.feature_descent import DescentCurves, p_probe
-from mechinterp.analysis.probing.linear import STRUCTURES, LayerProbes, probe_layers
+from mechinterp.analysis.number_format import cell, digits, with_error
+from mechinterp.analysis.probing.linear import (
+    PENALTIES,
+    STRUCTURES,
+    LayerProbes,
+    affine,
+    fit_ridge,
+    probe_layers,
+    reweighted,
+)
 from mechinterp.analysis.result import Table, records
-from mechinterp.display import Result
+from mechinterp.analysis.stats import halves, mean_and_sem
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.sparse_predictors import descend, excess_risk
+from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
+VARIANTS = ("query", "map")
+RAW, IDEAL = "raw x", "reweighted x"
 AFTER = "after layer 0"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DescentCurves(Result):
+    """Excess risk of gradient descent on several features of the same prompts, step by step."""
+
+    features: tuple[str, ...]
+    """What gradient descent is run on."""
+    risk: Float[np.ndarray, "features step"]
+    """Mean squared distance from the noise-free target after 0, 1, ... steps, unit y^2."""
+    risk_sem: Float[np.ndarray, "features step"]
+    log_area: Float[np.ndarray, " features"]
+    """Mean over steps 1, 2, ... of log risk minus that of the first features; below 0 is faster."""
+    log_area_sem: Float[np.ndarray, " features"]
+    """Standard error of `log_area`, paired over prompts, by the delta method."""
+
+    @property
+    def least_risk(self) -> Float[np.ndarray, " features"]:
+        """Least excess risk of the descent, unit y^2."""
+        return self.risk.min(1)
+
+    @property
+    def at_step(self) -> Int[np.ndarray, " features"]:
+        """Step of descent with the least risk."""
+        return self.risk.argmin(1)
+
+    def __repr__(self) -> str:
+        rows = zip(self.features, self.least_risk, self.at_step, strict=True)
+        least = ", ".join(f"{name} {risk:.3g}@{step}" for name, risk, step in rows)
+        return f"DescentCurves(least risk: {least})"
+
+    def sentences(self) -> list[str]:
+        """The least risk, and how much faster than on the first features."""
+        rows = zip(self.features, self.least_risk, self.at_step, strict=True)
+        least = ", ".join(f"{digits(risk)} at step {step} on {name}" for name, risk, step in rows)
+        areas = zip(self.features, self.log_area, self.log_area_sem, strict=True)
+        faster = " and ".join(f"{with_error(*area)} for {name}" for name, *area in list(areas)[1:])
+        return [
+            f"Gradient descent on features of the context has its least excess risk (y²) of {least}.",
+            f"Log area, the mean over steps of log risk minus that of {self.features[0]}, is {faster}: below 0 is faster.",
+        ]
+
+    def tables(self) -> dict[str, Table]:
+        """What descent reaches on each kind of features; the risk of every step."""
+        title = (
+            "Gradient descent on the features; log area: mean log risk minus that of the first row"
+        )
+        steps = Table(self.to_frame(), "Excess risk of every step", brief=False)
+        return {"areas": Table(self.area_frame(), title), "descent": steps}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Descent step by step."""
+        return {"descent": self.plot()}
+
+    def to_document(self) -> dict:
+        """Every step as rows, and what descent reaches."""
+        rows = {"rows": records(self.to_frame()), "areas": records(self.area_frame())}
+        return {"analysis": "p-probe", "result": repr(self), **rows}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per kind of features and step."""
+        steps = range(self.risk.shape[1])
+        return frame_of(self, *with_sem("risk"), features=self.features, step=steps)
+
+    def area_frame(self) -> pd.DataFrame:
+        """One row per kind of features: the least risk and the area."""
+        names = ("least_risk", "at_step", *with_sem("log_area"))
+        return frame_of(self, *names, features=self.features)
+
+    def plot(self) -> go.Figure:
+        """Excess risk over steps, a curve per kind of features."""
+        return figures.lines(
+            np.arange(self.risk.shape[1]),
+            figures.named(self.features, self.risk, self.risk_sem),
+            title="Excess risk of gradient descent on the features of a layer",
+            x_title="steps",
+            y_title="excess risk (y²)",
+            log_y=True,
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,10 +132,15 @@ class Probing(Result):
         return f"Probing({self.response!r}, {self.descent!r})"
 
     @property
+    def probes(self) -> dict[str, LayerProbes]:
+        """That of the response and those of the structures, by target."""
+        return {"response": self.response, **self.structures}
+
+    @property
     def target(self) -> tuple[str, ...]:
         """What a probe reads: the response; x reweighted, that is times the context's correlations with y
         (Algorithm 1); x preconditioned, that is (S - 1) x with the context's covariance S."""
-        return ("response", *self.structures)
+        return tuple(self.probes)
 
     def sentences(self) -> list[str]:
         """What is read of the response and of each structure, and whether the first layer makes descent faster."""
@@ -57,10 +160,8 @@ class Probing(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target, layer and position."""
-        frames = {"response": self.response.to_frame(), **self.structure_frames()}
-        rows = pd.concat([f.assign(target=name) for name, f in frames.items()], ignore_index=True)
-        rows.insert(0, "target", rows.pop("target"))
-        return rows
+        frames = {name: each.to_frame() for name, each in self.probes.items()}
+        return pd.concat(frames, names=["target"]).reset_index("target").reset_index(drop=True)
 
     def tables(self) -> dict[str, Table]:
         """Probes by target, then descent on the features."""
@@ -78,17 +179,13 @@ class Probing(Result):
 
     def to_document(self) -> dict:
         """What scripts read of the probes."""
-        structures = self.structure_frames().items()
+        frame = self.to_frame()
         return {
             "response": records(self.response.to_frame()),
-            "structure": [{"target": n} | row for n, frame in structures for row in records(frame)],
+            "structure": records(frame[frame["target"] != "response"]),
             "descent": records(self.descent.to_frame()),
             "areas": records(self.descent.area_frame()),
         }
-
-    def structure_frames(self) -> dict[str, pd.DataFrame]:
-        """The table of each structure, by its name."""
-        return {name: found.to_frame() for name, found in self.structures.items()}
 
     def plot(self) -> go.Figure:
         """Risk of the probe of the response after each layer."""
@@ -96,12 +193,11 @@ class Probing(Result):
 
     def plot_r2(self) -> go.Figure:
         """R^2 of each probe after each layer, with its control."""
-        probes = {"response": self.response, **self.structures}
         return figures.lines(
             np.arange(len(self.response.risk)),
             {
                 f"{name}{of}": (getattr(each, r2)[:, -1], getattr(each, f"{r2}_sem")[:, -1])
-                for name, each in probes.items()
+                for name, each in self.probes.items()
                 for r2, of in (("r2", ""), ("control_r2", ", control"))
             },
             title="R² of linear probes of the stream at the query",
@@ -146,3 +242,131 @@ def probe(
         for name, target in STRUCTURES.items()
     }
     return Probing(response, structures, p_probe({AFTER: source}, prompts, progress=progress))
+
+
+def p_probe(
+    models: Mapping[str, Source] | Source,
+    prompts: Prompts | None = None,
+    *,
+    layer: int = 1,
+    variant: str = "query",
+    steps: int = 32,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> DescentCurves:
+    """Gradient descent on what models have in the stream after some layers, on raw x, and on x reweighted.
+
+    Features of a context token may not hold its own response. "query" (variant B of our reading) runs every
+    token as a query: without its response, before the same context. "map" (variant A) takes the tokens as they are and
+    maps them linearly to r_j x_j; the map is fitted on the first half of the prompts, and all curves are of the second.
+
+    Args:
+        models: By name; or a model alone, whose name is "model".
+        prompts: None: `n_prompts` of the first model's own task are drawn, by `seed`.
+        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        layer: Number of layers run; 0 takes the input.
+        steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there is no model, the variant is unknown, a model has fewer layers, `steps` is below 1, or
+            the first half of the prompts has no more tokens than a map has features.
+    Source:
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, where only the name and the aim are known to us; the
+        variants are a choice made here.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+        >>> from mechinterp.models.hooked.transformer import ICLTransformer
+        >>> task = TaskConfig(d_x=4, context_length=16)
+        >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
+        >>> model = ICLTransformer.from_weights(weights, task=task)
+        >>> generator = generator_for(0, "eval", 0)
+        >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
+        >>> p_probe({"built": model}, prompts, steps=4).features
+        ('raw x', 'reweighted x', 'built')
+    """
+    models = models if isinstance(models, Mapping) else {"model": models}
+    if not models:
+        raise ValueError("p_probe needs at least one model, got none.")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+    first = next(iter(models.values()))
+    prompts = evaluation_prompts(first, prompts, n_prompts=n_prompts, seed=seed)
+    measured = prompts if variant == "query" else halves(prompts)[1]
+    raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
+    phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
+    for name, source in models.items():
+        if variant == "query":
+            phis[name] = query_features(source, prompts, layer=layer, progress=progress)
+        else:
+            phis[name] = _mapped(source, prompts, layer)
+    return descent_curves(phis, measured, steps=steps)
+
+
+def descent_curves(
+    features: Mapping[str, Float[Tensor, "batch pos _feature"]], prompts: Prompts, *, steps: int
+) -> DescentCurves:
+    """Excess risk of gradient descent on features of the context and, at the last position, of the query.
+
+    Raises:
+        ValueError: If `steps` is below 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}.")
+    n_responses, target = prompts.y.shape[2], prompts.to(torch.float64)
+    squares = []
+    for phi in features.values():
+        columns = phi.double()[..., None].expand(-1, -1, -1, n_responses)
+        path = descend(columns[:, :-1], target.y, columns[:, -1], steps=steps)
+        squares.append(excess_risk(path, target).T.numpy(force=True))
+    risk, risk_sem = mean_and_sem(np.stack(squares, 1))
+    # d log(mean) = (value - mean) / mean, summed over steps.
+    relative = np.stack([square[:, 1:] / square[:, 1:].mean(0) for square in squares], 1).mean(2)
+    _, log_area_sem = mean_and_sem(relative - relative[:, :1])
+    area = np.log(risk[:, 1:]).mean(1)
+    return DescentCurves(tuple(features), risk, risk_sem, area - area[0], log_area_sem)
+
+
+def query_features(
+    source: Source,
+    prompts: Prompts,
+    *,
+    layer: int,
+    heads: Sequence[Head] = (),
+    progress: ProgressCallback = no_progress,
+) -> Float[Tensor, "batch pos d_model"]:
+    """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
+
+    Args:
+        layer: Number of layers run.
+        heads: Heads that are masked.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If the model has fewer layers.
+    """
+    return predictor_of(source).query_streams(prompts, layer, heads=heads, progress=progress)
+
+
+def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_x"]:
+    """The stream of the second half of the prompts, mapped to r_j x_j as the first half says."""
+    predictor = predictor_of(source)
+    fitted, measured = (
+        predictor.stream(half, layer).double().numpy(force=True) for half in halves(prompts)
+    )
+    target = reweighted(halves(prompts)[0])[0].double().numpy(force=True)
+    if fitted.shape[1] != target.shape[1]:
+        raise ValueError(
+            f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]}."
+        )
+    if (place := predictor.query_position(prompts, layer)) != -1:
+        raise ValueError(f"variant 'map' needs the query at the last position, got it at {place}.")
+    rows = fitted.reshape(-1, fitted.shape[2])
+    if len(rows) <= rows.shape[1]:
+        raise ValueError(
+            f"A map of {rows.shape[1]} features needs more than as many tokens to fit; the first half of "
+            f"{len(prompts)} prompts has {len(rows)}."
+        )
+    weights = fit_ridge(rows, target.reshape(len(rows), -1), PENALTIES[:1])[0]
+    return torch.from_numpy(affine(measured, weights))

@@ -1,6 +1,6 @@
 """What a linear read-out of the stream at the query finds after each layer and each head: the lens for regression."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,14 +79,16 @@ class ReadOutByLayer(Result):
     def sentences(self) -> list[str]:
         """What both read-outs find of y after each layer."""
         whole = self.head < 0
-        told = [
+        sentences = [
             f"A fitted linear read-out of the stream at the query finds y with R² {', '.join(map(cell, self.fitted_r2[0, whole]))} "
             f"before the first and after each of {whole.sum() - 1} layers."
         ]
         own = self.own_r2[0, whole]
         if np.isfinite(own).any():
-            told.append(f"The model's own read-out finds it with R² {', '.join(map(cell, own))}.")
-        return told
+            sentences.append(
+                f"The model's own read-out finds it with R² {', '.join(map(cell, own))}."
+            )
+        return sentences
 
     def tables(self) -> dict[str, Table]:
         """Every place, a table for each target."""
@@ -170,20 +172,16 @@ def read_out_by_layer(
     targets = _targets(predictor, prompts)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
-    rows: dict[str, list[Sequence[float]]] = {"own": [], "fitted": []}
+    rows = []
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
         own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
         for target in targets.values():
-            rows["own"].append([np.nan] * 4 if own is None else loss_and_r2(own, target))
-            rows["fitted"].append(_fitted(features, target))
-    shape = (len(places), len(TARGETS))
-    names = ("loss", "loss_sem", "r2", "r2_sem", "penalty")
-    columns = {
-        f"{of}_{name}" if name != "penalty" else name: np.array(values).reshape(shape).T
-        for of, table in rows.items()
-        for name, values in zip(names, zip(*table, strict=True), strict=False)
-    }
+            as_is = [np.nan] * 4 if own is None else loss_and_r2(own, target)
+            rows.append([*as_is, *_fitted(features, target)])
+    names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
+    values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
+    columns = dict(zip([*names, "penalty"], values, strict=True))
     layers_run, head = (np.array(each) for each in zip(*places, strict=True))
     return ReadOutByLayer(layers_run=layers_run, head=head, **columns)
 

@@ -6,6 +6,7 @@ best matrix of their number: drawn alone, with the others fixed, they have that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -14,22 +15,21 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.training.coefficient_result import LearningCoefficient
-from mechinterp.analysis.training.histories import snapshots_of
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, snapshots_of
 from mechinterp.analysis.training.learning_coefficient import (
+    LearningCoefficient,
     is_trained_on_moments,
     local_learning_coefficient,
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.display import counted
+from mechinterp.display import counted, frame_of
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.theory.learning_coefficient import level_coefficients
 from mechinterp.theory.linear import modes
-from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
+from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments
 
 LIVE = 0.01
@@ -45,12 +45,8 @@ class CoefficientSnapshots(KeptSteps):
     """The learning coefficient at steps of training, of all heads and of those that have learned something."""
 
     COLUMNS: ClassVar = {
-        "level": "Loss with as many directions learned as n_learned says, unit y^2.",
-        "level_coefficient": "Coefficient of the minimum over matrices of that rank.",
-        **{
-            f"live_{name}": f"The column {name} for the live heads alone; for all heads where all are live or none."
-            for name in (*NAMES, "reason")
-        },
+        f"live_{name}": f"The column {name} for the live heads alone; for all heads where all are live or none."
+        for name in (*NAMES, "reason")
     }
     whole: tuple[LearningCoefficient, ...]
     """Of all heads."""
@@ -66,31 +62,39 @@ class CoefficientSnapshots(KeptSteps):
     """Coefficient of the minimum over matrices of rank 0, 1, ...: the staircase."""
 
     def __repr__(self) -> str:
-        minima = int(sum(found.is_minimum for found in self.whole))
         return (
-            f"CoefficientSnapshots({counted(len(self.step), 'step')}, {minima} of them at a minimum; "
+            f"CoefficientSnapshots({counted(len(self.step), 'step')}, {self.is_minimum.sum()} of them at a minimum; "
             f"at the end {self.whole[-1]})"
         )
 
     @property
     def is_minimum(self) -> Bool[np.ndarray, " snapshot"]:
         """Where all heads together are at a minimum."""
-        return np.array([found.is_minimum for found in self.whole])
+        return np.array([one.is_minimum for one in self.whole])
+
+    @property
+    def level(self) -> Float[np.ndarray, " snapshot"]:
+        """Loss with as many directions learned as n_learned says, unit y^2."""
+        return self.levels[self.n_learned]
+
+    @property
+    def level_coefficient(self) -> Float[np.ndarray, " snapshot"]:
+        """Coefficient of the minimum over matrices of that rank."""
+        return self.coefficients[self.n_learned]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot; NaN where the weights are no minimum."""
-        columns = {name: getattr(self, name) for name in ("step", "eval_loss", "n_learned")}
-        columns["level"] = self.levels[self.n_learned]
-        columns |= _columns("", self.whole)
-        columns |= {"n_live": self.n_live, "level_coefficient": self.coefficients[self.n_learned]}
-        alone = [
-            live if live is not None else whole
-            for live, whole in zip(self.live, self.whole, strict=True)
-        ]
-        columns |= _columns("live_", alone)
-        columns["reason"] = [found.reason for found in self.whole]
-        columns["live_reason"] = [found.reason for found in alone]
-        return pd.DataFrame(columns)
+        alone = [live or whole for live, whole in zip(self.live, self.whole, strict=True)]
+        whole, live = (
+            pd.concat([one.to_frame() for one in each], ignore_index=True)
+            for each in (self.whole, alone)
+        )
+        names = ("eval_loss", "n_learned", "level", "n_live", "level_coefficient")
+        frame = pd.concat(
+            [frame_of(self, *names, step=self.step), whole, live.add_prefix("live_")], axis=1
+        )
+        order = ["step", "eval_loss", "n_learned", "level", *NAMES, "n_live", "level_coefficient"]
+        return frame[[*order, *(f"live_{name}" for name in NAMES), "reason", "live_reason"]]
 
     def plot(self) -> go.Figure:
         """The estimates over training, with the staircase dotted."""
@@ -156,29 +160,25 @@ def coefficient_snapshots(
     spread = np.linspace(0, len(kept) - 1, min(len(kept), MOST)).round().astype(int)
     chosen = list(steps or [kept[row] for row in spread])
     moments = task_moments(checkpoint.task)
-    found, whole, alone, live, learned = modes(moments), [], [], [], []
+    directions = modes(moments)
+    drawn = partial(local_learning_coefficient, checkpoint, chains=chains, seed=seed)
+    whole, alone, live, learned = [], [], [], []
     for step in progress(chosen, "drawing around snapshots"):
-        whole.append(local_learning_coefficient(checkpoint, step=step, chains=chains, seed=seed))
+        whole.append(drawn(step=step))
         weights = checkpoint.snapshots[step]
         heads = live_heads(weights)
         part = 0 < len(heads) < weights.n_heads
-        alone.append(
-            local_learning_coefficient(
-                checkpoint, step=step, sampled_heads=heads, chains=chains, seed=seed
-            )
-            if part
-            else None
-        )
-        M = heads_of_linear(weights).M
+        alone.append(drawn(step=step, sampled_heads=heads) if part else None)
         live.append(len(heads))
-        learned.append(int((found.learned(M) > 0.5).sum()))
+        learned.append(int((directions.learned(heads_of_linear(weights).M) > 0.5).sum()))
     return CoefficientSnapshots(
-        **kept_losses(checkpoint, chosen),
+        step=np.array(chosen),
+        curve=loss_curve(checkpoint),
         whole=tuple(whole),
         live=tuple(alone),
         n_live=np.array(live),
         n_learned=np.array(learned),
-        levels=found.levels,
+        levels=directions.levels,
         coefficients=level_coefficients(moments),
     )
 
@@ -192,16 +192,6 @@ def live_heads(weights: Weights) -> list[int]:
         [2, 3, 4]
     """
     heads = heads_of_linear(weights)
-    if isinstance(heads, SeparateHeads):
-        heads = MergedHeads(v=heads.v, U=np.einsum("hri,hrj->hij", heads.K, heads.Q))
-    size = np.abs(heads.v) * np.linalg.norm(heads.U, axis=(1, 2))
+    U = heads.U if isinstance(heads, MergedHeads) else heads.K.mT @ heads.Q
+    size = np.abs(heads.v) * np.linalg.norm(U, axis=(1, 2))
     return np.flatnonzero(size > LIVE * size.max()).tolist()
-
-
-def _columns(prefix: str, found: Sequence[LearningCoefficient]) -> dict[str, list[object]]:
-    return {
-        f"{prefix}{name}": [
-            np.nan if getattr(one, name) is None else getattr(one, name) for one in found
-        ]
-        for name in NAMES
-    }

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.single import LayerShares, ablate_heads
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import with_snapshots
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, with_snapshots
 from mechinterp.display import frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -24,7 +23,7 @@ N_PROMPTS = 512
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class DeepSnapshots(KeptSteps):
+class DeepSnapshots(LayerShares, KeptSteps):
     """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
 
     risk: Float[np.ndarray, " snapshot"]
@@ -32,21 +31,9 @@ class DeepSnapshots(KeptSteps):
     risk_sem: Float[np.ndarray, " snapshot"]
     rise: Float[np.ndarray, "snapshot layer head"]
     """Of the excess risk when one head is masked, unit y^2."""
-    importance: Float[np.ndarray, "snapshot layer head"]
-    """A head's share of its layer's rises, falls taken as 0."""
     effective_heads: Float[np.ndarray, "snapshot layer"]
     """exp(entropy of `importance`) of each layer."""
     effective_heads_sem: Float[np.ndarray, "snapshot layer"]
-
-    @property
-    def top_head(self) -> Int[np.ndarray, "snapshot layer"]:
-        """The head of the layer that raises the excess risk most when masked alone."""
-        return self.rise.argmax(2)
-
-    @property
-    def top_rise(self) -> Float[np.ndarray, "snapshot layer"]:
-        """Rise of the excess risk when that head is masked, unit y^2."""
-        return self.rise.max(2)
 
     def __repr__(self) -> str:
         return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
@@ -112,16 +99,12 @@ def deep_snapshots(
     """
     trained = with_snapshots(checkpoint, "deep_snapshots")
     prompts = evaluation_prompts(trained, prompts, n_prompts=n_prompts, seed=seed)
-    found = [
-        ablate_heads(weights, prompts)
-        for weights in progress(list(trained.snapshots.values()), "masking heads of snapshots")
-    ]
+    kept = progress(list(trained.snapshots.values()), "masking heads of snapshots")
+    ablations = [ablate_heads(weights, prompts) for weights in kept]
+    names = {"risk": "full_risk", "risk_sem": "full_risk_sem", "rise": "rise"}
+    names |= {name: name for name in with_sem("effective_heads")}
     return DeepSnapshots(
-        risk=np.array([one.full_risk for one in found]),
-        risk_sem=np.array([one.full_risk_sem for one in found]),
-        rise=np.stack([one.rise for one in found]),
-        importance=np.stack([one.importance for one in found]),
-        effective_heads=np.stack([one.effective_heads for one in found]),
-        effective_heads_sem=np.stack([one.effective_heads_sem for one in found]),
-        **kept_losses(trained, list(trained.snapshots)),
+        step=np.array(list(trained.snapshots)),
+        curve=loss_curve(trained),
+        **{own: np.array([getattr(a, name) for a in ablations]) for own, name in names.items()},
     )

@@ -1,18 +1,20 @@
-"""Kept steps of a training: their losses, and figures that a slider moves over them."""
+"""Training history of a model: logged losses, weights of kept steps, and figures that a slider moves over them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.training.histories import loss_at, loss_curve
-from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import Result
+from mechinterp.models.run.predictor import Source
+
+MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -20,10 +22,14 @@ class KeptSteps(Result):
     """Something of a model at each kept step, with its losses."""
 
     step: Int[np.ndarray, " snapshot"]
-    eval_loss: Float[np.ndarray, " snapshot"]
-    """Of the last logged step up to here, unit y^2; NaN without a history."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history."""
+
+    @property
+    def eval_loss(self) -> Float[np.ndarray, " snapshot"]:
+        """Of the last logged step up to here, unit y^2; NaN without a history."""
+        rows = np.searchsorted(self.curve[:, 0], self.step, side="right")
+        return np.r_[np.nan, self.curve[:, 1]][rows]
 
     def _heatmaps(
         self, figure: go.Figure, drawn: Iterable[Iterable[np.ndarray]], title: str
@@ -75,7 +81,53 @@ class KeptSteps(Result):
         return figures.with_slider(figure, frames, label="step", titles=titles, traces=[1])
 
 
-def kept_losses(checkpoint: Checkpoint | HookedModule, steps: list[int]) -> dict[str, Any]:
-    """The fields of `KeptSteps`."""
-    curve = loss_curve(checkpoint)
-    return {"step": np.array(steps), "eval_loss": loss_at(curve, steps), "curve": curve}
+def with_snapshots(source: Source, analysis: str) -> Checkpoint | HookedModule:
+    """A checkpoint, or a module that a monitor watched, that has weights of earlier steps.
+
+    Raises:
+        ValueError: If it has none, or is another model.
+    """
+    if not getattr(source, "snapshots", None):
+        raise ValueError(f"{analysis} needs a checkpoint with snapshots, got {_without(source)}.")
+    return source  # type: ignore[return-value]
+
+
+def snapshots_of(source: Source, analysis: str) -> Checkpoint:
+    """A checkpoint that has weights of earlier steps.
+
+    Raises:
+        ValueError: If it is another model, or has none.
+    """
+    return checkpoint_of(with_snapshots(source, analysis), analysis)
+
+
+def with_history(source: Source | pd.DataFrame, analysis: str) -> pd.DataFrame:
+    """The history of a checkpoint, or a history itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
+    if history is None:
+        raise ValueError(f"{analysis} needs a checkpoint with a history, got {_without(source)}.")
+    return history
+
+
+def _without(source: Source) -> str:
+    path = getattr(source, "path", None)
+    return type(source).__name__ if path is None else f"{path} without"
+
+
+def kept_steps(checkpoint: Checkpoint) -> list[int]:
+    """Steps of the snapshots; of very many large ones every second, third, ... and the last."""
+    steps = list(checkpoint.snapshots)
+    stride = -(-len(steps) * checkpoint.weights.circuits.QK.numel() // MAX_NUMBERS)
+    return steps[::-stride][::-1]
+
+
+def loss_curve(checkpoint: Checkpoint | HookedModule) -> Float[np.ndarray, "row 2"]:
+    """Step and eval_loss of a checkpoint's history; no rows if there is none."""
+    if checkpoint.history is None:
+        return np.zeros((0, 2))
+    rows = checkpoint.history.drop_duplicates("step")
+    return rows[["step", "eval_loss"]].to_numpy(dtype=np.float64)

@@ -7,28 +7,33 @@ minimum the estimate means nothing, and none is given.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
 
-from mechinterp.analysis.training.coefficient_result import LearningCoefficient
-from mechinterp.analysis.training.langevin import Langevin, langevin_draws
+from mechinterp import figures
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.local_losses import (
-    LocalLoss,
     heads_of_linear,
     population_loss,
     prompts_loss,
 )
-from mechinterp.analysis.training.minima import FALL, descend, why_no_minimum
 from mechinterp.analysis.training.sampler import (
     Chains,
+    Langevin,
+    LocalLoss,
+    Tempered,
     effective_draws,
     hamiltonian_draws,
+    langevin_draws,
     mean_error,
     r_hat,
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.display import Result
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
@@ -37,8 +42,129 @@ from mechinterp.training.linear.trainer import task_moments
 
 N_BETA = 30_000.0
 LOCALISATION = 1.0
-PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
-"""On prompts a gradient takes milliseconds."""
+FALL = 0.05
+"""Largest n_beta (L - L_min) of weights that count as a minimum: the estimate is too low by as much."""
+GROWTH = (4.0, 0.1)
+"""An estimate grows if its last third differs from its first by more than so many standard errors and such a part."""
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LearningCoefficient(Result):
+    """An estimate of the local learning coefficient, with how it was drawn."""
+
+    estimate: float = math.nan
+    """lambda_hat, no unit; NaN if the weights are no minimum."""
+    sem: float = math.nan
+    """Standard error over chains, autocorrelation included; NaN if the weights are no minimum."""
+    exact: float | None
+    """The known value at a minimum of this loss; None where it is not known."""
+    is_minimum: bool = False
+    """Whether neither descent nor the draws find a lower loss nearby."""
+    reason: str
+    """Why the weights are no minimum; empty if they are."""
+    unknown: str
+    """Why the exact value is not known; empty if it is."""
+    per_chain: Float[np.ndarray, " chain"]
+    """The estimate of each chain; NaN if the weights are no minimum."""
+    acceptance: float = math.nan
+    """Part of the draws that were accepted."""
+    r_hat: float = math.nan
+    """Spread of all half-chains over that within them; 1 where they agree."""
+    effective_draws: float = math.nan
+    """Independent draws with the same error of the mean."""
+    excess: Float[np.ndarray, "chain draw"]
+    """n_beta (L - L*) at each draw; without draws if descent alone has shown that the weights are no minimum."""
+    n_beta: float
+    """Weight of the loss in the law that is drawn from, unit 1/y^2."""
+    localisation: float
+    """Strength of the pull to the weights, unit 1 / weight^2."""
+    loss: float
+    """L* at the weights, unit y^2."""
+    gradient_norm: float
+    """Norm of the gradient of L at the weights, over the entries that are drawn."""
+    fall: float
+    """By how much descent from the weights lowers n_beta L within the pull."""
+    sampled: str
+    """Which entries are drawn; all others stay fixed."""
+    over: str
+    """What the loss is a mean over."""
+    moved: float = 0.0
+    """Distance that the weights were moved to the minimum before, unit of the weights; 0 unless asked for."""
+    curve: tuple["LearningCoefficient", ...] = ()
+    """The same at other n_beta, as asked for."""
+    bias: str = ""
+    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which has no bias."""
+
+    def __repr__(self) -> str:
+        where = f"{self.sampled}; {self.over}"
+        if not self.is_minimum:
+            return f"LearningCoefficient(not a minimum: {self.reason} {where})"
+        exact = "" if self.exact is None else f", exact {self.exact:g}"
+        agree = "" if self.r_hat < 1.05 else f", chains disagree: R-hat {self.r_hat:.3g}"
+        bias = f", biased: {self.bias}" if self.bias else ""
+        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}{bias}; {where})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per n_beta."""
+        names = (
+            *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
+            *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
+            *("sampled", "over", "reason", "unknown", "bias"),
+        )
+        each = [self, *self.curve]
+        frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
+        return frame.astype({"exact": float})
+
+    def tables(self) -> dict[str, Table]:
+        """Each n_beta."""
+        return {"learning_coefficient": Table(self.to_frame(), quiet=("sampled", "over"))}
+
+    def plot(self) -> go.Figure:
+        """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""
+        n_chains, n_draws = self.excess.shape
+        title = "n_beta (L - L*) at each draw"
+        if not n_draws:
+            title = "No draws: descent alone shows that the weights are no minimum"
+        return figures.lines(
+            np.arange(n_draws, dtype=float),
+            {f"chain {chain}": self.excess[chain] for chain in range(n_chains)},
+            title=f"{title}; the exact mean is dotted" if self.exact and n_draws else title,
+            x_title="draw",
+            y_title="n_beta (L - L*)",
+            levels=[] if self.exact is None else [self.exact],
+            zero_line=True,
+        )
+
+    def plot_posterior(self) -> go.Figure:
+        """The density of n_beta (L - L*) over all draws, and of the Gamma law of shape lambda where it is known."""
+        from scipy.stats import gamma  # takes a good part of a start-up
+
+        edges = np.histogram_bin_edges(self.excess, 40) if self.excess.size else np.arange(2.0)
+        middle = (edges[1:] + edges[:-1]) / 2
+        density = np.histogram(self.excess, edges, density=True)[0] if self.excess.size else middle
+        curves = {"draws": density}
+        if self.exact:
+            curves[f"Gamma({self.exact:g})"] = gamma.pdf(middle, self.exact)
+        return figures.lines(
+            middle,
+            curves,
+            title="Density of n_beta (L - L*)",
+            x_title="n_beta (L - L*)",
+            y_title="density",
+        )
+
+    def plot_curve(self) -> go.Figure:
+        """The estimate over n_beta: flat where it has settled."""
+        frame = self.to_frame().sort_values("n_beta")
+        return figures.lines(
+            frame["n_beta"].to_numpy(),
+            {"estimate": tuple(frame[["estimate", "sem"]].to_numpy().T)},
+            title="Learning coefficient over n_beta",
+            x_title="n_beta (1/y²)",
+            y_title="learning coefficient",
+            levels=[] if self.exact is None else [self.exact],
+            log_x=True,
+        )
 
 
 def local_learning_coefficient(
@@ -85,37 +211,26 @@ def local_learning_coefficient(
         (8.0, True)
     """
     checkpoint = checkpoint_of(source, "local_learning_coefficient")
-    usual = Chains() if is_trained_on_moments(checkpoint) else PROMPT_CHAINS
+    weights = checkpoint.weights if step is None else _kept_weights(checkpoint, step)
+    if is_trained_on_moments(checkpoint):
+        heads, task = heads_of_linear(weights), checkpoint.task
+        loss = population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
+    elif sampled_heads is not None:
+        raise ValueError("sampled_heads is of linear attention trained on moments only.")
+    else:
+        drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
+        loss = prompts_loss(checkpoint, weights, drawn)
     return coefficient_of_loss(
-        _loss_of(checkpoint, step, sampled_heads, n_prompts, seed),
+        loss,
         n_beta=n_beta,
         localisation=localisation,
         other_n_beta=other_n_beta,
-        chains=chains or usual,
+        chains=chains,
         langevin=langevin,
         settle=settle,
         seed=seed,
         progress=progress,
     )
-
-
-def _loss_of(
-    checkpoint: Checkpoint,
-    step: int | None,
-    sampled_heads: Sequence[int] | None,
-    n_prompts: int,
-    seed: int,
-) -> LocalLoss:
-    """That of the population where the model was trained on its moments, else that on prompts."""
-    weights = _weights_at(checkpoint, step)
-    if is_trained_on_moments(checkpoint):
-        heads, task = heads_of_linear(weights), checkpoint.task
-        chosen = _heads(sampled_heads, heads.v.size)
-        return population_loss(heads, task_moments(task), sampled_heads=chosen, task=task)
-    if sampled_heads is not None:
-        raise ValueError("sampled_heads is of linear attention trained on moments only.")
-    drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
-    return prompts_loss(checkpoint, weights, drawn)
 
 
 def is_trained_on_moments(checkpoint: Checkpoint) -> bool:
@@ -151,89 +266,117 @@ def coefficient_of_loss(
             raise ValueError(f"{name} must be > 0, got {value}.")
     moved = 0.0
     if settle:
-        settled, _ = descend(loss, n_beta, 0.0, most=20_000)
+        settled, _ = descend(Tempered(loss, n_beta, 0.0), most=20_000)
         moved = float(np.linalg.norm(settled - loss.at))
         loss = replace(loss, at=settled)
-    chains = Chains() if chains is None else chains
     first, *curve = (
-        _estimate(loss, each, localisation, chains, langevin, seed, progress)
+        _estimate(Tempered(loss, each, localisation), chains, langevin, moved, seed, progress)
         for each in (n_beta, *other_n_beta)
     )
-    return replace(first, moved=moved, curve=tuple(replace(each, moved=moved) for each in curve))
+    return replace(first, curve=tuple(curve))
 
 
 def _estimate(
-    loss: LocalLoss,
-    n_beta: float,
-    localisation: float,
-    chains: Chains,
+    law: Tempered,
+    chains: Chains | None,
     langevin: Langevin | None,
+    moved: float,
     seed: int,
     progress: ProgressCallback,
 ) -> LearningCoefficient:
-    found = _before_drawing(loss, n_beta, localisation, chains)
-    if found.reason:
-        return found
+    chains = chains or law.loss.chains
+    known = _before_drawing(law, chains.n_chains, moved)
+    if known.reason:
+        return known
     if langevin is None:
-        draw = partial(hamiltonian_draws, loss.function, loss.at, chains)
+        excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
     else:
-        draw = partial(langevin_draws, loss, chains, langevin)
-    draws = draw(n_beta=n_beta, localisation=localisation, seed=seed, progress=progress)
-    excess = draws.excess
-    found = replace(
-        found,
+        excess, accepted = langevin_draws(law, chains, langevin, seed=seed, progress=progress)
+    drawn = replace(
+        known,
         excess=excess,
         reason=why_no_minimum(excess),
-        acceptance=float(draws.accepted.mean()),
+        acceptance=float(accepted.mean()),
         r_hat=r_hat(excess),
         effective_draws=effective_draws(excess),
         bias="" if langevin is None else langevin.bias,
     )
-    if found.reason:
-        return found
+    if drawn.reason:
+        return drawn
     estimate, sem = float(excess.mean()), mean_error(excess)
-    return replace(found, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
+    return replace(drawn, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
 
 
-def _before_drawing(
-    loss: LocalLoss, n_beta: float, localisation: float, chains: Chains
-) -> LearningCoefficient:
+def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoefficient:
     """What is known without draws; with a reason if descent shows that the weights are no minimum."""
-    value, gradient = loss.function(loss.at[None])
-    _, fall = descend(loss, n_beta, localisation)
-    norm = float(np.linalg.norm(gradient))
-    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / n_beta:.3g}"
+    loss = law.loss
+    norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
+    _, fall = descend(law)
+    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / law.n_beta:.3g}"
     return LearningCoefficient(
         exact=loss.exact,
         reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
         unknown=loss.unknown,
-        per_chain=np.full(chains.n_chains, math.nan),
-        excess=np.zeros((chains.n_chains, 0)),
-        n_beta=n_beta,
-        localisation=localisation,
-        loss=float(value[0]),
+        per_chain=np.full(n_chains, math.nan),
+        excess=np.zeros((n_chains, 0)),
+        n_beta=law.n_beta,
+        localisation=law.localisation,
+        loss=law.least,
         gradient_norm=norm,
         fall=fall,
         sampled=loss.sampled,
         over=loss.over,
+        moved=moved,
     )
 
 
-def _weights_at(checkpoint: Checkpoint, step: int | None) -> Weights:
-    if step is None:
-        return checkpoint.weights
+def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weight"], float]:
+    """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there.
+
+    Args:
+        most: Steps of L-BFGS.
+    """
+    from scipy.optimize import minimize  # takes a good part of a start-up
+
+    def pulled(point: np.ndarray) -> tuple[float, np.ndarray]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            _, energy, gradient = law.energy(point[None])
+        return float(energy[0]), gradient[0]
+
+    # The weights are kept in float32: a fall of 1e-6 is rounding.
+    settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
+    lowest = minimize(pulled, law.loss.at, jac=True, method="L-BFGS-B", options=settings).x
+    fall = -float(law.energy(lowest[None])[0][0])
+    return (lowest, fall) if fall > 0 else (law.loss.at, 0.0)
+
+
+def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
+    """What n_beta (L - L*) of draws says against a minimum at L*; empty if nothing.
+
+    Example:
+        >>> why_no_minimum(np.random.default_rng(0).gamma(3.0, size=(4, 300)))
+        ''
+        >>> why_no_minimum(-np.ones((4, 300)))
+        'draws lie below the weights: n_beta (L - L*) falls to -1, and is -1 in the mean.'
+    """
+    if not np.isfinite(excess).all():
+        return "draws overflow."
+    if excess.min() < -FALL:
+        return (
+            f"draws lie below the weights: n_beta (L - L*) falls to {excess.min():.3g}, "
+            f"and is {excess.mean():.3g} in the mean."
+        )
+    third = max(excess.shape[1] // 3, 2)
+    first, last = excess[:, :third], excess[:, -third:]
+    change = float(last.mean() - first.mean())
+    error = math.hypot(mean_error(first), mean_error(last))
+    if abs(change) > GROWTH[0] * error and abs(change) > GROWTH[1] * excess.mean():
+        return f"the estimate grows while it is drawn, by {change:.3g} ± {error:.2g}."
+    return ""
+
+
+def _kept_weights(checkpoint: Checkpoint, step: int) -> Weights:
     if step not in checkpoint.snapshots:
         kept = ", ".join(map(str, list(checkpoint.snapshots)[:6])) or "none"
         raise ValueError(f"step must be one that is kept ({kept}, ...), got {step}.")
     return checkpoint.snapshots[step]
-
-
-def _heads(sampled: Sequence[int] | None, n_heads: int) -> list[int] | None:
-    if sampled is None:
-        return None
-    chosen = sorted(set(sampled))
-    if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
-        raise ValueError(
-            f"sampled_heads must name heads from 0 to {n_heads - 1}, got {list(sampled)}."
-        )
-    return chosen

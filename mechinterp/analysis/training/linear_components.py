@@ -16,9 +16,8 @@ from jaxtyping import Float
 from mechinterp import heatmaps
 from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, snapshots_of
-from mechinterp.analysis.training.jump_forecast import jump_forecast
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_steps, loss_curve, snapshots_of
+from mechinterp.analysis.training.plateaus import dashed, jump_forecast
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.predictor import Source
@@ -115,10 +114,7 @@ class LinearSnapshots(KeptSteps):
             f"Step {step:,}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
             for row, step in enumerate(self.step)
         ]
-        figure = self._loss_slider(titles, levels=self.levels)
-        for jump in self.jumps:
-            figure.add_vline(float(jump), line_dash="dash", line_width=1)
-        return figure
+        return dashed(self._loss_slider(titles, levels=self.levels), self.jumps)
 
     def plot_learned(self) -> go.Figure:
         """The learned part of each direction, divided among the heads, at the step of a slider."""
@@ -166,36 +162,37 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
     if model.score != "linear/L" or not model.one_attention:
         got = why_no_circuits(model) or f"score {model.score}"
         raise ValueError(f"linear_snapshots needs one layer of linear attention, got {got}.")
-    found, steps = modes(task_moments(config.task)), kept_steps(checkpoint)
-    turned = [_in_eigenbasis(checkpoint.snapshots[step], found) for step in steps]
+    directions, steps = modes(task_moments(config.task)), kept_steps(checkpoint)
+    turned = [_in_eigenbasis(checkpoint.snapshots[step], directions) for step in steps]
     value, U, key, query = (np.array(parts) for parts in zip(*turned, strict=True))
     M = np.einsum("sh,shij->sij", value, U)
-    used = [components(found.vectors @ each @ found.vectors.T, config.task) for each in M]
+    used = [components(directions.vectors @ each @ directions.vectors.T, config.task) for each in M]
     covariance = covariance_matrix(config.task.covariance, config.task.d_x)
     jumps, forecast = _forecast(checkpoint)
     merged = config.model.merged_qk
     return LinearSnapshots(
-        learned=np.einsum("sdd->sd", M) / found.targets,
-        held=np.einsum("sh,shdd->shd", value, U) / found.targets,
+        learned=np.einsum("sdd->sd", M) / directions.targets,
+        held=np.einsum("sh,shdd->shd", value, U) / directions.targets,
         value=value,
         key=None if merged else key,
         query=None if merged else query,
         rank=config.task.d_x if merged else config.d_head,
         n_components=tuple(each.n_components for each in used),
         off_diagonal=np.array([each.off_diagonal for each in used]),
-        eigenvalues=np.einsum("id,ij,jd->d", found.vectors, covariance, found.vectors),
-        levels=found.levels,
+        eigenvalues=np.einsum("id,ij,jd->d", directions.vectors, covariance, directions.vectors),
+        levels=directions.levels,
         jumps=jumps,
         forecast=forecast,
-        **kept_losses(checkpoint, steps),
+        step=np.array(steps),
+        curve=loss_curve(checkpoint),
     )
 
 
 def _in_eigenbasis(
-    named: Weights, found: Modes
+    named: Weights, directions: Modes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """v, U, K and Q of every head, with the vectors of U, K and Q in the eigenbasis."""
-    weights, d_x, basis = named.circuits.to(torch.float64), named.d_x, found.vectors
+    weights, d_x, basis = named.circuits.to(torch.float64), named.d_x, directions.vectors
     factor = weights.scale * weights.score_slope
     key = basis.T @ weights.W_K[:, :d_x].numpy(force=True)  # [head, mode, rank]
     query = factor * basis.T @ weights.W_Q[:, :d_x].numpy(force=True)
@@ -209,11 +206,11 @@ def _flat(vectors: Float[np.ndarray, "head mode rank"]) -> Float[np.ndarray, "he
 
 def _forecast(checkpoint: Checkpoint) -> tuple[Float[np.ndarray, " jump"], str]:
     try:
-        found = jump_forecast(checkpoint.config)
+        forecast = jump_forecast(checkpoint.config)
     except ValueError as error:
         return np.zeros(0), f"No jumps are predicted. {error}"
     parts = [
-        f"component {direction + 1} at step {step:,.0f} (head {head})"
-        for step, direction, head in zip(found.step, found.direction, found.head, strict=True)
+        f"component {jump.direction + 1} at step {jump.step:,.0f} (head {jump.head})"
+        for jump in forecast.to_frame().itertuples()
     ]
-    return found.step, f"Predicted from the initial weights alone: {', '.join(parts)}."
+    return forecast.step, f"Predicted from the initial weights alone: {', '.join(parts)}."

@@ -4,15 +4,14 @@ Of linear attention that was trained on moments it is the exact loss of the popu
 of layers, that on one fixed set of prompts. All other entries stay as they are.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.training.sampler import BatchLoss, Points
+from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, LocalLoss, Points
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
@@ -28,32 +27,10 @@ from mechinterp.theory.linear import Moments
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear.descent import sample_moments
-from mechinterp.training.linear.flat import flatten
+from mechinterp.training.linear.flat import flatten, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 
-MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
-"""Gradient at many points, each on a mini-batch of its own of so many prompts."""
 PromptsLoss = Callable[[Points, Prompts], tuple[Float[np.ndarray, " chain"], Points]]
-
-
-@dataclass(frozen=True, eq=False)
-class LocalLoss:
-    """A loss around the weights of a model."""
-
-    function: BatchLoss
-    at: Float[np.ndarray, " weight"]
-    sampled: str
-    """Which entries these are."""
-    over: str
-    """What the loss is a mean over."""
-    exact: float | None = None
-    """The learning coefficient at the minimum of this loss, where it is known."""
-    unknown: str = ""
-    """Why it is not."""
-    remedy: str = ""
-    """What to do where the weights are no minimum."""
-    on_minibatch: MinibatchGradient | None = None
-    """For stochastic gradients; None: there are no prompts to draw."""
 
 
 def heads_of_linear(weights: Weights) -> Heads:
@@ -71,7 +48,7 @@ def population_loss(
     heads: Heads,
     moments: Moments,
     *,
-    sampled_heads: list[int] | None = None,
+    sampled_heads: Sequence[int] | None = None,
     task: TaskConfig | None = None,
 ) -> LocalLoss:
     """The exact loss of linear attention on a population, from its moments alone.
@@ -79,6 +56,8 @@ def population_loss(
     Args:
         sampled_heads: Heads whose entries are free; None: all.
         task: That of the moments, for mini-batches of fresh prompts.
+    Raises:
+        ValueError: If there is no such head.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -87,7 +66,10 @@ def population_loss(
         '10 entries: v and the x entries of q and k of 2 heads'
     """
     n_heads = heads.v.shape[-1]
-    chosen = list(range(n_heads)) if sampled_heads is None else sampled_heads
+    asked = list(range(n_heads) if sampled_heads is None else sampled_heads)
+    chosen = sorted(set(asked))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
+        raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {asked}.")
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
     at, merged = flatten(part), isinstance(part, MergedHeads)
@@ -125,47 +107,34 @@ def population_loss(
     )
 
 
-def taken(heads: Heads, chosen: list[int]) -> Heads:
-    """Some of the heads."""
-    if isinstance(heads, MergedHeads):
-        return MergedHeads(v=heads.v[chosen], U=heads.U[chosen])
-    return SeparateHeads(v=heads.v[chosen], K=heads.K[chosen], Q=heads.Q[chosen])
+def taken(heads: Heads, chosen: int | list[int]) -> Heads:
+    """Some of the heads; of a path the heads at a time."""
+    return type(heads)(**{name: values[chosen] for name, values in vars(heads).items()})
 
 
 def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
     size, n_heads = moments.yz.size, heads.v.shape[-1]
     zz, yz = moments.zz.reshape(size, size), moments.yz.ravel()
 
-    def of_product(M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        M = M + fixed.ravel()
+    def function(points: Points) -> tuple[np.ndarray, Points]:
+        drawn = unflatten(heads, points)
+        M = drawn.M.reshape(-1, size) + fixed.ravel()
         bent = M @ zz
-        return moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
+        loss, force = moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
+        v = drawn.v[:, :, None]
+        if isinstance(drawn, MergedHeads):
+            U = drawn.U.reshape(*drawn.v.shape, size)
+            parts = [U @ force[:, :, None], v * force[:, None]]
+        else:
+            K, Q = (rows.reshape(len(points), -1, len(fixed)) for rows in (drawn.K, drawn.Q))
+            v = np.repeat(v, K.shape[1] // n_heads, axis=1)
+            force = force.reshape(-1, *fixed.shape)
+            along = Q @ force.mT
+            read = (K * along).reshape(len(points), n_heads, -1).sum(2)
+            parts = [read, v * along, v * K @ force]
+        return loss, np.concatenate([part.reshape(len(points), -1) for part in parts], axis=1)
 
-    if isinstance(heads, MergedHeads):
-
-        def merged(points: Points) -> tuple[np.ndarray, Points]:
-            v, U = points[:, :n_heads], points[:, n_heads:].reshape(len(points), n_heads, size)
-            loss, force = of_product((v[:, None] @ U)[:, 0])
-            d_v, d_U = (U @ force[:, :, None])[:, :, 0], v[:, :, None] * force[:, None]
-            return loss, np.concatenate([d_v, d_U.reshape(len(points), -1)], axis=1)
-
-        return merged
-    (rank, d_x), last = heads.K.shape[-2:], n_heads + heads.K.size
-
-    def separate(points: Points) -> tuple[np.ndarray, Points]:
-        n_points = len(points)
-        v = np.repeat(points[:, :n_heads], rank, axis=1)[:, :, None]
-        K = points[:, n_heads:last].reshape(n_points, -1, d_x)
-        Q = points[:, last:].reshape(n_points, -1, d_x)
-        scaled = v * K
-        loss, force = of_product((scaled.swapaxes(1, 2) @ Q).reshape(n_points, -1))
-        force = force.reshape(n_points, d_x, d_x)
-        along = Q @ force.swapaxes(1, 2)
-        d_v = (K * along).reshape(n_points, n_heads, -1).sum(2)
-        parts = (d_v, v * along, scaled @ force)
-        return loss, np.concatenate([part.reshape(n_points, -1) for part in parts], axis=1)
-
-    return separate
+    return function
 
 
 def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> LocalLoss:
@@ -196,10 +165,10 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
         rows = torch.randint(len(prompts), (len(points), n_prompts), generator=generator)
-        found = [
+        gradients = [
             of(point[None], prompts[chosen])[1] for point, chosen in zip(points, rows, strict=True)
         ]
-        return np.concatenate(found)
+        return np.concatenate(gradients)
 
     return LocalLoss(
         lambda points: of(points, prompts),
@@ -209,6 +178,7 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         unknown=unknown,
         remedy="; settle=True goes to a minimum on these prompts first",
         on_minibatch=of_some,
+        chains=PROMPT_CHAINS,
     )
 
 
@@ -238,9 +208,9 @@ def _of_layer(
                 filled[:, free[name]] = parts[name]
             tensors[name] = torch.from_numpy(filled).flatten(0, 1)
         members = membership([heads.n_heads] * n_points)
-        loss, found = by_tensors(heads.with_tensors(tensors), prompts, members)
+        loss, back = by_tensors(heads.with_tensors(tensors), prompts, members)
         gradients = [
-            found.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
+            back.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
             for name, mask in free.items()
         ]
         return loss.numpy(), np.concatenate(gradients, axis=1)
@@ -256,8 +226,8 @@ def _of_stack(stack: Weights) -> tuple[PromptsLoss, np.ndarray]:
     def one(point: np.ndarray, prompts: Prompts) -> tuple[float, np.ndarray]:
         parts = zip(shapes.items(), np.split(point, ends[:-1]), strict=True)
         tensors = {name: torch.from_numpy(part).view(shape) for (name, shape), part in parts}
-        loss, found = deep_loss(stack.with_tensors(tensors), prompts)
-        return loss.item(), _flat(found.tensors, list(shapes))
+        loss, back = deep_loss(stack.with_tensors(tensors), prompts)
+        return loss.item(), _flat(back.tensors, list(shapes))
 
     def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
         losses, gradients = zip(*(one(point, prompts) for point in points), strict=True)

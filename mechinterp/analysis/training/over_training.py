@@ -10,15 +10,21 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import with_history
-from mechinterp.analysis.training.run_over_training import RunOverTraining
+from mechinterp.analysis.training.kept_steps import with_history
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
+OF_HEADS = {
+    "share": "Share of each head",
+    "rise": "Rise of the excess risk without the head (y²)",
+    "omega": "omega of each head (1/x²)",
+    "mu": "mu of each head",
+}
+"""Columns of the history that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,7 @@ class LoggedSteps(Result):
     """How the model was trained."""
 
     def __repr__(self) -> str:
-        last = f"{self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f}"
-        return f"{type(self).__name__}({last})"
+        return f"{type(self).__name__}({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
 
     def _over_steps(
         self, curves: Mapping[str, np.ndarray], title: str, y_title: str, **how: Any
@@ -61,7 +66,7 @@ class LoggedSteps(Result):
             self.step[later], shown, title=title, x_title="step", y_title=y_title, log_x=True, **how
         )
 
-    def _told(self, *between: str) -> list[str]:
+    def _sentences(self, *between: str) -> list[str]:
         """How many steps and where the loss ends, and how the model was trained if that is known."""
         loss = f"final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²"
         return list(filter(None, (f"{self.step[-1]} steps; {loss}.", *between, self.training.how)))
@@ -129,7 +134,7 @@ class TrainingDynamics(LoggedSteps):
 
     def sentences(self) -> list[str]:
         """How many steps, where the loss ends, and how the model was trained."""
-        return self._told()
+        return self._sentences()
 
     def tables(self) -> dict[str, Table]:
         """Every logged step."""
@@ -185,8 +190,7 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
     """
-    given = isinstance(source, pd.DataFrame)
-    history: pd.DataFrame = source if given else with_history(source, "training_dynamics")
+    history = with_history(source, "training_dynamics")
     missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
     if missing:
         raise ValueError(
@@ -219,15 +223,15 @@ class NormsOverTraining(LoggedSteps):
 
     def sentences(self) -> list[str]:
         """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
-        told = []
+        sentences = []
         for name, what in NORMS.items():
             factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
-            told.append(
+            sentences.append(
                 f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
                 f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
             )
-        return self._told(*told)
+        return self._sentences(*sentences)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per logged step, layer and head."""
@@ -236,12 +240,13 @@ class NormsOverTraining(LoggedSteps):
 
     def norm_frame(self) -> pd.DataFrame:
         """One row per head: its norms at the first and the last logged step, and the factor between them."""
-        layer, head = (index.ravel() for index in np.indices(self.qk_norm.shape[1:]))
-        columns = {"layer": layer, "head": head}
+        frame = frame_of(self, **head_axes(self.qk_norm[0]))
         for name in NORMS:
             first, last = getattr(self, name)[[0, -1]].reshape(2, -1)
-            columns |= {f"{name}_first": first, name: last, f"{name}_factor": last / first}
-        return pd.DataFrame(columns)
+            frame = frame.assign(
+                **{f"{name}_first": first, name: last, f"{name}_factor": last / first}
+            )
+        return frame
 
     def tables(self) -> dict[str, Table]:
         """Norms before and after, and every logged step."""
@@ -276,6 +281,80 @@ class NormsOverTraining(LoggedSteps):
         return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class RunOverTraining(Result):
+    """Losses and heads at each kept step, on the same prompts."""
+
+    history: pd.DataFrame
+    """One row per step and head."""
+    COLUMNS: ClassVar = {
+        "loss": "Training loss, which is not known; unit y^2.",
+        "eval_loss": "Loss on the same prompts at every step, unit y^2.",
+        "share": "Standard deviation of what the head adds, over the sum of that over its layer's heads.",
+        "rise": "Rise of the excess risk without the head, unit y^2.",
+        "omega": "Mean of omega over coordinates, unit 1/x^2.",
+        "mu": "Diagonal of OV on y, mean over responses.",
+        "qk_diagonal": "Norm of the diagonal of QK's x block over that of the block; 1 if diagonal.",
+        "ov_last_entry": "Norm of mu over that of OV; 1 if only y is read.",
+        "qk_norm": "Frobenius norm of the head's QK, the scale in it.",
+        "ov_norm": "Frobenius norm of the head's OV.",
+    }
+
+    def __repr__(self) -> str:
+        steps = self.history["step"].unique()
+        return f"RunOverTraining({len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,})"
+
+    def sentences(self) -> list[str]:
+        """The steps, and the loss at the last."""
+        steps, last = self.history["step"].unique(), self.history.iloc[-1]
+        loss = with_error(last["eval_loss"], last["eval_loss_sem"])
+        return [
+            f"{len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,}; loss at the end {loss} y².",
+            "Weights of each step are read in one way and run on the same prompts; numbers of steps are those of the files' "
+            "names or of the training loop.",
+        ]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per step and head."""
+        return self.history
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Every kept step."""
+        return {"history": self.history}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Loss, then what is known of the heads."""
+        names = [name for name in OF_HEADS if name in self.history]
+        return {"loss": self.plot()} | {name: self.plot_heads(name) for name in names}
+
+    def plot(self) -> go.Figure:
+        """Loss over the steps."""
+        per_step = self.history.drop_duplicates("step")
+        return figures.lines(
+            per_step["step"].to_numpy(),
+            {"eval_loss": tuple(per_step[["eval_loss", "eval_loss_sem"]].to_numpy().T)},
+            title="Loss during training, on the same prompts at every step",
+            x_title="step",
+            y_title="loss (y²)",
+        )
+
+    def plot_heads(self, name: str) -> go.Figure:
+        """A column of the history over the steps, a curve per head."""
+        several = self.history["layer"].any()
+        heads = {
+            f"L{layer}H{head}" if several else f"head {head}": rows[name].to_numpy()
+            for (layer, head), rows in self.history.groupby(["layer", "head"])
+        }
+        return figures.lines(
+            self.history["step"].unique(),
+            heads,
+            title=f"{OF_HEADS[name]} during training",
+            x_title="step",
+            y_title=OF_HEADS[name],
+            zero_line=True,
+        )
+
+
 def history_of(
     source: Source | pd.DataFrame,
 ) -> TrainingDynamics | NormsOverTraining | RunOverTraining:
@@ -294,8 +373,7 @@ def history_of(
         >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]
         (4, 4)
     """
-    given = isinstance(source, pd.DataFrame)
-    history: pd.DataFrame = source if given else with_history(source, "training")
+    history = with_history(source, "training")
     if "eval_loss_sem" in history:
         return RunOverTraining(history)
     if "omega" in history:

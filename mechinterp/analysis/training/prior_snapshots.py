@@ -16,7 +16,7 @@ from mechinterp.analysis.learners.closeness import (
     setting_of,
 )
 from mechinterp.analysis.learners.priors import CLEAR
-from mechinterp.analysis.training.histories import snapshots_of
+from mechinterp.analysis.training.kept_steps import snapshots_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool

@@ -1,21 +1,29 @@
 """Draws from exp(-n_beta (L - L*) - (localisation / 2) |w - w*|^2) by Hamiltonian Monte Carlo, many chains at once.
 
 The chains share a step size, adapted in warm-up only, and see the loss and its gradient as they are: no minibatches.
-How far do draws agree between chains, and to how many independent ones do they amount?
+How far do draws agree between chains, and to how many independent ones do they amount? Beside it stochastic gradient
+Langevin dynamics on mini-batches, which is cheap, usual, and biased: no step is rejected, so that the law that is drawn
+from is wider, by the size of the step and by the noise of the mini-batches. How far off is an estimate that others have
+made in this way?
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 
+from mechinterp.icl.prompts import generator_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 Points = Float[np.ndarray, "chain weight"]
 BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
 """Loss and gradient at many points, a row each."""
+MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
+"""Gradient at many points, each on a mini-batch of its own of so many prompts."""
 TARGET = 0.9
 """Acceptance that the step size is adapted to."""
 SHORTEST = 0.15
@@ -42,39 +50,76 @@ class Chains:
                 raise ValueError(f"{name} must be >= {bound}, got {getattr(self, name)}.")
 
 
-@dataclass(frozen=True, eq=False)
-class Draws:
-    """What the chains found."""
+PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
+"""On prompts a gradient takes milliseconds."""
 
-    excess: Float[np.ndarray, "chain draw"]
-    """n_beta (L - L*), no unit."""
-    accepted: Bool[np.ndarray, "chain draw"]
-    step_size: float
-    """After warm-up, unit of the weights."""
+
+@dataclass(frozen=True, eq=False)
+class LocalLoss:
+    """A loss around the weights of a model."""
+
+    function: BatchLoss
+    at: Float[np.ndarray, " weight"]
+    sampled: str
+    """Which entries these are."""
+    over: str
+    """What the loss is a mean over."""
+    exact: float | None = None
+    """The learning coefficient at the minimum of this loss, where it is known."""
+    unknown: str = ""
+    """Why it is not."""
+    remedy: str = ""
+    """What to do where the weights are no minimum."""
+    on_minibatch: MinibatchGradient | None = None
+    """For stochastic gradients; None: there are no prompts to draw."""
+    chains: Chains = Chains()
+    """How long to draw around these weights, if nobody says."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tempered:
+    """A loss and the law that is drawn from around its weights."""
+
+    loss: LocalLoss
+    n_beta: float
+    """Weight of the loss, unit 1/y^2."""
+    localisation: float
+    """Strength of the pull to the weights, unit 1 / weight^2."""
+
+    @cached_property
+    def least(self) -> float:
+        """The loss at the weights."""
+        return float(self.loss.function(self.loss.at[None])[0][0])
+
+    def energy(self, points: Points) -> tuple[np.ndarray, np.ndarray, Points]:
+        """n_beta (L - L*), that and the pull, and the gradient of both."""
+        loss, gradient = self.loss.function(points)
+        away = points - self.loss.at
+        excess = self.n_beta * (loss - self.least)
+        energy = excess + self.localisation / 2 * np.square(away).sum(1)
+        return excess, energy, self.n_beta * gradient + self.localisation * away
+
+
+Draws = tuple[Float[np.ndarray, "chain draw"], Bool[np.ndarray, "chain draw"]]
+"""n_beta (L - L*) at each draw, no unit, and whether it was accepted."""
 
 
 def hamiltonian_draws(
-    loss: BatchLoss,
-    at: Float[np.ndarray, " weight"],
-    chains: Chains,
-    *,
-    n_beta: float,
-    localisation: float,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
+    law: Tempered, chains: Chains, *, seed: int = 0, progress: ProgressCallback = no_progress
 ) -> Draws:
-    """Draws of n_beta (L - L*) around `at`; steps that overflow are rejected.
+    """Draws around the weights; steps that overflow are rejected.
 
     Source:
         Hoffman and Gelman 2014, arXiv 1111.4246, section 3.2, for the step size by dual averaging.
     Example:
         >>> def square(points):
         ...     return (points**2).sum(1), 2 * points
-        >>> found = hamiltonian_draws(square, np.zeros(4), Chains(4, 250, 100, 5), n_beta=1e4, localisation=1.0)
-        >>> bool(abs(found.excess.mean() - 2) < 0.2)
+        >>> law = Tempered(LocalLoss(square, np.zeros(4), "4 entries", "a quadratic"), 1e4, 1.0)
+        >>> excess, _ = hamiltonian_draws(law, Chains(4, 250, 100, 5))
+        >>> bool(abs(excess.mean() - 2) < 0.2)
         True
     """
-    state = _State(loss, at, chains.n_chains, n_beta, localisation, np.random.default_rng(seed))
+    state = _State(law, chains.n_chains, np.random.default_rng(seed))
     adapt = DualAveraging(state.first_step())
     for _ in progress(range(chains.n_warmup), "warming up chains"):
         chance, _ = state.move(adapt.step, chains.n_leapfrog)
@@ -84,7 +129,7 @@ def hamiltonian_draws(
         _, taken = state.move(adapt.average, chains.n_leapfrog)
         excess.append(state.excess)
         accepted.append(taken)
-    return Draws(np.array(excess).T, np.array(accepted).T, adapt.average)
+    return np.array(excess).T, np.array(accepted).T
 
 
 class DualAveraging:
@@ -106,21 +151,12 @@ class DualAveraging:
 
 
 class _State:
-    """Where the chains are, with energy and force there."""
+    """Where the chains are, with energy and its gradient there."""
 
-    def __init__(self, loss: BatchLoss, at, n_chains, n_beta, localisation, rng):
-        self.loss, self.at, self.rng = loss, at, rng
-        self.n_beta, self.localisation = n_beta, localisation
-        self.least = float(loss(at[None])[0][0])
-        self.points = np.repeat(at[None], n_chains, axis=0)
-        self.excess, self.energy, self.force = self._energy(self.points)
-
-    def _energy(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        loss, gradient = self.loss(points)
-        away = points - self.at
-        excess = self.n_beta * (loss - self.least)
-        energy = excess + self.localisation / 2 * np.square(away).sum(1)
-        return excess, energy, -self.n_beta * gradient - self.localisation * away
+    def __init__(self, law: Tempered, n_chains: int, rng: np.random.Generator):
+        self.law, self.rng = law, rng
+        self.points = np.repeat(law.loss.at[None], n_chains, axis=0)
+        self.excess, self.energy, self.gradient = law.energy(self.points)
 
     def first_step(self) -> float:
         """A step at which about half of the single steps are accepted."""
@@ -142,11 +178,10 @@ class _State:
             self.rng.integers(max(1, n_leapfrog // 2), n_leapfrog + (n_leapfrog + 1) // 2 + 1)
         )
         steps = step * self.rng.uniform(SHORTEST, 1, (len(self.points), 1))
-        chance, found = self._trial(steps, n_steps)
+        chance, (points, excess, energy, gradient) = self._trial(steps, n_steps)
         taken = self.rng.random(len(chance)) < chance
-        points, excess, energy, force = found
         self.points = np.where(taken[:, None], points, self.points)
-        self.force = np.where(taken[:, None], force, self.force)
+        self.gradient = np.where(taken[:, None], gradient, self.gradient)
         self.excess = np.where(taken, excess, self.excess)
         self.energy = np.where(taken, energy, self.energy)
         return chance, taken
@@ -156,17 +191,73 @@ class _State:
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         momentum = self.rng.standard_normal(self.points.shape)
         before = self.energy + np.square(momentum).sum(1) / 2
-        points, force = self.points, self.force
+        points, gradient = self.points, self.gradient
         with np.errstate(over="ignore", invalid="ignore"):
             for _ in range(n_steps):
-                momentum = momentum + step / 2 * force
+                momentum = momentum - step / 2 * gradient
                 points = points + step * momentum
-                excess, energy, force = self._energy(points)
-                momentum = momentum + step / 2 * force
+                excess, energy, gradient = self.law.energy(points)
+                momentum = momentum - step / 2 * gradient
             change = before - energy - np.square(momentum).sum(1) / 2
         # What overflows is NaN or infinite here: never accepted.
         chance = np.where(np.isfinite(change), np.exp(np.minimum(change, 0)), 0.0)
-        return chance, (points, excess, energy, force)
+        return chance, (points, excess, energy, gradient)
+
+
+@dataclass(frozen=True)
+class Langevin:
+    """Stochastic gradient Langevin dynamics in the place of Hamiltonian Monte Carlo."""
+
+    step_size: float
+    """epsilon of w -> w - (epsilon / 2) force + N(0, epsilon), unit weight^2."""
+    batch_size: int = 64
+    """Prompts of a mini-batch; every chain draws its own at every step."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_size", "batch_size"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}.")
+
+    @property
+    def bias(self) -> str:
+        """What a result says of its draws."""
+        return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
+
+
+def langevin_draws(
+    law: Tempered,
+    chains: Chains,
+    langevin: Langevin,
+    *,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Draws:
+    """Draws of n_beta (L - L*) around the weights; L itself is the whole loss, the gradient that of a mini-batch.
+
+    Raises:
+        ValueError: If the loss has no mini-batches.
+    Source:
+        Welling and Teh 2011; Lau et al. 2023, arXiv 2308.12108, section 4. At a quadratic minimum of curvature h, gradient
+        noise of variance s^2 and a = n_beta h + localisation, a direction counts
+        (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4) in the place of n_beta h / 2a (derived here).
+    """
+    # w' = (1 - epsilon a / 2) w - (epsilon / 2) n_beta noise + N(0, epsilon) has the variance
+    # (epsilon + (epsilon n_beta s / 2)^2) / (1 - (1 - epsilon a / 2)^2), and n_beta (L - L*) = n_beta h w^2 / 2.  QED
+    loss = law.loss
+    if loss.on_minibatch is None:
+        raise ValueError("langevin needs a loss with mini-batches, got one without.")
+    rng, generator = np.random.default_rng(seed), generator_for(seed, "eval", 1)
+    points, step = np.repeat(loss.at[None], chains.n_chains, axis=0), langevin.step_size
+    excess: list[Float[np.ndarray, " chain"]] = []
+    for _ in progress(range(chains.n_warmup + chains.n_draws), "drawing weights"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            for _ in range(chains.n_leapfrog):
+                gradient = loss.on_minibatch(points, langevin.batch_size, generator)
+                force = law.n_beta * gradient + law.localisation * (points - loss.at)
+                points = points - step / 2 * force + step**0.5 * rng.standard_normal(points.shape)
+            excess.append(law.energy(points)[0])
+    kept = np.array(excess[chains.n_warmup :]).T
+    return kept, np.ones(kept.shape, bool)
 
 
 def effective_draws(values: Float[np.ndarray, "chain draw"]) -> float:

@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weights_of
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.histories import kept_steps, snapshots_of
-from mechinterp.analysis.training.kept_steps import KeptSteps, kept_losses
+from mechinterp.analysis.training.kept_steps import KeptSteps, kept_steps, loss_curve, snapshots_of
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -37,15 +36,8 @@ class Snapshots(KeptSteps):
     def tables(self) -> dict[str, Table]:
         """Every number of every kept step."""
         frame = self.to_frame()
-        scales = (
-            "step",
-            "eval_loss",
-            "label",
-            "head",
-            "omega_mean",
-            "qk_diagonal",
-            "ov_last_entry",
-        )
+        scales = [*("step", "eval_loss", "label", "head"), "omega_mean", "qk_diagonal"]
+        scales.append("ov_last_entry")
         quiet = tuple(n for n in frame if n not in scales and not n.startswith("mu_"))
         return {"snapshots": Table(frame, "Heads at the kept steps", quiet=quiet)}
 
@@ -57,20 +49,20 @@ class Snapshots(KeptSteps):
     def to_frame(self) -> pd.DataFrame:
         """One row per snapshot and head."""
         parts = []
-        for row, found in enumerate(self.circuits):
+        for row, circuits in enumerate(self.circuits):
             head = {"step": self.step[row], "eval_loss": self.eval_loss[row]}
             head |= {"pattern": self.pattern[row], "label": list(self.labels[row])}
-            parts.append(pd.concat([pd.DataFrame(head), found.to_frame()], axis=1))
+            parts.append(pd.concat([pd.DataFrame(head), circuits.to_frame()], axis=1))
         return pd.concat(parts, ignore_index=True)
 
     def plot(self) -> go.Figure:
         """The QK circuits, with a slider over the steps."""
-        drawn = [found.QK[:, : found.omega.shape[1]] for found in self.circuits]
+        drawn = [each.QK[:, : each.omega.shape[1]] for each in self.circuits]
         return self._circuits(self.circuits[-1].plot_qk(), drawn, "QK circuits")
 
     def plot_ov(self) -> go.Figure:
         """The OV circuits, with a slider over the steps."""
-        drawn = [found.OV.swapaxes(1, 2) for found in self.circuits]
+        drawn = [each.OV.swapaxes(1, 2) for each in self.circuits]
         return self._circuits(self.circuits[-1].plot_ov(), drawn, "OV circuits")
 
     def plot_loss(self) -> go.Figure:
@@ -115,14 +107,14 @@ def training_snapshots(
         )
     steps = kept_steps(trained)
     weights = [trained.snapshots[step] for step in steps]
-    task = trained.task
-    found = [
-        classify_attention(each, task, n_prompts=n_prompts, seed=seed)
+    classified = [
+        classify_attention(each, trained.task, n_prompts=n_prompts, seed=seed)
         for each in progress(weights, "classifying snapshots")
     ]
     return Snapshots(
         circuits=tuple(circuits_of(weights_of(each, "training_snapshots")) for each in weights),
-        pattern=tuple(each.pattern for each in found),
-        labels=tuple(each.labels for each in found),
-        **kept_losses(trained, steps),
+        pattern=tuple(each.pattern for each in classified),
+        labels=tuple(each.labels for each in classified),
+        step=np.array(steps),
+        curve=loss_curve(trained),
     )

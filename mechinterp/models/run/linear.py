@@ -128,7 +128,7 @@ class LinearPass:
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
         """T before the last layer with heads masked from a layer on, in which what is less is added or taken away."""
         n_heads = self.weights.n_heads
-        gone = sorted(masked[first])
+        gone = sorted(set(masked[first]))
         kept = [head for head in range(n_heads) if head not in gone]
         if len(gone) < len(kept):
             T = self.T[first + 1] - self._written(first, gone)
