@@ -101,7 +101,8 @@ def with_leftovers(
     scores: Scores, room: Room, model: AlgorithmSource, path: Path, near: float, seed: int
 ) -> tuple[Scores, dict[str, Leftover]]:
     """With members of a scaled read-out where a member comes near, and what these leave of the model."""
-    least, left = scores.r2()[:, : room.n_own].min(1), {}
+    least = scores.r2()[:, : room.n_own].min(1)
+    left: dict[str, Leftover] = {}
     members = {str(member.label): member for member in candidates_of(model.task)}
     rows = {label: scores.names.index(label) for label in members if label in scores.names}
     rows = {label: row for label, row in rows.items() if not least[row] < near}
@@ -115,7 +116,9 @@ def with_leftovers(
         one_more = scaled(members[label])
         start = np.append(scores.scalars[row], 1.0)
         fit = room.scores([one_more], starts={one_more.name: start}, tolerance=TOLERANCE)
-        learner = partial(one_more.predictions, scalars=fit.scalars[0], n_layers=model.n_layers)
+        learner = partial(
+            one_more.predictions, scalars=fit.scalars[0].tolist(), n_layers=model.n_layers
+        )
         own, *rest = (known - learner(moments)[-room.n_own :] for known, moments in places)
         left[label] = leftover(own, rest, fit.size[room.n_own - 1], noise)
         scores = scores.joined(fit)
