@@ -13,7 +13,8 @@ from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from mechinterp import Prompts
-from mechinterp.analysis.probing.probing import IDEAL, RAW, DescentCurves, descent_curves
+from mechinterp.analysis.probing.descent_curves import DescentCurves, descent_curves
+from mechinterp.analysis.probing.probing import IDEAL, RAW
 
 Found = dict[str, dict[str, at.Pair]]
 """What is asked of a model, by model."""

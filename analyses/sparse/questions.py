@@ -23,8 +23,9 @@ from mechinterp import (
 from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import reweighted
-from mechinterp.analysis.probing.probing import IDEAL, RAW, descent_curves, query_features
+from mechinterp.analysis.probing.probing import IDEAL, RAW, query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 

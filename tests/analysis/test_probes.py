@@ -7,6 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
+from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
@@ -17,7 +18,7 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
     streams,
 )
-from mechinterp.analysis.probing.probing import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.probing import p_probe, query_features
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent

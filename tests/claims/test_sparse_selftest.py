@@ -19,8 +19,9 @@ from mechinterp.analysis.ablation.pruning import (
     save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import probe_layers, reweighted
-from mechinterp.analysis.probing.probing import descent_curves, p_probe, query_features
+from mechinterp.analysis.probing.probing import p_probe, query_features
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

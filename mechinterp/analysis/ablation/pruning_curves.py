@@ -7,7 +7,8 @@ import numpy as np
 from mechinterp.analysis.ablation.cross_fitting import SPLITS, Choices, MaskedErrors
 from mechinterp.analysis.ablation.masked_risk import single_masks
 from mechinterp.analysis.ablation.orders import greedy_heads, pruning_curves
-from mechinterp.analysis.ablation.pruning import FULL, RULES, Pruning, pruned_by, pruning_of
+from mechinterp.analysis.ablation.pruning import RULES, pruned_by, pruning_of
+from mechinterp.analysis.ablation.pruning_result import FULL, Pruning
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts

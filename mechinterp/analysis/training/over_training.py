@@ -10,21 +10,15 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.kept_steps import with_history
+from mechinterp.analysis.training.run_over_training import RunOverTraining
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
-OF_HEADS = {
-    "share": "Share of each head",
-    "rise": "Rise of the excess risk without the head (y²)",
-    "omega": "omega of each head (1/x²)",
-    "mu": "mu of each head",
-}
-"""Columns of the history that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -279,80 +273,6 @@ class NormsOverTraining(LoggedSteps):
     def _losses(self, name: str, title: str) -> go.Figure:
         # One figure each: a training loss with spikes would leave no room for the other.
         return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RunOverTraining(Result):
-    """Losses and heads at each kept step, on the same prompts."""
-
-    history: pd.DataFrame
-    """One row per step and head."""
-    COLUMNS: ClassVar = {
-        "loss": "Training loss, which is not known; unit y^2.",
-        "eval_loss": "Loss on the same prompts at every step, unit y^2.",
-        "share": "Standard deviation of what the head adds, over the sum of that over its layer's heads.",
-        "rise": "Rise of the excess risk without the head, unit y^2.",
-        "omega": "Mean of omega over coordinates, unit 1/x^2.",
-        "mu": "Diagonal of OV on y, mean over responses.",
-        "qk_diagonal": "Norm of the diagonal of QK's x block over that of the block; 1 if diagonal.",
-        "ov_last_entry": "Norm of mu over that of OV; 1 if only y is read.",
-        "qk_norm": "Frobenius norm of the head's QK, the scale in it.",
-        "ov_norm": "Frobenius norm of the head's OV.",
-    }
-
-    def __repr__(self) -> str:
-        steps = self.history["step"].unique()
-        return f"RunOverTraining({len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,})"
-
-    def sentences(self) -> list[str]:
-        """The steps, and the loss at the last."""
-        steps, last = self.history["step"].unique(), self.history.iloc[-1]
-        loss = with_error(last["eval_loss"], last["eval_loss_sem"])
-        return [
-            f"{len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,}; loss at the end {loss} y².",
-            "Weights of each step are read in one way and run on the same prompts; numbers of steps are those of the files' "
-            "names or of the training loop.",
-        ]
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per step and head."""
-        return self.history
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        """Every kept step."""
-        return {"history": self.history}
-
-    def figures(self) -> dict[str, go.Figure]:
-        """Loss, then what is known of the heads."""
-        names = [name for name in OF_HEADS if name in self.history]
-        return {"loss": self.plot()} | {name: self.plot_heads(name) for name in names}
-
-    def plot(self) -> go.Figure:
-        """Loss over the steps."""
-        per_step = self.history.drop_duplicates("step")
-        return figures.lines(
-            per_step["step"].to_numpy(),
-            {"eval_loss": tuple(per_step[["eval_loss", "eval_loss_sem"]].to_numpy().T)},
-            title="Loss during training, on the same prompts at every step",
-            x_title="step",
-            y_title="loss (y²)",
-        )
-
-    def plot_heads(self, name: str) -> go.Figure:
-        """A column of the history over the steps, a curve per head."""
-        several = self.history["layer"].any()
-        heads = {
-            f"L{layer}H{head}" if several else f"head {head}": rows[name].to_numpy()
-            for (layer, head), rows in self.history.groupby(["layer", "head"])
-        }
-        return figures.lines(
-            self.history["step"].unique(),
-            heads,
-            title=f"{OF_HEADS[name]} during training",
-            x_title="step",
-            y_title=OF_HEADS[name],
-            zero_line=True,
-        )
 
 
 def history_of(
