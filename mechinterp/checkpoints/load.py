@@ -15,8 +15,12 @@ from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settings_beside
 from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
-from mechinterp.checkpoints.io.shards import folder_arrays
-from mechinterp.checkpoints.io.tensor_files import SUFFIXES, has_weights_ending, read_arrays
+from mechinterp.checkpoints.io.tensor_files import (
+    SUFFIXES,
+    folder_arrays,
+    has_weights_ending,
+    read_arrays,
+)
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
@@ -93,7 +97,7 @@ def load(
         return replace(read_foreign([stored], hints), path=path)
 
 
-def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
+def load_run(path: str | Path | Sequence[str | Path], **hints: object) -> Checkpoint:
     """The run whose checkpoints, of whatever code, lie at a path: the last one, with the weights of all as `snapshots`.
 
     What the files leave open is settled once, on the last one, and is the same for all of them. `history` has the loss
@@ -102,7 +106,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
     Args:
         path: A folder, a pattern such as "runs/mine/step_*.pt", or the files; their names differ in the number of the
             step alone (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
-        said: Arguments of `load`.
+        hints: Arguments of `load`.
     Raises:
         CheckpointError: If the names do not tell the steps, the shapes differ, or a file is not readable.
         ValueError: If an argument is out of range.
@@ -117,7 +121,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
     """
     steps = _steps_at(path)
     with _readable(next(iter(steps.values())).parent):
-        return _run(steps, _hints(said))
+        return _run(steps, _hints(hints))
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
@@ -178,14 +182,14 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
                 )
 
 
-def _hints(said: Mapping[str, object]) -> Hints:
+def _hints(given: Mapping[str, object]) -> Hints:
     """What the reader says.
 
     Raises:
         ValueError: If it is out of range.
     """
-    task = said.get("task")
-    hints = Hints(**{**said, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
+    task = given.get("task")
+    hints = Hints(**{**given, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
     if hints.format is not None and hints.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
     return hints
@@ -227,27 +231,29 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
 
 
 def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
-    if (path / CONFIG).is_file() and not is_native(path):
+    if is_native(path):
+        _require_no_hints(path, hints, "native")
+        return native.load(path)
+    if (path / CONFIG).is_file():
         file, tensors = folder_arrays(path)
         return Stored(file, tensors, settings_beside(file))
-    stated = FORMAT if (path / SIDE_CAR).is_file() else None
-    if (path / CONFIG).is_file():
-        stated = "native"
-    if stated is None and (files := sorted(filter(is_weights, path.iterdir()))):
-        if len(files) > 1:
-            raise CheckpointError(
-                f"{path}: holds several files of weights; name one of {_listed(files)}."
-            )
-        stored = _in_file(files[0], hints)
-        return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
-    _require_no_hints(path, hints, stated)
-    return read_exchange(path) if stated == FORMAT else native.load(path)
+    if (path / SIDE_CAR).is_file():
+        _require_no_hints(path, hints, FORMAT)
+        return read_exchange(path)
+    files = sorted(filter(is_weights, path.iterdir()))
+    if len(files) > 1:
+        rule = f"holds several files of weights; name one of {_listed(files)}"
+        raise CheckpointError(f"{path}: {rule}.")
+    if not files:
+        return native.load(path)  # which says what is missing
+    stored = _in_file(files[0], hints)
+    return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
 
 
-def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
+def _require_no_hints(path: Path, hints: Hints, stated: str) -> None:
     """A checkpoint that says everything takes no hints, but for the right format."""
     for name, value in hints.given.items():
-        if stated is not None and (name, value) != ("format", stated):
+        if (name, value) != ("format", stated):
             raise CheckpointError(
                 f"{path}: {name} is only for files that do not state theirs, got {value} for a checkpoint of format {stated}."
             )

@@ -22,8 +22,8 @@ from mechinterp.checkpoints.io import tensor_files
 from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, printable
-from mechinterp.checkpoints.io.state_dict import WRAPPERS
 from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.load import load
 
 SECONDS, BYTES = 2, 500 * 2**20

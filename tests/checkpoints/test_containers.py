@@ -11,8 +11,8 @@ import torch
 
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.state_dict import WRAPPERS
 from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from mechinterp.checkpoints.load import load
 from tests.checkpoints.foreign_files import random_heads

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.atomic import write_atomically
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.native.folder import git_commit
-from mechinterp.checkpoints.native.outline import outline_of
+from mechinterp.checkpoints.native.folder import git_commit, outline_of
 from mechinterp.checkpoints.native.tensors import state_dict
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.weights import weights_of_layer

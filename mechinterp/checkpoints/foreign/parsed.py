@@ -10,15 +10,17 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.heads import (
+from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
+from mechinterp.checkpoints.foreign.matrices import (
+    Matrix,
+    attention_matrices,
     number_of_heads,
     require_full_keys,
     require_layer,
+    require_matrix,
     require_shapes,
     whole_tokens,
 )
-from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices, require_matrix
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
 

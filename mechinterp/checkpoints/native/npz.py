@@ -73,5 +73,4 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
         if named[name].ndim and named[name].shape[-1] == config.task.d_y:
             named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
     weights = weights_from(named, config, file)
-    assumed = document.get("assumed", {})
-    return Checkpoint(file, config, document["step"], weights, FORMAT, assumed)
+    return Checkpoint(file, config, document["step"], weights, FORMAT, document["assumed"])
