@@ -139,14 +139,14 @@ def test_names_of_a_room_are_where_it_says(room: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2.pt", "model"])
+@pytest.mark.parametrize("kind", ["x.pt", "model"])
 def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     if kind == "model":
         deep_softmax(tmp_path)
     else:
         gpt2_file(tmp_path)
     arguments = ["classify", str(tmp_path / kind), "--n-prompts", "8", "--json"]
-    arguments += ["--n-heads", "4"] if kind == "gpt2.pt" else []
+    arguments += ["--n-heads", "4"] if kind == "x.pt" else []
     code = f"""
 import sys
 from mechinterp.cli import main

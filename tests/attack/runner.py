@@ -88,8 +88,8 @@ class _Worker:
 def _work(pipe: Connection, seed: int, numbers: list[int]) -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        found = subjects(Path(folder) / "subjects")
-        for subject in found.values():  # valid ones first: libraries load what they need
+        by_name = subjects(Path(folder) / "subjects")
+        for subject in by_name.values():  # valid ones first: libraries load what they need
             if not subject.writes:
                 subject.use(subject.folder)
         pipe.send("ready")
@@ -97,9 +97,9 @@ def _work(pipe: Connection, seed: int, numbers: list[int]) -> None:
             limit = int(used.read().split()[0]) * resource.getpagesize() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         for number in numbers:
-            name = list(found)[number % len(found)]
+            name = list(by_name)[number % len(by_name)]
             outcome, note = outcome_of(
-                found[name], Path(folder) / "case", Random(f"{name} {seed} {number}")
+                by_name[name], Path(folder) / "case", Random(f"{name} {seed} {number}")
             )
             pipe.send((f"{name} seed {seed} number {number}", outcome, note))
     pipe.send(None)

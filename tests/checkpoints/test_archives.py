@@ -25,6 +25,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError, printable
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.load import load
+from tests.checkpoints.files import assert_refused
 
 SECONDS, BYTES = 2, 500 * 2**20
 Write = Callable[[Path], object]
@@ -308,22 +309,18 @@ def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path: Path):
     data = bytearray(file.read_bytes())
     data[data.index(struct.pack("<f", 1.5) * 3) + 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="not a readable PyTorch file"):
-        read_arrays(file)
+    assert_refused("not a readable PyTorch file", read_arrays, file)
 
 
 def test_directories_devices_and_missing_files(tmp_path: Path):
     for path in (tmp_path / "gone.pt", tmp_path / "gone.npz", tmp_path / "gone.safetensors"):
-        with pytest.raises(CheckpointError, match="does not exist"):
-            read_arrays(path)
-    with pytest.raises(CheckpointError, match="must be a regular file, got a folder"):
-        read_arrays(tmp_path)
+        assert_refused("does not exist", read_arrays, path)
+    assert_refused("must be a regular file, got a folder", read_arrays, tmp_path)
     for path in (tmp_path / ("x" * 5000), Path("/dev/null"), tmp_path / "a\0b.pt"):
         with pytest.raises(CheckpointError):
             load(path)
     (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(CheckpointError, match=r"ends in \.pt, \.pth, \.bin, \.npz, \.safetensors"):
-        load(tmp_path / "x.txt")
+    assert_refused(r"ends in \.pt, \.pth, \.bin, \.npz, \.safetensors", load, tmp_path / "x.txt")
 
 
 def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -331,8 +328,7 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "is_dir", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot be read .*Permission denied"):
-        load(tmp_path)
+    assert_refused(r"cannot be read .*Permission denied", load, tmp_path)
 
 
 def test_a_small_archive_that_is_deflated_is_read(tmp_path: Path):
@@ -381,8 +377,7 @@ def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensor_files, "MAX_ENTRIES", 3)
     save_file({str(i): torch.ones(1) for i in range(4)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="must hold at most 3 tensors, got 4"):
-        read_arrays(tmp_path / "x.safetensors")
+    assert_refused("must hold at most 3 tensors, got 4", read_arrays, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(

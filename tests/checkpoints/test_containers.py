@@ -15,6 +15,7 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from mechinterp.checkpoints.load import load
+from tests.checkpoints.files import assert_refused, loaded
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 
@@ -111,8 +112,7 @@ def test_one_array_under_many_names(tmp_path: Path):
     run = {str(i): array for i in range(40)}
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(run))
     assert (tmp_path / "x.pkl").stat().st_size < MAX_BYTES / 10
-    with pytest.raises(CheckpointError, match="must lie in 24000000 bytes together"):
-        read_arrays(tmp_path / "x.pkl")
+    assert_refused("must lie in 24000000 bytes together", read_arrays, tmp_path / "x.pkl")
 
 
 def scripted(file: Path) -> None:
@@ -141,8 +141,7 @@ REFUSED = {
 @pytest.mark.parametrize(("write", "words"), REFUSED.values(), ids=REFUSED)
 def test_refusals_name_what_it_is(tmp_path: Path, write, words: str):
     write(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt")
+    assert_refused(words, load, tmp_path / "x.pt")
 
 
 @pytest.mark.slow
@@ -151,9 +150,8 @@ def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path)
     known |= {"read_in": torch.randn(6, 4), "read_out": torch.randn(1, 6)}
     said = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
-    torch.save({f"{theirs[n]}.weight": t for n, t in known.items()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
-        load(tmp_path / "x.pt", **said)
+        loaded(tmp_path, {f"{theirs[n]}.weight": t for n, t in known.items()}, **said)
     listed = str(refused.value).partition("KNOWN being one of ")[2].removesuffix(".").split(", ")
     assert set(known) <= set(listed)
     assert all(name == "mask" or piece_of(name) for name in listed)
@@ -171,8 +169,7 @@ def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
         "loss_fn.pos_weight": torch.ones(1),
         "attn.tril": torch.ones(9, 9),
     }
-    torch.save(STATE | buffers, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", n_heads=2)
+    found = loaded(tmp_path, STATE | buffers, n_heads=2)
     assert found.assumed["ignored"] == list(buffers)
 
 
@@ -181,8 +178,7 @@ def test_a_folder_with_one_file_of_weights(tmp_path: Path):
     torch.save(STATE, tmp_path / "a.pt")
     assert load(tmp_path, n_heads=2).path == tmp_path
     torch.save(STATE, tmp_path / "b.ckpt")
-    with pytest.raises(CheckpointError, match=r"several files of weights; name one of a\.pt, b\.c"):
-        load(tmp_path)
+    assert_refused(r"several files of weights; name one of a\.pt, b\.c", load, tmp_path)
 
 
 def test_a_config_beside_the_weights_states_the_heads(tmp_path: Path):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import mechinterp
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
@@ -18,6 +17,7 @@ from mechinterp.models.constructions.sparse import preprocess_then_optimise_mode
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
+from tests.checkpoints.files import assert_refused
 from tests.conftest import CHECKPOINTS, assert_same
 
 CONFIG = ExperimentConfig(
@@ -97,8 +97,7 @@ def test_broken_files_are_refused(folder: Path):
     }
     for message, tensors in bad.items():
         save_file(tensors, file)
-        with pytest.raises(CheckpointError, match=message):
-            load(folder)
+        assert_refused(message, load, folder)
 
 
 def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
@@ -124,8 +123,7 @@ def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
         "n_layers must be the config's 1, got 2": (path, config(n_layers=1), weights),
     }
     for message, (where, there, given) in wrong.items():
-        with pytest.raises(CheckpointError, match=message):
-            save(where, there, given, step=0)
+        assert_refused(message, save, where, there, given, step=0)
     assert not path.exists()
 
 

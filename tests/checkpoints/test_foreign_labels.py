@@ -16,6 +16,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import loaded, saved
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import State, matrices
 from tests.conftest import CHECKPOINTS
@@ -26,11 +27,6 @@ FEW = {"n_prompts": 64}
 
 def heads_of(name: str) -> AttentionWeights:
     return load(CHECKPOINTS / name).weights.circuits
-
-
-def saved(folder: Path, state: State) -> Path:
-    torch.save({name: tensor.contiguous() for name, tensor in state.items()}, folder / "x.pt")
-    return folder / "x.pt"
 
 
 # What a known format settles is doubted where it predicts nothing.
@@ -140,7 +136,7 @@ def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     found = matrices(weights)
     found["v"], found["o"] = pad(found["v"], (0, 0, 0, 1)), pad(found["o"], (0, 1))
     state = {f"layers.0.W_{x}.weight": tensor for x, tensor in found.items()}
-    read = load(saved(tmp_path, state), score="softmax")
+    read = loaded(tmp_path, state, score="softmax")
     torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
     torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
 
@@ -213,7 +209,7 @@ def test_spellings_of_published_code(tmp_path: Path):
     found = matrices(weights)
     words = {"q": "query_mat", "k": "key_mat", "v": "value_mat", "o": "out_mat"}
     state = {f"attention.{words[x]}.weight": tensor for x, tensor in found.items()}
-    read = load(saved(tmp_path, state), n_heads=2, score="softmax")
+    read = loaded(tmp_path, state, n_heads=2, score="softmax")
     torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
     mlp = {
         "mlp.W": torch.ones(8, 6),
@@ -221,7 +217,7 @@ def test_spellings_of_published_code(tmp_path: Path):
         "mlp.Wp": torch.ones(6, 8),
         "mlp.bp": torch.ones(6),
     }
-    read = load(saved(tmp_path, state | mlp), n_heads=2, score="softmax", attend_to_self=False)
+    read = loaded(tmp_path, state | mlp, n_heads=2, score="softmax", attend_to_self=False)
     assert torch.equal(read.weights.tensors["mlp.b_in"][0], torch.ones(8))
     assert read.weights.tensors["mlp.b_out"].sum() == 6
     ends = {
@@ -244,36 +240,6 @@ def test_spellings_of_published_code(tmp_path: Path):
         saved(tmp_path, state | embedding), n_heads=2, score="softmax", model={"layout": "pairs"}
     )
     assert torch.equal(read.weights.tensors["W_in"], torch.ones(4, 6))
-
-
-KINDS: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "Mamba": ("layers.0.A_log", (4, 4), "state-space models"),
-    "Mamba's convolution": ("layers.0.conv1d.weight", (4, 1, 4), "state-space models"),
-    "gates": ("layers.0.W_g", (4, 4), "gates"),
-    "Linformer": ("layers.0.E", (8, 20), "low-rank attention"),
-    "low-rank blocks": ("layers.0.E_block", (8, 20), "low-rank attention"),
-    "kernel features": ("layers.0.feature_map.weight", (4, 4), "features of kernels"),
-    "LSTM": ("lstm.weight_ih_l0", (4, 4), "recurrent layers"),
-    "rotary": ("attn.rotary_emb.inv_freq", (4,), "rotary positions"),
-    "relative": ("attn.relative_bias", (4, 4), "relative positions"),
-    "relative, learned": ("attn.RPE.relative_embedding.weight", (8, 1), "relative positions"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_architectures_are_refused_by_what_they_are(tmp_path: Path, kind: str):
-    name, shape, words = KINDS[kind]
-    state = {f"layers.0.W_{x}.weight": torch.ones(4, 4) for x in "qkvo"}
-    with pytest.raises(CheckpointError, match=f"{words}.* are not read, got {name}"):
-        load(saved(tmp_path, state | {name: torch.ones(shape)}), n_heads=1)
-
-
-def test_words_in_the_old_layout_of_transformer_lens(tmp_path: Path):
-    """W_Q [head, d_head, d_model] of modules called attn_blocks, and an embedding [d_model, word]."""
-    state = {f"attn_blocks.0.attn.W_{x}": torch.ones(2, 3, 6) for x in "QKV"}
-    state |= {"attn_blocks.0.attn.W_O": torch.ones(6, 6), "embed.W_E": torch.ones(6, 9)}
-    with pytest.raises(CheckpointError, match=r"a model of word tokens \(embed\.W_E \[6, 9\]\)"):
-        load(saved(tmp_path, state))
 
 
 # Bounds.

@@ -24,6 +24,7 @@ from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
+from tests.checkpoints.files import loaded
 from tests.checkpoints.wild_files import LAYOUTS, State
 
 pytestmark = pytest.mark.usefixtures("small_null")
@@ -346,9 +347,8 @@ def test_too_much_left_open(tmp_path: Path):
     state = written(weights, SPELLINGS["minGPT"])
     bare = {n.removesuffix(".weight") if ".attn." in n else n: t for n, t in state.items()}
     bare = {n: t for n, t in bare.items() if not n.endswith("attn.bias")}
-    torch.save(bare, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"at most 64 readings .* say some of --orientation"):
-        load(tmp_path / "x.pt", n_heads=2)
+        loaded(tmp_path, bare, n_heads=2)
 
 
 def test_a_config_beside_layers_states_the_context(tmp_path: Path):
@@ -375,8 +375,7 @@ def behind_an_mlp(name: str) -> State:
     ("name", "true"), [("softmax-h1-s0", "kernel_regression"), ("softmax-h2-s0", "debiased_gd")]
 )
 def test_heads_behind_an_mlp(tmp_path: Path, name: str, true: str):
-    torch.save(behind_an_mlp(name), tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax", attend_to_self=False)
+    found = loaded(tmp_path, behind_an_mlp(name), score="softmax", attend_to_self=False)
     assert found.assumed["model.residual"] is False
     assert found.config.model.d_model == 18
     result = classify(found, n_prompts=64)
@@ -398,8 +397,7 @@ def test_a_curved_mlp_leaves_the_heads_without_labels(tmp_path: Path):
         "b": torch.randn(12, generator=generator),
         "Wp": torch.randn(6, 12, generator=generator),
     }
-    torch.save(state, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax", attend_to_self=False)
+    found = loaded(tmp_path, state, score="softmax", attend_to_self=False)
     result = classify(found, n_prompts=64)
     assert result.pattern == "undetermined"
     assert not isinstance(result, Classification)

@@ -23,6 +23,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights
+from tests.checkpoints.files import assert_refused
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(
@@ -237,15 +238,9 @@ def test_the_outline_of_a_folder_is_that_of_its_checkpoint(folder: Path):
 
 def test_what_is_no_folder_is_refused(tmp_path: Path):
     file = tmp_path / "weights.bin"
-    with pytest.raises(
-        CheckpointError, match=r"weights\.bin: a checkpoint is .*this does not exist"
-    ):
-        load(file)
+    assert_refused(r"weights\.bin: a checkpoint is .*this does not exist", load, file)
     file.write_text("x")
-    with pytest.raises(
-        CheckpointError, match=r"weights\.bin: a checkpoint is .*this is not a folder"
-    ):
-        load(file)
+    assert_refused(r"weights\.bin: a checkpoint is .*this is not a folder", load, file)
 
 
 def test_a_bad_snapshot_or_history_is_refused_when_it_is_read(folder: Path):
@@ -286,8 +281,7 @@ def test_a_checkpoint_is_not_overwritten(folder: Path):
 )
 def test_weights_of_another_kind_are_not_saved(tmp_path: Path, changes: dict, words: str):
     weights = replace(initial_weights(CONFIG), **changes)
-    with pytest.raises(CheckpointError, match=f"model: .*{words}"):
-        save(tmp_path / "model", CONFIG, weights, step=0)
+    assert_refused(f"model: .*{words}", save, tmp_path / "model", CONFIG, weights, step=0)
     assert not (tmp_path / "model").exists()
 
 

@@ -12,12 +12,12 @@ from mechinterp import load, load_run
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.paths import runs_among, steps_of
 from mechinterp.checkpoints.runs import N_PROMPTS
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
+from tests.checkpoints.files import assert_refused
 from tests.checkpoints.wild_files import LAYOUTS
 from tests.conftest import CHECKPOINTS
 
@@ -160,17 +160,13 @@ def test_files_that_say_everything(tmp_path: Path):
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
-    with pytest.raises(CheckpointError, match=r"number of the step alone, got best.pt, step_0.pt"):
-        load_run(folder)
-    with pytest.raises(CheckpointError, match="several files of weights"):
-        load(folder)
-    with pytest.raises(CheckpointError, match="must hold or fit checkpoints"):
-        load_run(tmp_path / "none_*.pt")
+    assert_refused(r"number of the step alone, got best.pt, step_0.pt", load_run, folder)
+    assert_refused("several files of weights", load, folder)
+    assert_refused("must hold or fit checkpoints", load_run, tmp_path / "none_*.pt")
     wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
-    with pytest.raises(CheckpointError, match=r"step_0.pt: .* must have the shape .* of the last"):
-        load_run(folder)
+    assert_refused(r"step_0.pt: .* must have the shape .* of the last", load_run, folder)
 
 
 def test_analyses_and_formats_take_a_run(tmp_path: Path):

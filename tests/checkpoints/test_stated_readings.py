@@ -22,6 +22,7 @@ from mechinterp.cli.hints import hints_of
 from mechinterp.cli.main import app
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from tests.checkpoints.files import assert_refused, loaded
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 
@@ -89,8 +90,7 @@ def test_noise_and_points_in_any_spelling(
 def test_noise_and_points_that_are_none(tmp_path: Path, stated: dict, words: str):
     save_file(garg().state_dict(), tmp_path / "x.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 4} | stated))
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.safetensors")
+    assert_refused(words, load, tmp_path / "x.safetensors")
 
 
 def test_a_context_longer_than_the_positions_is_assumed(tmp_path: Path):
@@ -121,8 +121,7 @@ def test_readings_are_compared_on_as_many_prompts_each(
     shapes |= {"attn.proj.weight": (3, 16), "attn.proj.bias": (3,), "fc1.weight": (16, 3)}
     shapes |= {"fc1.bias": (16,), "fc2.weight": (3, 16), "fc2.bias": (3,)}
     state = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-    torch.save(state, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax", task={"context_length": 10, "noise_var": 0})
+    found = loaded(tmp_path, state, score="softmax", task={"context_length": 10, "noise_var": 0})
     assert {each.said["residual"] for each in found.readings} == {True, False}
 
 
@@ -216,10 +215,7 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
 )
 def test_an_entry_that_is_none(tmp_path: Path, hints: dict, words: str):
     file = with_positions(tmp_path, omega=0.6, mu=0.7)
-    with pytest.raises(CheckpointError, match=words):
-        load(file, **HAIKU | hints)
-    with pytest.raises(ValueError, match="output_column must be an integer >= 0, got -1"):
-        load(file, **HAIKU | {"output_column": -1})
+    assert_refused(words, load, file, **HAIKU | hints)
 
 
 def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
@@ -230,8 +226,7 @@ def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
     words = (
         "output_column is for layers that write whole tokens, got one that writes 1 of 6 entries"
     )
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt", n_heads=2, output_column=0)
+    assert_refused(words, load, tmp_path / "x.pt", n_heads=2, output_column=0)
 
 
 def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Path):
@@ -239,15 +234,13 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
     state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
     torch.save(state, tmp_path / "x.pt")
     words = r"at most 64 readings are tried, got \d+; say some of .*--orientation.*--output-column"
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
+    assert_refused(words, load, tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
 
 
 def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
     state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
-    torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"q_proj.weight must hold floating-point numbers"):
-        load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
+        loaded(tmp_path, state | {"out_proj.weight": torch.ones(8, 8)}, n_heads=2, d_x=5, d_y=1)
 
 
 def random_layer() -> State:
@@ -259,8 +252,7 @@ def random_layer() -> State:
 
 
 def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_path: Path):
-    torch.save(random_layer(), tmp_path / "x.pt")
-    guessed = load(tmp_path / "x.pt", n_heads=2)
+    guessed = loaded(tmp_path, random_layer(), n_heads=2)
     assert not any(each.predicts for each in guessed.readings)
     found = classify(guessed)
     assert found.pattern == "undetermined"
@@ -279,8 +271,7 @@ def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_pa
 def test_nothing_is_understood_of_an_encoder_that_predicts_nothing(tmp_path: Path):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8)
-    torch.save(layer.state_dict(), tmp_path / "x.pt")
-    found = classify(load(tmp_path / "x.pt", n_heads=2, task={"context_length": 10}))
+    found = classify(loaded(tmp_path, layer.state_dict(), n_heads=2, task={"context_length": 10}))
     assert found.pattern == "undetermined"
     assert found.reason.startswith("nothing was understood of this file: ")
     assert "--model norm=" in found.reason

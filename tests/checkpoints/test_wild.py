@@ -15,8 +15,9 @@ from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import assert_refused, loaded, saved
 from tests.checkpoints.foreign_files import random_heads
-from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
+from tests.checkpoints.wild_files import LAYOUTS, linear_layers, matrices
 from tests.conftest import sampled
 
 pytestmark = pytest.mark.usefixtures("small_null")
@@ -30,11 +31,6 @@ def known(name: str) -> tuple[AttentionWeights, str]:
     """The heads of a shipped model and its label; of linear ones with the scale of the scores in W_Q."""
     checkpoint = load(SHIPPED / name)
     return checkpoint.weights.circuits, classify(checkpoint, n_prompts=N_PROMPTS).pattern
-
-
-def save(state: State, folder: Path) -> Path:
-    torch.save(state, folder / "x.pt")
-    return folder / "x.pt"
 
 
 def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
@@ -100,7 +96,7 @@ LIGHT = {"softmax-h2-s0": KINDS, **dict.fromkeys(MODELS[2:], KINDS[:1])}
 def test_every_kind_of_model(tmp_path: Path, name: str, layout: str):
     weights, _ = known(name)
     said = {"parameters [in, out]": {"orientation": "in,out"}, "haiku": {"sign": "minus"}}
-    file = save(LAYOUTS[layout](weights), tmp_path)
+    file = saved(tmp_path, LAYOUTS[layout](weights))
     require_true_or_asked(file, name, **said.get(layout, {}))
 
 
@@ -115,7 +111,7 @@ def standing(file: Path, name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
 @cache
 def under_usual_names(name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
     with TemporaryDirectory() as folder:
-        return standing(save(LAYOUTS["modules {x}_proj"](known(name)[0]), Path(folder)), name)
+        return standing(saved(Path(folder), LAYOUTS["modules {x}_proj"](known(name)[0])), name)
 
 
 ONE_OF_A_KIND = {layout.split()[0]: layout for layout in LAYOUTS}.values()
@@ -131,7 +127,7 @@ ONE_OF_A_KIND = {layout.split()[0]: layout for layout in LAYOUTS}.values()
 )
 def test_the_label_rests_on_the_same_under_all_names(tmp_path: Path, name: str, layout: str):
     true = under_usual_names(name)
-    found = standing(save(LAYOUTS[layout](known(name)[0]), tmp_path), name)
+    found = standing(saved(tmp_path, LAYOUTS[layout](known(name)[0])), name)
     assert len(found) == len(true)
     for one, other in zip(true, found, strict=True):
         assert one[:2] == other[:2]
@@ -141,7 +137,7 @@ def test_the_label_rests_on_the_same_under_all_names(tmp_path: Path, name: str, 
 def test_readings_that_are_one_model_count_once(tmp_path: Path):
     """Where d_head is 1 both scales are one, and with symmetric matrices both orientations."""
     heads = random_heads(n_heads=2, d_head=1)
-    file = save(LAYOUTS["modules {x}_proj"](heads), tmp_path)
+    file = saved(tmp_path, LAYOUTS["modules {x}_proj"](heads))
     found = load(file, n_heads=2, score="softmax", columns="x,y", sign="plus")
     assert [each.said["attend_to_self"] for each in found.readings] in (
         [True, False],
@@ -149,7 +145,7 @@ def test_readings_that_are_one_model_count_once(tmp_path: Path):
     )
     symmetric = {f"W{x}": torch.diag(torch.tensor([1.0, 2, 3, 4])) for x in "qkvo"}
     said = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
-    found = load(save(symmetric, tmp_path), n_heads=1, scale=1.0, **said)
+    found = loaded(tmp_path, symmetric, n_heads=1, scale=1.0, **said)
     assert len(found.readings) == 1
 
 
@@ -159,7 +155,7 @@ def test_a_factor_on_the_output(tmp_path: Path):
     task = load(SHIPPED / "linear-h1-s0").task
     state = LAYOUTS["modules {x}_proj"](weights)
     state["attn.out_proj.weight"] = state["attn.out_proj.weight"] * 10
-    file = save(state, tmp_path)
+    file = saved(tmp_path, state)
     said = {"n_heads": 1, "score": weights.score, "scale": weights.scale, "columns": "x,y"}
     said |= {"task": {"context_length": task.context_length}, "score_slope": weights.score_slope}
     unread = classify(load(file, **said), n_prompts=64)
@@ -168,20 +164,14 @@ def test_a_factor_on_the_output(tmp_path: Path):
     told = load(file, output_scale=0.1, **said)
     torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
     assert classify(told, task, n_prompts=64).pattern == true
-    with pytest.raises(ValueError, match="output_scale must be a positive number, got 0"):
-        load(file, output_scale=0)
 
 
 def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
-    file = save(LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]), tmp_path)
+    file = saved(tmp_path, LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]))
     with pytest.raises(
         CheckpointError, match=r"model \(norm\) is said of layers with norms or MLPs"
     ):
         load(file, n_heads=1, model={"norm": "before"})
-    with pytest.raises(ValueError, match=r"model must hold some of norm=before; .* got norm=both"):
-        load(file, n_heads=1, model={"norm": "both"})
-    with pytest.raises(ValueError, match=r"model must hold some of .* got depth=2"):
-        load(file, n_heads=1, model={"depth": 2})
 
 
 @pytest.mark.slow
@@ -192,7 +182,7 @@ def test_orientation_and_sign_are_told_by_the_loss(tmp_path: Path):
         ("haiku", "sign", "minus"),
     ):
         weights, _ = known("softmax-h2-s0")
-        file = save(LAYOUTS[layout](weights), tmp_path)
+        file = saved(tmp_path, LAYOUTS[layout](weights))
         found = load(file, score="softmax", n_heads=2)
         assert found.assumed[f"model.{option}"] == value
         torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
@@ -202,18 +192,14 @@ def test_a_row_for_one_run(tmp_path: Path):
     weights, _ = known("softmax-h2-s0")
     state = linear_layers("to_{x}", "to_out")(weights)
     renamed = {n.replace("to_", "mine_"): t for n, t in state.items()}
-    file = save(renamed, tmp_path)
-    with pytest.raises(CheckpointError, match=r"--map"):
-        load(file, n_heads=2)
+    file = saved(tmp_path, renamed)
+    assert_refused(r"--map", load, file, n_heads=2)
     rows = [f"mine_{x}=to_{x}" for x in ("q", "k", "v", "out")]
     found = load(file, n_heads=2, score="softmax", map=rows)
     torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
     with pytest.raises(CheckpointError, match="map must name a part of a tensor's name, got 'a=b'"):
         load(file, n_heads=2, map=["a=b"])
-    with pytest.raises(CheckpointError, match="map must keep the names apart"):
-        load(file, n_heads=2, map=["mine_q=mine_k"])
-    with pytest.raises(ValueError, match="map must hold rows THEIRS=KNOWN, got 'mine_q'"):
-        load(file, n_heads=2, map=["mine_q"])
+    assert_refused("map must keep the names apart", load, file, n_heads=2, map=["mine_q=mine_k"])
 
 
 def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
@@ -224,8 +210,7 @@ def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
         axis = 1 if "linear" in name else 0
         extra = 1e-3 * torch.randn(4, 12, generator=generator)
         state[name] = torch.cat([tensor, extra.T if axis else extra], axis)
-    file = save(state, tmp_path)
-    found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
+    found = loaded(tmp_path, state, d_x=5, d_y=1, n_heads=2, score="softmax")
     assert found.assumed["model.position_columns_left_out"] == 4
     assert 0 < found.assumed["model.position_columns_share"] < 0.05
     assert classify(found, n_prompts=N_PROMPTS).pattern == true

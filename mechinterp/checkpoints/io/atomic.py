@@ -104,6 +104,7 @@ def read_yaml(file: Path) -> object:
 @contextmanager
 def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) -> Iterator[None]:
     """Refuses what is no regular file or too large, and turns what goes wrong while it is read into one line."""
+    known: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         size = size_of(file)
         if most is not None and size > most:
@@ -113,7 +114,7 @@ def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) 
         raise
     except RecursionError:
         raise CheckpointError(f"{file}: not a readable {kind} file (nested too deeply).") from None
-    except (OSError, *faults) as error:
+    except known as error:
         reason = one_line(error).removesuffix(".") if os.path.lexists(file) else "does not exist"
         raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
 
@@ -127,11 +128,12 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
     Raises:
         CheckpointError: If it cannot be written.
     """
+    known: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         yield
     except CheckpointError:
         raise
-    except (OSError, *faults) as error:
+    except known as error:
         raise CheckpointError(f"{path}: cannot be written ({one_line(error)}).") from None
 
 
