@@ -34,10 +34,10 @@ def truncated(data: bytearray, random: Random) -> None:
 def spliced(data: bytearray, random: Random) -> None:
     """A chunk of the file over, into or out of another place."""
     length = min(len(data) - 1, random.choice((1, 4, 16, 64, 512)))
-    there, here = random.randrange(len(data)), random.randrange(len(data))
-    chunk = data[there : there + length]
+    source, target = random.randrange(len(data)), random.randrange(len(data))
+    chunk = data[source : source + length]
     width = random.choice((0, len(chunk)))
-    data[here : here + width] = random.choice((chunk, b"", bytes(len(chunk))))
+    data[target : target + width] = random.choice((chunk, b"", bytes(len(chunk))))
 
 
 def edited(data: bytearray, random: Random) -> None:

@@ -62,9 +62,9 @@ def repacked(file: Path, change: Callable[[str, bytes], bytes], method: int = 0)
     """A small torch file, its entries changed."""
     stream = io.BytesIO()
     torch.save({"W": torch.ones(4)}, stream)
-    with zipfile.ZipFile(stream) as there, zipfile.ZipFile(file, "w", method) as here:
-        for entry in there.infolist():
-            here.writestr(entry.filename, change(entry.filename, there.read(entry)))
+    with zipfile.ZipFile(stream) as source, zipfile.ZipFile(file, "w", method) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, change(entry.filename, source.read(entry)))
 
 
 def with_pickle(file: Path, pickled: bytes) -> None:
@@ -274,7 +274,7 @@ def test_a_hostile_file_ends_in_one_line(tmp_path: Path, suffix: str, write: Wri
         assert str(error.value).startswith(f"{file}: ")
         assert str(error.value).isprintable()
         assert "weights_only" not in str(error.value)  # as PyTorch's own message recommends
-    assert [there.name for there in tmp_path.iterdir()] == [file.name]
+    assert [left.name for left in tmp_path.iterdir()] == [file.name]
 
 
 @pytest.mark.parametrize("suffix", tensor_files.SUFFIXES)
@@ -342,10 +342,10 @@ def test_whole_runs_and_other_wrappings(tmp_path: Path):
         torch.save(
             {"step": 3, "losses": [0.5] * 50, "note": "a\nb\nc", name: state}, tmp_path / "x.pt"
         )
-        found = read_arrays(tmp_path / "x.pt")
-        assert found["W"].is_contiguous()
-        assert not found["W"].requires_grad
-        assert found["half"].dtype == torch.float32
+        tensors = read_arrays(tmp_path / "x.pt")
+        assert tensors["W"].is_contiguous()
+        assert not tensors["W"].requires_grad
+        assert tensors["half"].dtype == torch.float32
     module = torch.nn.Linear(2, 2)
     optimiser = torch.optim.Adam(module.parameters())
     module(torch.ones(2)).sum().backward()
@@ -365,11 +365,11 @@ def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
     np.savez(
         tmp_path / "x.npz", empty=np.zeros((0, 3)), number=np.float32(2), config="text", **kinds
     )
-    found = read_arrays(tmp_path / "x.npz")
+    tensors = read_arrays(tmp_path / "x.npz")
     for name in kinds:
-        assert torch.equal(found[name].double(), torch.from_numpy(values))
-    assert (found["empty"].shape, found["number"].item()) == ((0, 3), 2)
-    assert "config" not in found
+        assert torch.equal(tensors[name].double(), torch.from_numpy(values))
+    assert (tensors["empty"].shape, tensors["number"].item()) == ((0, 3), 2)
+    assert "config" not in tensors
     assert read_text(tmp_path / "x.npz", "config") == "text"
     assert read_text(tmp_path / "x.npz", "other") is None
 

@@ -33,10 +33,10 @@ BESIDE = {
 }
 
 
-def same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
+def same(tensors: State, expected: State) -> None:
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -64,9 +64,9 @@ def test_dictionaries_of_numpys_arrays(tmp_path: Path, protocol: int, kind: str)
     arrays = {"a": array, "t": array.T, "none": array[:0], "loss": np.float32(1)}
     nested = {"net/~/key": {"w": array}, "step": 3}
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(arrays, protocol))
-    found = read_arrays(tmp_path / "x.pkl")
-    assert list(found) == ["a", "t", "none"]
-    for name, tensor in found.items():
+    tensors = read_arrays(tmp_path / "x.pkl")
+    assert list(tensors) == ["a", "t", "none"]
+    for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor.numpy(), arrays[name])
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"params": nested}, protocol))
     assert list(read_arrays(tmp_path / "x.pkl")) == ["net/~/key.w"]
@@ -82,10 +82,10 @@ def test_flax(tmp_path: Path):
     names = {"q": "query", "k": "key", "v": "value", "o": "out"}
     tree = {"params": {"attn": {names[x]: {"kernel": flax_array(a)} for x, a in arrays.items()}}}
     (tmp_path / "x.msgpack").write_bytes(msgpack.packb(tree | {"step": 3}))
-    found = load(
+    checkpoint = load(
         tmp_path / "x.msgpack", score="softmax", scale=HEADS.scale, n_heads=2, columns="x,y"
     )
-    torch.testing.assert_close(found.weights.circuits.QK, HEADS.QK)
+    torch.testing.assert_close(checkpoint.weights.circuits.QK, HEADS.QK)
 
 
 BROKEN = {
@@ -148,17 +148,17 @@ def test_refusals_name_what_it_is(tmp_path: Path, write, words: str):
 def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path):
     known = {f"{x}_proj": torch.randn(6, 6) for x in "qkvo"}
     known |= {"read_in": torch.randn(6, 4), "read_out": torch.randn(1, 6)}
-    said = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
+    hints = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
     with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
-        loaded(tmp_path, {f"{theirs[n]}.weight": t for n, t in known.items()}, **said)
+        loaded(tmp_path, {f"{theirs[n]}.weight": t for n, t in known.items()}, **hints)
     listed = str(refused.value).partition("KNOWN being one of ")[2].removesuffix(".").split(", ")
     assert set(known) <= set(listed)
     assert all(name == "mask" or piece_of(name) for name in listed)
     rows = [f"{mine}={name}" for name, mine in theirs.items()]
-    found = load(tmp_path / "x.pt", map=rows, **said)
+    checkpoint = load(tmp_path / "x.pt", map=rows, **hints)
     torch.save({f"{n}.weight": t for n, t in known.items()}, tmp_path / "y.pt")
-    same(found.weights.tensors, load(tmp_path / "y.pt", **said).weights.tensors)
+    same(checkpoint.weights.tensors, load(tmp_path / "y.pt", **hints).weights.tensors)
 
 
 @pytest.mark.slow
@@ -169,8 +169,8 @@ def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
         "loss_fn.pos_weight": torch.ones(1),
         "attn.tril": torch.ones(9, 9),
     }
-    found = loaded(tmp_path, STATE | buffers, n_heads=2)
-    assert found.assumed["ignored"] == list(buffers)
+    checkpoint = loaded(tmp_path, STATE | buffers, n_heads=2)
+    assert checkpoint.assumed["ignored"] == list(buffers)
 
 
 @pytest.mark.slow

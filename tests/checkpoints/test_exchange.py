@@ -56,12 +56,12 @@ def write_state(file: Path, **changes: Tensor | None) -> Path:
 
 
 def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path):
-    there = load(exchange)
-    assert (there.format, there.assumed, there.step) == ("transformer-lens", {}, 7)
-    assert (there.history, there.snapshots) == (None, {})
-    convert(there, "native", tmp_path / "back")
+    written = load(exchange)
+    assert (written.format, written.assumed, written.step) == ("transformer-lens", {}, 7)
+    assert (written.history, written.snapshots) == (None, {})
+    convert(written, "native", tmp_path / "back")
     back, before = load(tmp_path / "back"), load(native)
-    for checkpoint in (there, back):
+    for checkpoint in (written, back):
         assert_same(checkpoint.weights.circuits, before.weights.circuits)
         assert checkpoint.config == CONFIG
     assert (back.format, back.step) == ("native", 7)
@@ -70,7 +70,7 @@ def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path
     prompts = sample_prompts(CONFIG.task, 32, seed=0)
     expected = predict(before.weights.circuits, prompts)
     assert_close_to_rounding(predict(back.weights.circuits, prompts), expected)
-    assert_close_to_rounding(there.model.predict(prompts), expected)
+    assert_close_to_rounding(written.model.predict(prompts), expected)
 
 
 def test_double_precision_stays(tmp_path: Path):
@@ -96,11 +96,11 @@ def test_files_hold_what_hooked_transformer_asks_for(exchange: Path):
     }
     zero = {name for name, tensor in state.items() if not tensor.any()}
     assert zero == set(state) - {ATTN + name for name in NAMES} - {"unembed.W_U"}
-    said = json.loads((exchange / "transformer_lens.json").read_text())
+    side_car = json.loads((exchange / "transformer_lens.json").read_text())
     expected = {"n_layers": 1, "n_heads": 2, "d_model": 5, "d_head": 4, "d_vocab": 2}
     expected |= {"n_ctx": 1024, "attn_scale": 2.0, "strict_causal": True}
     expected |= {"attention": "softmax", "readout": "y_entries", "format_version": 1, "step": 7}
-    assert {name: said[name] for name in expected} == expected
+    assert {name: side_car[name] for name in expected} == expected
     assert sorted(file.name for file in exchange.iterdir()) == [
         *("load.py", "model.safetensors", "transformer_lens.json")
     ]
@@ -160,8 +160,8 @@ def test_four_tensors_are_enough(tmp_path: Path):
 
 def test_stored_masks(tmp_path: Path):
     ones = torch.ones(16, 16, dtype=torch.bool)
-    said = {ATTN + "IGNORE": torch.tensor(-torch.inf)}
-    strict = load(write_state(tmp_path / "a.pt", **said, **{ATTN + "mask": ones.tril(-1)}))
+    ignored = {ATTN + "IGNORE": torch.tensor(-torch.inf)}
+    strict = load(write_state(tmp_path / "a.pt", **ignored, **{ATTN + "mask": ones.tril(-1)}))
     assert "model.attend_to_self" not in strict.assumed
     # From 3.5.0 on the stored mask is empty.
     empty = load(write_state(tmp_path / "b.pt", **{ATTN + "mask": ones[:0, :0]}))

@@ -227,11 +227,11 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
     torch.testing.assert_close(scaled.weights.circuits.QK, weights.QK * 2 * math.sqrt(3))
     assert "attn_scale" not in scaled.assumed
     if bias:
-        there = weights.with_tensors(
+        scaled_by_hand = weights.with_tensors(
             {"b_Q": weights.b_Q * 2 * math.sqrt(3), "W_Q": weights.W_Q * 2 * math.sqrt(3)}
         )
         y_hat = predict(scaled.weights.circuits, prompts)
-        torch.testing.assert_close(y_hat, predict(there, prompts), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y_hat, predict(scaled_by_hand, prompts), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -270,9 +270,9 @@ def test_half_precision_is_widened_and_other_kinds_are_refused(tmp_path: Path):
     weights = random_heads()
     for dtype in (torch.float16, torch.bfloat16):
         file = saved(tmp_path, weights.to(dtype).tensors)
-        found = load(file).weights.circuits
-        assert found.W_Q.dtype == torch.float32
-        assert torch.equal(found.W_Q, weights.W_Q.to(dtype).float())
+        heads = load(file).weights.circuits
+        assert heads.W_Q.dtype == torch.float32
+        assert torch.equal(heads.W_Q, weights.W_Q.to(dtype).float())
     for dtype in (torch.int32, torch.complex64, torch.bool):
         file = saved(tmp_path, {n: t.to(dtype) for n, t in weights.tensors.items()})
         assert_refused(f"W_Q must hold floating-point numbers, got {dtype}", load, file)
@@ -307,11 +307,15 @@ def test_a_hugging_face_folder(tmp_path: Path, shards: int, key: str):
     module = attention_module(5, width=4, n_heads=2, bias=True)
     file = saved(tmp_path, module.state_dict())
     folder = hugging_face(tmp_path / "hf", {key: 2}, module.state_dict(), shards=shards)
-    expected, found = load(file, n_heads=2), load(folder)
-    assert (found.format, found.path, found.name) == ("torch-attention", folder, "hf")
-    assert_same(found.weights, expected.weights)
+    expected, checkpoint = load(file, n_heads=2), load(folder)
+    assert (checkpoint.format, checkpoint.path, checkpoint.name) == (
+        "torch-attention",
+        folder,
+        "hf",
+    )
+    assert_same(checkpoint.weights, expected.weights)
     assert_refused("n_heads must be the file's 2, got 4", load, folder, n_heads=4)
-    convert(found, "native", tmp_path / "native")
+    convert(checkpoint, "native", tmp_path / "native")
     assert load(tmp_path / "native").format == "native"
 
 

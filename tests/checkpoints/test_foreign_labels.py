@@ -39,18 +39,18 @@ DOUBTS = {
 
 @pytest.mark.parametrize("named", DOUBTS)
 def test_a_settled_choice_that_predicts_nothing_is_doubted(tmp_path: Path, named: str):
-    change, said = DOUBTS[named]
+    change, decides = DOUBTS[named]
     state = softmax_paper_state(heads_of("softmax-h2-s0"))
     file = saved(tmp_path, {name: change(name, t) for name, t in state.items()})
-    found = load(file)
-    assert found.format == "softmax-paper"
-    assert [each.predicts for each in found.readings] == [False, True]
+    checkpoint = load(file)
+    assert checkpoint.format == "softmax-paper"
+    assert [each.predicts for each in checkpoint.readings] == [False, True]
     option = f"--{named}"
-    assert f"{named} predicts" in found.assumed["doubt"]
-    result = classify(found, **FEW)
+    assert f"{named} predicts" in checkpoint.assumed["doubt"]
+    result = classify(checkpoint, **FEW)
     assert result.pattern == "undetermined"
     assert result.reason.endswith(option)
-    told = load(file, **said)
+    told = load(file, **decides)
     assert not told.readings
     assert classify(told, **FEW).pattern == "debiased_gd"
 
@@ -96,16 +96,16 @@ def test_the_loss_tells_where_the_norms_of_an_encoder_are(
 ):
     model, task = encoder_with_a_read_out(norm_first=norm_first, activation=activation)
     file = saved(tmp_path, model.state_dict())
-    found = load(file, n_heads=4, task={"context_length": 20, "noise_var": 0.0})
-    assert found.format == "torch-encoder"
-    assert found.assumed["model.norm"] == ("before" if norm_first else "after")
-    assert found.assumed["model.activation"] == activation
-    assert found.assumed["model.context_only"] is True
-    assert found.readings[0].predicts
+    checkpoint = load(file, n_heads=4, task={"context_length": 20, "noise_var": 0.0})
+    assert checkpoint.format == "torch-encoder"
+    assert checkpoint.assumed["model.norm"] == ("before" if norm_first else "after")
+    assert checkpoint.assumed["model.activation"] == activation
+    assert checkpoint.assumed["model.context_only"] is True
+    assert checkpoint.readings[0].predicts
     prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
     with torch.no_grad():
         output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
-    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(checkpoint.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
 
 
 # Widths, columns and matrices that no format has.
@@ -113,29 +113,27 @@ def test_the_loss_tells_where_the_norms_of_an_encoder_are(
 
 def values_of_one_column(weights: AttentionWeights) -> State:
     """Queries and keys of width 6, values of width 1: OV of a head with one response has rank 1."""
-    found = matrices(weights)
-    found["v"] = weights.OV[..., 0]
-    found["o"] = pad(torch.ones(1, weights.n_heads), (0, 0, weights.d_x, 0))
-    return {
-        f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in found.items()
-    }
+    rows = matrices(weights)
+    rows["v"] = weights.OV[..., 0]
+    rows["o"] = pad(torch.ones(1, weights.n_heads), (0, 0, weights.d_x, 0))
+    return {f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in rows.items()}
 
 
 def test_values_narrower_than_queries(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
     file = saved(tmp_path, values_of_one_column(weights))
-    found = load(file, n_heads=2, score="softmax")
-    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
-    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
-    assert classify(found, **FEW).pattern == "debiased_gd"
+    checkpoint = load(file, n_heads=2, score="softmax")
+    torch.testing.assert_close(checkpoint.weights.circuits.QK, weights.QK)
+    torch.testing.assert_close(checkpoint.weights.circuits.OV, weights.OV)
+    assert classify(checkpoint, **FEW).pattern == "debiased_gd"
 
 
 def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     """Queries of 6 and values of 7 rows have no other common number of heads than one."""
     weights = heads_of("softmax-h1-s0")
-    found = matrices(weights)
-    found["v"], found["o"] = pad(found["v"], (0, 0, 0, 1)), pad(found["o"], (0, 1))
-    state = {f"layers.0.W_{x}.weight": tensor for x, tensor in found.items()}
+    rows = matrices(weights)
+    rows["v"], rows["o"] = pad(rows["v"], (0, 0, 0, 1)), pad(rows["o"], (0, 1))
+    state = {f"layers.0.W_{x}.weight": tensor for x, tensor in rows.items()}
     read = loaded(tmp_path, state, score="softmax")
     torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
     torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
@@ -145,13 +143,17 @@ def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
 def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
     np.save(tmp_path / "W.npy", pad(0.8 * torch.eye(5), (0, room, 0, room)).double().numpy())
     hints = {"d_x": 5} if room else {}
-    found = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
-    assert (found.format, found.task.d_x, found.config.model.score) == ("one-matrix", 5, "linear/L")
-    prompts = sample_prompts(found.task, 8, seed=0, dtype=torch.float64)
+    checkpoint = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
+    assert (checkpoint.format, checkpoint.task.d_x, checkpoint.config.model.score) == (
+        "one-matrix",
+        5,
+        "linear/L",
+    )
+    prompts = sample_prompts(checkpoint.task, 8, seed=0, dtype=torch.float64)
     step = torch.einsum("blx,bly->bxy", prompts.x, prompts.y) / prompts.x.shape[1]
     expected = 0.8 * torch.einsum("bx,bxy->by", prompts.x_query, step)
-    torch.testing.assert_close(found.predictor.predict(prompts), expected)
-    assert classify(found, **FEW).pattern == "linear_gd"
+    torch.testing.assert_close(checkpoint.predictor.predict(prompts), expected)
+    assert classify(checkpoint, **FEW).pattern == "linear_gd"
 
 
 def test_a_matrix_far_from_the_identity_is_no_gradient_step(tmp_path: Path):
@@ -194,21 +196,24 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
         f"{own}={known}" for known, own in theirs.items() if own not in ("mixer", "narrow", "widen")
     ]
     rows += ["three=qkv", "back=o_proj", "widen=linear1", "narrow=linear2", "clock=pos_emb"]
-    said = {"context_length": 20, "noise_var": 0.0}
-    found = load(file, n_heads=4, map=rows, task=said, score="softmax")
-    assert (found.assumed["model.norm"], found.assumed["model.context_only"]) == ("before", True)
+    law = {"context_length": 20, "noise_var": 0.0}
+    checkpoint = load(file, n_heads=4, map=rows, task=law, score="softmax")
+    assert (checkpoint.assumed["model.norm"], checkpoint.assumed["model.context_only"]) == (
+        "before",
+        True,
+    )
     prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
     with torch.no_grad():
         output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
-    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(checkpoint.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_spellings_of_published_code(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
-    found = matrices(weights)
+    rows = matrices(weights)
     words = {"q": "query_mat", "k": "key_mat", "v": "value_mat", "o": "out_mat"}
-    state = {f"attention.{words[x]}.weight": tensor for x, tensor in found.items()}
+    state = {f"attention.{words[x]}.weight": tensor for x, tensor in rows.items()}
     read = loaded(tmp_path, state, n_heads=2, score="softmax")
     torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
     mlp = {
@@ -249,8 +254,8 @@ import sys, time, torch
 from mechinterp import load
 from mechinterp.memory import peak_memory
 start = time.process_time()
-found = load(sys.argv[1], n_heads=2)
-print(len(found.readings), time.process_time() - start, peak_memory() / 1024)
+checkpoint = load(sys.argv[1], n_heads=2)
+print(len(checkpoint.readings), time.process_time() - start, peak_memory() / 1024)
 """
 
 

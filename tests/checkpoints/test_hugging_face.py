@@ -37,5 +37,5 @@ def test_safetensors_loads_every_tensor_strictly():
     missing, unexpected = load_model(checkpoint.model, checkpoint.path / "model.safetensors")
     assert not missing
     assert not unexpected
-    found = checkpoint.model.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    state = checkpoint.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

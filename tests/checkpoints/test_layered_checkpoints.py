@@ -77,8 +77,13 @@ def test_what_the_reader_says_of_the_task_holds():
     checkpoint = read(garg().state_dict(), n_heads=4, task=task)
     assert (checkpoint.task.noise_var, checkpoint.task.context_length) == (0.5, 9)
     assert checkpoint.task.covariance.rho == 0.3
-    said = {"task.noise_var", "task.context_length", "task.covariance.kind", "task.covariance.rho"}
-    assert not said & set(checkpoint.assumed)
+    stated = {
+        "task.noise_var",
+        "task.context_length",
+        "task.covariance.kind",
+        "task.covariance.rho",
+    }
+    assert not stated & set(checkpoint.assumed)
     assert checkpoint.assumed["task.beta_var"] == 1
 
 
@@ -121,8 +126,8 @@ def test_encoders_under_several_names(stem: str):
     source = stack.layers if numbered else stack.layers[0]
     state = {stem + name: tensor for name, tensor in source.state_dict().items()}
     open_norm = stem == "encoder."
-    said = {} if open_norm else {"attend_to_self": True, "model": RELU}
-    checkpoint = read(state, n_heads=2, **said)
+    hints = {} if open_norm else {"attend_to_self": True, "model": RELU}
+    checkpoint = read(state, n_heads=2, **hints)
     assert checkpoint.weights.n_layers == (2 if numbered else 1)
     assert (checkpoint.format, checkpoint.task.d_x, checkpoint.task.d_y) == ("torch-encoder", 3, 1)
     assert checkpoint.task == TaskConfig(d_x=3)
@@ -214,11 +219,11 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
     }.items():
         out = tmp_path / (f"{name}.npz" if target == "npz" else name)
         convert(written, target, out)
-        found = load(out)
-        assert found.config == written.config
-        assert found.assumed == json.loads(json.dumps(dict(written.assumed)))
-        assert_same(found.weights, written.weights)
-        assert "task.noise_var" in found.assumed
+        checkpoint = load(out)
+        assert checkpoint.config == written.config
+        assert checkpoint.assumed == json.loads(json.dumps(dict(written.assumed)))
+        assert_same(checkpoint.weights, written.weights)
+        assert "task.noise_var" in checkpoint.assumed
         assert_refused("it is not overwritten", convert, written, target, out)
         assert_refused("only for files that do not state theirs", load, out, attend_to_self=True)
         with pytest.raises(
@@ -235,10 +240,10 @@ def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_text(json.dumps(document))
     save_file(state, tmp_path / "old" / "model.safetensors")
-    found = load(tmp_path / "old")
-    assert (found.config, found.assumed) == (expected.config, expected.assumed)
-    assert {"task.noise_var", "model.norm_eps"} <= set(found.assumed)
-    assert_same(found.weights, expected.weights)
+    checkpoint = load(tmp_path / "old")
+    assert (checkpoint.config, checkpoint.assumed) == (expected.config, expected.assumed)
+    assert {"task.noise_var", "model.norm_eps"} <= set(checkpoint.assumed)
+    assert_same(checkpoint.weights, expected.weights)
     other = load(tmp_path / "old", task={"context_length": 5}, d_y=2, attend_to_self=False)
     assert (other.task.context_length, other.task.covariance.rho) == (5, 0.3)
     with pytest.raises(CheckpointError, match="attend_to_self must be the file's False, got True"):
@@ -280,18 +285,20 @@ def test_info_of_a_layered_checkpoint():
 
 
 def test_what_the_reader_says_of_the_architecture():
-    said = read(encoder(4).state_dict(), n_heads=2, model={"norm": "before", "activation": "gelu"})
-    model = said.config.model
+    checkpoint = read(
+        encoder(4).state_dict(), n_heads=2, model={"norm": "before", "activation": "gelu"}
+    )
+    model = checkpoint.config.model
     assert (model.norm, model.activation) == ("before", "gelu")
-    assert not {"model.norm", "model.activation"} & said.assumed.keys()
+    assert not {"model.norm", "model.activation"} & checkpoint.assumed.keys()
     with pytest.raises(CheckpointError, match="residual must be the file's True, got False"):
         read(garg().state_dict(), n_heads=4, model={"residual": False})
 
 
 def test_a_norm_without_a_bias_is_read():
     state = {f"enc.{name}": t for name, t in encoder(4).layers[0].state_dict().items()}
-    found = read(changed(state, **{"enc.norm1.bias": None}), n_heads=2)
-    assert not found.weights.tensors["ln1.b"][0].any()
+    checkpoint = read(changed(state, **{"enc.norm1.bias": None}), n_heads=2)
+    assert not checkpoint.weights.tensors["ln1.b"][0].any()
 
 
 @pytest.mark.parametrize(

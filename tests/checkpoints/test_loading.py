@@ -100,8 +100,8 @@ def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tm
     exchange = tmp_path / "all" / "exchange"
     convert(load(native), "transformer-lens", exchange)
     (tmp_path / "all" / "notes").mkdir()
-    found = checkpoint_paths([tmp_path / "all", state, exchange, native, tmp_path / "gone"])
-    assert found == [exchange, native, state, exchange, native, tmp_path / "gone"]
+    paths = checkpoint_paths([tmp_path / "all", state, exchange, native, tmp_path / "gone"])
+    assert paths == [exchange, native, state, exchange, native, tmp_path / "gone"]
     alone = tmp_path / "all" / "alone"
     alone.mkdir()
     shutil.copy(state, alone)

@@ -116,8 +116,8 @@ def test_what_is_no_weight_costs_nothing(tmp_path: Path, junk: bytes):
     state = in_state(called(TENSOR, WORD + b"K\0K\2K\2\x86K\1K\2\x86\x89)"))
     pickled = b"}X\x05\0\0\0model" + state + b"sX\x03\0\0\0log" + junk + b"s"
     with little():
-        found = read_arrays(archive(tmp_path / "x.pth", pickled))
-    assert torch.equal(found["W"], torch.ones(2, 2))
+        tensors = read_arrays(archive(tmp_path / "x.pth", pickled))
+    assert torch.equal(tensors["W"], torch.ones(2, 2))
 
 
 class Trainer:
@@ -146,10 +146,10 @@ def test_what_else_a_run_holds_is_passed_over(tmp_path: Path, protocol: int):
         "model": state,
     }
     torch.save(run, tmp_path / "x.pth", pickle_protocol=protocol)
-    found = read_arrays(tmp_path / "x.pth")
-    assert list(found) == ["W", "b"]
-    assert torch.equal(found["W"], state["W"])
-    assert torch.equal(found["b"], state["b"].float())
+    tensors = read_arrays(tmp_path / "x.pth")
+    assert list(tensors) == ["W", "b"]
+    assert torch.equal(tensors["W"], state["W"])
+    assert torch.equal(tensors["b"], state["b"].float())
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -164,11 +164,11 @@ def test_plain_values_are_those_that_were_pickled(protocol: int):
         "g": b"x" * 3,
     }
     values |= {"h": (1, ("a", 300)), "i": 70_000, "j": {"k": {}}, "l": 255}
-    found = read_pickle(pickle.dumps(values, protocol))
+    value = read_pickle(pickle.dumps(values, protocol))
     if protocol == 2:  # which has no bytes
-        assert found.pop("g") == Encoded("xxx")
+        assert value.pop("g") == Encoded("xxx")
         values.pop("g")
-    assert found == values
+    assert value == values
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_tensors_of_every_kind_and_layout(tmp_path: Path, dtype: torch.dtype):
         "parameter": torch.nn.Parameter(numbers[:4], requires_grad=False),
     }
     torch.save(state, tmp_path / "x.pth")
-    found = read_arrays(tmp_path / "x.pth")
+    tensors = read_arrays(tmp_path / "x.pth")
     expected = torch.load(tmp_path / "x.pth", weights_only=True)
-    assert list(found) == list(state)
+    assert list(tensors) == list(state)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
-        assert found[name].dtype == (
+        assert torch.equal(tensors[name], tensor.to(tensors[name].dtype)), name
+        assert tensors[name].dtype == (
             torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point else dtype
         )
 
@@ -203,14 +203,14 @@ def test_tensors_of_every_kind_and_layout(tmp_path: Path, dtype: torch.dtype):
 def test_the_byte_order_of_another_machine(tmp_path: Path):
     stream = io.BytesIO()
     torch.save({"W": torch.tensor([1.5, -2.0])}, stream)
-    with zipfile.ZipFile(stream) as there, zipfile.ZipFile(tmp_path / "x.pth", "w") as here:
-        for name in there.namelist():
-            data = there.read(name)
+    with zipfile.ZipFile(stream) as source, zipfile.ZipFile(tmp_path / "x.pth", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
             if name.endswith("byteorder"):
                 data = b"big" if sys.byteorder == "little" else b"little"
             elif "/data/" in name:
                 data = np.frombuffer(data, "<f4").byteswap().tobytes()
-            here.writestr(name, data)
+            target.writestr(name, data)
     assert read_arrays(tmp_path / "x.pth")["W"].tolist() == [1.5, -2.0]
 
 
@@ -257,6 +257,6 @@ def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
 def test_a_tensor_is_a_place():
     storage, shape, strides = WORD, b"K\2K\2\x86", b"K\1K\2\x86"
     pickled = called(TENSOR, storage + b"K\0" + shape + strides) + b"."
-    found = read_pickle(pickled)
-    assert isinstance(found, StoredTensor)
-    assert (found.storage.key, found.shape, found.strides) == ("0", (2, 2), (1, 2))
+    value = read_pickle(pickled)
+    assert isinstance(value, StoredTensor)
+    assert (value.storage.key, value.shape, value.strides) == ("0", (2, 2), (1, 2))
