@@ -12,6 +12,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
+from mechinterp.models.heads import AttentionWeights
 
 
 def saved(folder: Path, state: object) -> Path:
@@ -49,3 +50,9 @@ def assert_refused(
         read(*arguments, **hints)
     assert str(error.value).isprintable()
     return str(error.value)
+
+
+def assert_same_circuits(actual: AttentionWeights, expected: AttentionWeights) -> None:
+    """Equal QK and OV circuits but for rounding."""
+    torch.testing.assert_close(actual.QK, expected.QK)
+    torch.testing.assert_close(actual.OV, expected.OV)

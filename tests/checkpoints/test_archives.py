@@ -7,7 +7,6 @@ import resource
 import struct
 import time
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, printable
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.load import load
 from tests.checkpoints.files import assert_refused
 
@@ -65,6 +63,19 @@ def repacked(file: Path, change: Callable[[str, bytes], bytes], method: int = 0)
     with zipfile.ZipFile(stream) as source, zipfile.ZipFile(file, "w", method) as target:
         for entry in source.infolist():
             target.writestr(entry.filename, change(entry.filename, source.read(entry)))
+
+
+def asking(module: str, name: str, *arguments: object) -> Write:
+    return lambda file: with_pickle(file, asks(module, name, *arguments))
+
+
+def pickled(value: bytes) -> Write:
+    return lambda file: with_pickle(file, b"\x80\x02" + value)
+
+
+def objects(save: Callable[[Path, np.ndarray], None]) -> Write:
+    """numpy's file of an object that runs code when it is read."""
+    return lambda file: save(file, np.array([Touch(file.with_name("ran"))], dtype=object))
 
 
 def with_pickle(file: Path, pickled: bytes) -> None:
@@ -181,34 +192,19 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
         lambda f: torch.save({"W": torch.ones(1)}, f, _use_new_zipfile_serialization=False),
         r"save it again with PyTorch >= 1\.6",
     ),
-    "pickled npz": (
-        ".npz",
-        lambda f: np.savez(f, W_Q=np.array([Touch(f.with_name("ran"))], dtype=object)),
-        "W_Q must hold plain numbers, got object",
-    ),
-    "eval": (".pt", lambda f: with_pickle(f, asks("builtins", "eval", "1")), "asks for builtins.eval"),
-    "system": (".pt", lambda f: with_pickle(f, asks("os", "system", "true")), "asks for os.system"),
-    "bytearray": (
-        ".pt",
-        lambda f: with_pickle(f, asks("builtins", "bytearray", 2**33)),
-        "asks for builtins.bytearray",
-    ),
-    "encode": (
-        ".pt",
-        lambda f: with_pickle(f, asks("_codecs", "encode", "x", "hex")),
-        "asks for _codecs.encode",
-    ),
-    "tensor of a size": (
-        ".pt",
-        lambda f: with_pickle(f, asks("torch", "Tensor", 2**33)),
-        r"asks for torch\.Tensor",
-    ),
+    "pickled npz": (".npz", objects(np.savez), "arr_0 must hold plain numbers, got object"),
+    "pickled npy": (".npy", objects(np.save), "must hold plain numbers, got object"),
+    "eval": (".pt", asking("builtins", "eval", "1"), "asks for builtins.eval"),
+    "system": (".pt", asking("os", "system", "true"), "asks for os.system"),
+    "bytearray": (".pt", asking("builtins", "bytearray", 2**33), "asks for builtins.bytearray"),
+    "encode": (".pt", asking("_codecs", "encode", "x", "hex"), "asks for _codecs.encode"),
+    "tensor of a size": (".pt", asking("torch", "Tensor", 2**33), r"asks for torch\.Tensor"),
     "long storage": (".pt", lambda f: repacked(f, longer), "data/0 must have 4194304 bytes, got 16"),
-    "long pickle": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 13_000_000), "got a pickle of 13000002 bytes"),
-    "many opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"}" * 5_900_000), "more than 300000 steps"),
-    "hidden opcodes": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"KG}}}}}}}}" * 100_000), "more than 300000 steps"),
-    "no opcode": (".pt", lambda f: with_pickle(f, b"\x80\x02\xff"), "got no pickle"),
-    "deep pickle": (".pt", lambda f: with_pickle(f, b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."), "state dict"),
+    "long pickle": (".pt", pickled(b"}" * 13_000_000), "got a pickle of 13000002 bytes"),
+    "many opcodes": (".pt", pickled(b"}" * 5_900_000), "more than 300000 steps"),
+    "hidden opcodes": (".pt", pickled(b"KG}}}}}}}}" * 100_000), "more than 300000 steps"),
+    "no opcode": (".pt", pickled(b"\xff"), "got no pickle"),
+    "deep pickle": (".pt", pickled(b"]" * 100_000 + b"a" * 99_999 + b"."), "state dict"),
     "view of 2**40": (".pt", saves(lambda: {"W_Q": torch.ones(1).expand(2**40)}), "must lie in 4398046511104 bytes, got 4"),
     "views of one": (
         ".pt",
@@ -228,11 +224,6 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "lzma": (".pt", lambda f: repacked(f, lambda _, d: d, zipfile.ZIP_LZMA), "stored or deflated, got compression 14"),
     "no pickle": (".pt", npz(b"x", name="archive/data/0"), "got an archive with 0 pickles"),
     "not an array": (".npz", npz(b"x", name="W_Q.txt"), r"must hold \.npy arrays, got W_Q\.txt"),
-    "pickled npy": (
-        ".npy",
-        lambda f: np.save(f, np.array([Touch(f.with_name("ran"))], dtype=object), allow_pickle=True),
-        "must hold plain numbers, got object",
-    ),
     "npy noise": (".npz", npz(b"x"), "not a readable npz file"),
     "npy of 2**40": (".npz", npz(npy("(1099511627776,)")), "must lie in 4398046511104 bytes, got 0"),
     "npy of nothing": (".npz", npz(npy("(0, 1099511627776)", data=b"x")), "must lie in 0 bytes, got 1"),
@@ -334,25 +325,6 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_small_archive_that_is_deflated_is_read(tmp_path: Path):
     repacked(tmp_path / "x.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
     assert torch.equal(read_arrays(tmp_path / "x.pt")["W"], torch.ones(4))
-
-
-def test_whole_runs_and_other_wrappings(tmp_path: Path):
-    state = OrderedDict(W=torch.nn.Parameter(torch.ones(2, 3).T), half=torch.ones(2).half())
-    for name in WRAPPERS:
-        torch.save(
-            {"step": 3, "losses": [0.5] * 50, "note": "a\nb\nc", name: state}, tmp_path / "x.pt"
-        )
-        tensors = read_arrays(tmp_path / "x.pt")
-        assert tensors["W"].is_contiguous()
-        assert not tensors["W"].requires_grad
-        assert tensors["half"].dtype == torch.float32
-    module = torch.nn.Linear(2, 2)
-    optimiser = torch.optim.Adam(module.parameters())
-    module(torch.ones(2)).sum().backward()
-    optimiser.step()
-    run = {"model_state_dict": module.state_dict(), "optimizer": optimiser.state_dict()}
-    torch.save(run, tmp_path / "run.pt")
-    assert list(read_arrays(tmp_path / "run.pt")) == ["weight", "bias"]
 
 
 def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):

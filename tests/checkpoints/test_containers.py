@@ -47,11 +47,30 @@ def test_what_lies_beside_the_weights(tmp_path: Path, ending: str, protocol: int
     same(read_arrays(file), STATE)
 
 
+class Trainer:
+    """Pickled by its name and its attributes."""
+
+    def __init__(self) -> None:
+        self.step = 3
+
+
+LOGGED = {
+    "trainer": Trainer(),
+    "dtype": torch.float32,
+    "size": torch.Size((2, 3)),
+    "seen": {1, 2},
+    "fixed": frozenset((1,)),
+    "both": slice(1, 2),
+    "by pair": {(1, 2): 3.0, 0.5: None, None: 10**30, 3: b"x", True: -1},
+    "log": [{"omega": torch.ones(3)}, (1, (2, (3, (4,))))],
+    "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(3)}}, "groups": [{"lr": 0.1}]},
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers(tmp_path: Path, name: str):
-    optimiser = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
-    run = BESIDE | {name: STATE, "optimizer_state_dict": optimiser}
-    torch.save(run, tmp_path / "x.pt")
+def test_wrappers(tmp_path: Path, name: str, protocol: int):
+    torch.save(BESIDE | LOGGED | {name: STATE}, tmp_path / "x.pt", pickle_protocol=protocol)
     same(read_arrays(tmp_path / "x.pt"), STATE)
     torch.save({"checkpoint": 1, "state": {name: STATE}}, tmp_path / "x.pt")
     same(read_arrays(tmp_path / "x.pt"), STATE)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
-from tests.checkpoints.files import loaded, saved
+from tests.checkpoints.files import assert_same_circuits, loaded, saved
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import State, matrices
 from tests.conftest import CHECKPOINTS
@@ -123,8 +124,7 @@ def test_values_narrower_than_queries(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
     file = saved(tmp_path, values_of_one_column(weights))
     checkpoint = load(file, n_heads=2, score="softmax")
-    torch.testing.assert_close(checkpoint.weights.circuits.QK, weights.QK)
-    torch.testing.assert_close(checkpoint.weights.circuits.OV, weights.OV)
+    assert_same_circuits(checkpoint.weights.circuits, weights)
     assert classify(checkpoint, **FEW).pattern == "debiased_gd"
 
 
@@ -135,8 +135,7 @@ def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     rows["v"], rows["o"] = pad(rows["v"], (0, 0, 0, 1)), pad(rows["o"], (0, 1))
     state = {f"layers.0.W_{x}.weight": tensor for x, tensor in rows.items()}
     read = loaded(tmp_path, state, score="softmax")
-    torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
-    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
+    assert_same_circuits(read.weights.circuits, weights)
 
 
 @pytest.mark.parametrize("room", [0, 1])
@@ -209,42 +208,13 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_spellings_of_published_code(tmp_path: Path):
-    weights = heads_of("softmax-h2-s0")
-    rows = matrices(weights)
-    words = {"q": "query_mat", "k": "key_mat", "v": "value_mat", "o": "out_mat"}
-    state = {f"attention.{words[x]}.weight": tensor for x, tensor in rows.items()}
-    read = loaded(tmp_path, state, n_heads=2, score="softmax")
-    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
-    mlp = {
-        "mlp.W": torch.ones(8, 6),
-        "mlp.b": torch.ones(8),
-        "mlp.Wp": torch.ones(6, 8),
-        "mlp.bp": torch.ones(6),
-    }
-    read = loaded(tmp_path, state | mlp, n_heads=2, score="softmax", attend_to_self=False)
-    assert torch.equal(read.weights.tensors["mlp.b_in"][0], torch.ones(8))
-    assert read.weights.tensors["mlp.b_out"].sum() == 6
-    ends = {
-        "front_linear.weight": torch.ones(6, 4),
-        "front_linear.bias": torch.ones(6),
-        "output_layer.weight": torch.ones(1, 6),
-    }
-    ends |= {"pos_encoder.pe": torch.zeros(50, 1, 6)}
-    read = load(
-        saved(tmp_path, state | ends), n_heads=2, score="softmax", model={"layout": "pairs"}
-    )
-    assert read.config.model.n_positions == 50
-    assert torch.equal(read.weights.tensors["b_in"], torch.ones(6))
-    embedding = {
-        "embedding.weight": torch.ones(6, 4),
-        "embedding.bias": torch.ones(6),
-        "decoder.weight": torch.ones(1, 6),
-    }
-    read = load(
-        saved(tmp_path, state | embedding), n_heads=2, score="softmax", model={"layout": "pairs"}
-    )
-    assert torch.equal(read.weights.tensors["W_in"], torch.ones(4, 6))
+def test_an_embedding_with_a_bias_is_a_read_in(tmp_path: Path):
+    state = {f"attention.to_{x}.weight": torch.ones(6, 6) for x in ("q", "k", "v", "out")}
+    state |= {"embedding.weight": torch.ones(6, 4), "embedding.bias": torch.ones(6)}
+    state |= {"decoder.weight": torch.ones(1, 6)}
+    checkpoint = loaded(tmp_path, state, n_heads=2, score="softmax", model={"layout": "pairs"})
+    assert torch.equal(checkpoint.weights.tensors["W_in"], torch.ones(4, 6))
+    assert torch.equal(checkpoint.weights.tensors["b_in"], torch.ones(6))
 
 
 # Bounds.
@@ -263,16 +233,11 @@ print(len(checkpoint.readings), time.process_time() - start, peak_memory() / 102
 def test_64_choices_take_less_than_a_gigabyte_and_20_seconds(tmp_path: Path):
     width, state = 64, {}
     generator = torch.Generator().manual_seed(0)
-    for layer in range(4):
-        for x, shape in {"q": 1, "k": 1, "v": 1, "proj": 1, "mlp.0": 4, "mlp.2": 0.25}.items():
-            rows, columns = (
-                (width * 4, width) if shape == 4 else (width, width * 4 if shape < 1 else width)
-            )
-            state[f"blocks.{layer}.{x}.weight"] = (
-                torch.randn(rows, columns, generator=generator) / 8
-            )
-        for norm in ("ln1", "ln2"):
-            state[f"blocks.{layer}.{norm}.weight"] = torch.ones(width)
+    shapes = dict.fromkeys(("q", "k", "v", "proj"), (width, width))
+    shapes |= {"mlp.0": (4 * width, width), "mlp.2": (width, 4 * width)}
+    for layer, (x, shape) in product(range(4), shapes.items()):
+        state[f"blocks.{layer}.{x}.weight"] = torch.randn(shape, generator=generator) / 8
+    state |= {f"blocks.{n}.ln{i}.weight": torch.ones(width) for n in range(4) for i in (1, 2)}
     state |= {"read_in.weight": torch.randn(width, 6, generator=generator)}
     state |= {"read_out.weight": torch.randn(1, width, generator=generator)}
     file = saved(tmp_path, state)

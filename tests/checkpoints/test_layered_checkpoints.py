@@ -19,8 +19,6 @@ from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.report.header import dumps
-from mechinterp.report.info import info_document
 from tests.checkpoints.files import assert_refused
 from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
@@ -272,18 +270,6 @@ def test_a_scale_that_such_layers_have_is_taken():
     assert read(encoder(4).state_dict(), **hints).weights.n_heads == 1
 
 
-@pytest.mark.slow
-def test_info_of_a_layered_checkpoint():
-    document = info_document(read(garg().state_dict(), n_heads=4))
-    assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
-    assert (document["d_x"], document["d_y"], document["history_rows"]) == (3, 1, 0)
-    assert document["experiment"]["task"]["context_length"] == 6
-    assert document["experiment"]["model"]["norm"] == "before"
-    assert document["weights"]["blocks.2.attn.W_Q"] == [4, 16, 4]
-    assert "blocks.2.hook_mlp_out" in [hook["name"] for hook in document["hooks"]]
-    assert '"name": "x.pt"' in dumps(document)
-
-
 def test_what_the_reader_says_of_the_architecture():
     checkpoint = read(
         encoder(4).state_dict(), n_heads=2, model={"norm": "before", "activation": "gelu"}
@@ -332,15 +318,6 @@ def test_heads_must_be_a_whole_number(value: object):
         CheckpointError, match="n_head, stated beside it, must be an integer >= 1, got"
     ):
         read(garg().state_dict(), settings={"n_head": value})
-
-
-@pytest.mark.parametrize("n_head", [2, 4])
-def test_the_number_of_heads_is_in_a_config_beside_the_weights(tmp_path: Path, n_head: int):
-    torch.save(garg().state_dict(), tmp_path / "state.pt")
-    config = f"inherit: [base.yaml]\nmodel:\n  family: gpt2\n  n_head: {n_head}\n  n_layer: 2\n"
-    (tmp_path / "config.yaml").write_text(config)
-    assert load(tmp_path / "state.pt").config.model.n_heads == n_head
-    assert_refused("n_heads must be the file's ", load, tmp_path / "state.pt", n_heads=1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from mechinterp.checkpoints.foreign.names import ROWS, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import parts_of
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
@@ -339,25 +338,6 @@ def test_two_norms_without_an_mlp(tmp_path: Path):
     torch.save(state | ones, tmp_path / "x.pt")
     joined = {"positions": "none", "norm": "before", "layout": "in_turn", "activation": "relu"}
     require_same_predictions(tmp_path / "x.pt", weights, model=joined)
-
-
-@pytest.mark.slow
-def test_too_much_left_open(tmp_path: Path):
-    weights = random_weights(replace(MODELS["GPT"], n_positions=None))
-    state = written(weights, SPELLINGS["minGPT"])
-    bare = {n.removesuffix(".weight") if ".attn." in n else n: t for n, t in state.items()}
-    bare = {n: t for n, t in bare.items() if not n.endswith("attn.bias")}
-    with pytest.raises(CheckpointError, match=r"at most 64 readings .* say some of --orientation"):
-        loaded(tmp_path, bare, n_heads=2)
-
-
-def test_a_config_beside_layers_states_the_context(tmp_path: Path):
-    weights = random_weights(replace(MODELS["GPT"], n_positions=None))
-    torch.save(written(weights, SPELLINGS["minGPT"]), tmp_path / "x.pt")
-    yaml = "model:\n  n_head: 2\ntraining:\n  curriculum:\n    points:\n      end: 12\n"
-    (tmp_path / "config.yaml").write_text(yaml)
-    checkpoint = load(tmp_path / "x.pt", score="softmax", model=JOINED)
-    assert (checkpoint.task.context_length, checkpoint.config.model.n_heads) == (11, 2)
 
 
 def behind_an_mlp(name: str) -> State:

@@ -15,6 +15,7 @@ from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import assert_same_circuits
 
 pytestmark = pytest.mark.usefixtures("small_null")
 N_PROMPTS = 128
@@ -108,8 +109,7 @@ def test_y_as_the_first_column(tmp_path: Path):
     file = as_circuits(shipped_pair.weights.circuits, tmp_path / "y.npz", y_first=True)
     checkpoint = load(file, score="softmax")
     assert checkpoint.assumed["model.columns"] == "y,x"
-    torch.testing.assert_close(checkpoint.weights.circuits.QK, shipped_pair.weights.circuits.QK)
-    torch.testing.assert_close(checkpoint.weights.circuits.OV, shipped_pair.weights.circuits.OV)
+    assert_same_circuits(checkpoint.weights.circuits, shipped_pair.weights.circuits)
     assert classify(checkpoint).pattern == "debiased_gd"
     told = load(file, score="softmax", columns="y,x")
     assert not any("columns" in reading.said for reading in told.readings)
@@ -126,8 +126,7 @@ def test_wide_weights_with_y_first(tmp_path: Path):
     turned = {n: t.roll(-weights.d_x, axes[n]).contiguous() for n, t in state.items()}
     save_file(turned, tmp_path / "wide.safetensors")
     checkpoint = load(tmp_path / "wide.safetensors", score="softmax", columns="y,x")
-    torch.testing.assert_close(checkpoint.weights.circuits.OV, weights.OV)
-    torch.testing.assert_close(checkpoint.weights.circuits.QK, weights.QK)
+    assert_same_circuits(checkpoint.weights.circuits, weights)
 
 
 def test_scale_is_told_by_the_loss(tmp_path: Path):

@@ -22,7 +22,7 @@ from mechinterp.cli.hints import hints_of
 from mechinterp.cli.main import app
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from tests.checkpoints.files import assert_refused, loaded
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 
@@ -295,8 +295,7 @@ def test_columns_of_positions_under_torchs_names(tmp_path: Path):
     )
     checkpoint, haiku = load(tmp_path / "x.pt", **HAIKU), load(tmp_path / "params.pkl", **HAIKU)
     assert checkpoint.assumed["model.output_column"] == WIDTH - 1
-    torch.testing.assert_close(checkpoint.weights.circuits.QK, haiku.weights.circuits.QK)
-    torch.testing.assert_close(checkpoint.weights.circuits.OV, haiku.weights.circuits.OV)
+    assert_same_circuits(checkpoint.weights.circuits, haiku.weights.circuits)
 
 
 def test_the_command_line_takes_the_entry_of_the_prediction(tmp_path: Path):

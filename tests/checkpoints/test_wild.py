@@ -15,7 +15,7 @@ from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.heads import AttentionWeights
-from tests.checkpoints.files import assert_refused, loaded, saved
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, linear_layers, matrices
 from tests.conftest import sampled
@@ -44,8 +44,7 @@ def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     stated = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
     stated |= {"attend_to_self": weights.attend_to_self, **sizes, **hints}
     told = load(file, task={"context_length": task.context_length}, **stated)
-    torch.testing.assert_close(told.weights.circuits.QK, weights.QK)
-    torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
+    assert_same_circuits(told.weights.circuits, weights)
     assert classify(told, task, n_prompts=N_PROMPTS).pattern == true
 
 
