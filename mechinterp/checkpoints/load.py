@@ -175,11 +175,9 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
         for name in sorted(shapes.keys() | others.keys()):
-            wanted, got = others.get(name), shapes.get(name)
-            if got != wanted:
-                raise ValueError(
-                    f"{name} must have the shape {wanted} of the last step, got {got}."
-                )
+            if shapes.get(name) != others.get(name):
+                rule = f"must have the shape {others.get(name)} of the last step"
+                raise ValueError(f"{name} {rule}, got {shapes.get(name)}.")
 
 
 def _hints(given: Mapping[str, object]) -> Hints:
@@ -215,12 +213,9 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
     if not has_weights_ending(path) or not path.is_file():
-        endings = ", ".join(SUFFIXES)
-        raise CheckpointError(
-            f"{path}: a checkpoint is a folder or a file that ends in {endings}; this is another file."
-        )
-    states_all = is_native(path.parent) or (path.parent / SIDE_CAR).is_file()
-    if path.name == WEIGHTS and states_all:
+        rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
+        raise CheckpointError(f"{path}: {rule}; this is another file.")
+    if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors = read_arrays(path)

@@ -245,9 +245,8 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     numbers = {int(name.partition(".")[0]) for name in tensors}
     missing = set(range(len(numbers))) - numbers
     if missing:
-        raise ValueError(
-            f"module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
-        )
+        what = f"module {min(missing)} of the nn.Sequential has no weights"
+        raise ValueError(f"{what}, and a file does not say what it does.")
     layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

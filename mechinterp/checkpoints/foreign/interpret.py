@@ -90,10 +90,8 @@ def tried(
     """
     open_ones = open_choices(cases)
     if len(cases) > MAX_READINGS:
-        listed = ", ".join(map(option, open_ones))
-        raise ValueError(
-            f"at most {MAX_READINGS} readings are tried, got {len(cases)}; say some of {listed}."
-        )
+        rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
+        raise ValueError(f"{rule}; say some of {', '.join(map(option, open_ones))}.")
     doubts = _doubts(cases, [*closed, *open_ones], make)
     if len(cases) == 1 and not doubts:
         return cases[0], ()

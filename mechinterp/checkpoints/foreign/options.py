@@ -102,9 +102,8 @@ class Hints:
         for name, known in closed.items():
             holds = getattr(self, name) in (None, *known)
             require(name, holds, f"must be one of {'; '.join(known)}")
-        require(
-            "attend_to_self", self.attend_to_self in (None, True, False), "must be true or false"
-        )
+        holds = self.attend_to_self in (None, True, False)
+        require("attend_to_self", holds, "must be true or false")
         for name, value in (self.model or {}).items():
             if value not in JOINS.get(name, ()):
                 listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)

@@ -30,9 +30,7 @@ from mechinterp.checkpoints.io.unpickler import MAX_BYTES, read_pickle
 
 MAX_AXES, MAX_ARRAY_AXES = 64, 32
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-UNREADABLE = (
-    "must hold tensors that can be read without running code, as torch.save writes them; got "
-)
+READABLE = "must hold tensors that can be read without running code"
 
 WRAPPERS = (
     *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
@@ -69,7 +67,8 @@ def read_torch(file: Path) -> dict[str, Tensor]:
     if start.startswith(b"\x80"):
         return _read_plain_pickle(file)
     if not start.startswith(b"PK"):
-        raise CheckpointError(UNREADABLE + ("another file." if start else "an empty file."))
+        got = "another file" if start else "an empty file"
+        raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
     with archive(file) as opened:
         entries = opened.namelist()
         names = [name for name in entries if name.endswith("/data.pkl")]
@@ -79,7 +78,8 @@ def read_torch(file: Path) -> dict[str, Tensor]:
                 "torch.save(torch.jit.load(FILE).state_dict(), FILE)."
             )
         if len(names) != 1:
-            raise CheckpointError(f"{UNREADABLE}an archive with {len(names)} pickles.")
+            got = f"an archive with {len(names)} pickles"
+            raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
         torches, arrays = weights_among(read_pickle(opened.read(names[0])))
         storages = _Storages(opened, names[0].removesuffix("data.pkl"))
         tensors = {name: storages.tensor(name, each) for name, each in torches.items()}
@@ -93,9 +93,8 @@ def _read_plain_pickle(file: Path) -> dict[str, Tensor]:
     try:
         return arrays_among(read_pickle(file.read_bytes()))
     except CheckpointError as error:
-        raise CheckpointError(
-            f"a plain pickle, of which arrays of numpy are read: {error}"
-        ) from None
+        what = "a plain pickle, of which arrays of numpy are read"
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def arrays_among(root: object) -> dict[str, Tensor]:
@@ -121,22 +120,18 @@ class _Storages:
         """A tensor, all of whose numbers are there."""
         storage, shape, strides = self.read(place.storage), place.shape, place.strides
         if len(shape) != len(strides) or len(shape) > MAX_AXES:
-            got = f"{len(shape)} and {len(strides)} strides"
-            raise CheckpointError(
-                f"{name} must have at most {MAX_AXES} axes, a stride each, got {got}."
-            )
+            rule = f"must have at most {MAX_AXES} axes, a stride each"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)} and {len(strides)} strides.")
         if min((place.offset, *shape, *strides)) < 0:
             raise CheckpointError(f"{name} must lie behind the start of its numbers.")
         claimed, held = math.prod(shape) * storage.dtype.itemsize, storage.nbytes
         if claimed > held:
-            raise CheckpointError(
-                f"{name} of shape {shape} must lie in {claimed} bytes, got {held}."
-            )
+            what = f"{name} of shape {shape}"
+            raise CheckpointError(f"{what} must lie in {claimed} bytes, got {held}.")
         end = place.offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape and end > len(storage):
-            raise CheckpointError(
-                f"{name} must end within its {len(storage)} numbers, it goes to number {end}."
-            )
+            rule = f"must end within its {len(storage)} numbers"
+            raise CheckpointError(f"{name} {rule}, it goes to number {end}.")
         return storage.as_strided(shape, strides, place.offset)
 
     def _read(self, storage: Storage) -> Tensor:
@@ -242,9 +237,8 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
         if len(shape) > MAX_ARRAY_AXES:
-            raise CheckpointError(
-                f"{name} must have at most {MAX_ARRAY_AXES} axes, got {len(shape)}."
-            )
+            rule = f"must have at most {MAX_ARRAY_AXES} axes"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
         data = place.data.text if isinstance(place.data, Encoded) else place.data
         # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
         data = data.encode("latin1") if isinstance(data, str) else data

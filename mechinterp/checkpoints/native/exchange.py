@@ -54,9 +54,8 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
         if extra := why_no_circuits(config.model):
-            raise ValueError(
-                f"HookedTransformer takes one layer of attention from here, got {extra}."
-            )
+            rule = "HookedTransformer takes one layer of attention from here"
+            raise ValueError(f"{rule}, got {extra}.")
         if (score := config.model.score) != "softmax":
             raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
         if config.model.attend_to_self:

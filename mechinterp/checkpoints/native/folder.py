@@ -48,10 +48,9 @@ def document_file(path: Path) -> Path:
     if not file.is_file():
         if not path.exists():
             raise nothing_at(path)
+        rule = "a checkpoint is a folder with config.json and model.safetensors"
         what = "has no config.json" if path.is_dir() else "is not a folder"
-        raise CheckpointError(
-            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
-        )
+        raise CheckpointError(f"{path}: {rule}; this {what}.")
     return file
 
 
@@ -120,10 +119,8 @@ def named_config(what: str) -> ExperimentConfig:
     if what in PRESETS:
         return preset(what)
     if not file.is_file():
-        kind = "a folder" if file.is_dir() else "neither"
-        raise ValueError(
-            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {kind}."
-        )
+        rule = f"a preset ({', '.join(PRESETS)}) or a config file is needed"
+        raise ValueError(f"{what}: {rule}, got {'a folder' if file.is_dir() else 'neither'}.")
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):
         raise ValueError(f"{file}: training does not make this model: it was pruned from another.")

@@ -50,9 +50,8 @@ def require_own_table(file: Path) -> None:
             _require_footer(file)
             if MARK.items() <= (pq.read_metadata(file).metadata or {}).items():
                 return
-    raise CheckpointError(
-        f"{file}: must be a table that a sweep of this version wrote; it is not overwritten."
-    )
+    rule = "must be a table that a sweep of this version wrote"
+    raise CheckpointError(f"{file}: {rule}; it is not overwritten.")
 
 
 def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
