@@ -97,7 +97,7 @@ def load(
         return replace(read_foreign([stored], hints), path=path)
 
 
-def load_run(path: str | Path | Sequence[str | Path], **hints: object) -> Checkpoint:
+def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
     """The run whose checkpoints, of whatever code, lie at a path: the last one, with the weights of all as `snapshots`.
 
     What the files leave open is settled once, on the last one, and is the same for all of them. `history` has the loss
@@ -106,7 +106,7 @@ def load_run(path: str | Path | Sequence[str | Path], **hints: object) -> Checkp
     Args:
         path: A folder, a pattern such as "runs/mine/step_*.pt", or the files; their names differ in the number of the
             step alone (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
-        hints: Arguments of `load`.
+        said: Arguments of `load`.
     Raises:
         CheckpointError: If the names do not tell the steps, the shapes differ, or a file is not readable.
         ValueError: If an argument is out of range.
@@ -121,7 +121,7 @@ def load_run(path: str | Path | Sequence[str | Path], **hints: object) -> Checkp
     """
     steps = _steps_at(path)
     with _readable(next(iter(steps.values())).parent):
-        return _run(steps, _hints(hints))
+        return _run(steps, _hints(said))
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
