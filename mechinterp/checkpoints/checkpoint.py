@@ -129,10 +129,7 @@ class Checkpoint(Run):
 
     @cached_property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None.
-
-        That of a run of files is measured: `run_history`.
-        """
+        """One row per logged step, layer (of several) and head: loss, ...; of a run of files `run_history`; or None."""
         return run_history(self, self.snapshots) if self.kept else self.outline.history
 
     @cached_property
