@@ -3,7 +3,6 @@
 `python -m tests.test_doors` prints the table: A answers, r refuses, - does neither.
 """
 
-import json
 import tempfile
 import traceback
 import warnings
@@ -20,7 +19,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import save_pruned
@@ -50,6 +48,7 @@ from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
 from mechinterp.training.general.trainer import initial_deep_weights
+from tests.checkpoints.files import hugging_face, saved
 from tests.checkpoints.foreign_files import attention_module, random_heads
 from tests.conftest import sampled
 from tests.deep_models import random_gpt2
@@ -117,14 +116,6 @@ def loaded(path: Path, *heads: int, **hints: int) -> Case:
     return Case(checkpoint, heads, checkpoint.task, path.parent)
 
 
-def settings_folder(folder: Path, settings: dict, state: dict) -> Path:
-    """A folder as Hugging Face's tools write it."""
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(settings))
-    save_file(state, folder / "model" / "model.safetensors")
-    return folder / "model"
-
-
 def deep_softmax(folder: Path) -> Case:
     config = ExperimentConfig(
         task=TaskConfig(d_x=3, context_length=8),
@@ -136,27 +127,25 @@ def deep_softmax(folder: Path) -> Case:
 
 def norm_and_mlp(folder: Path) -> Case:
     settings = {"nhead": 2, "norm_first": True}
-    return loaded(settings_folder(folder, settings, encoder(4, norm_first=True).state_dict()), 2, 2)
+    state = encoder(4, norm_first=True).state_dict()
+    return loaded(hugging_face(folder / "model", settings, state), 2, 2)
 
 
 def gpt2_file(folder: Path) -> Case:
-    torch.save(garg().state_dict(), folder / "gpt2.pt")
-    return loaded(folder / "gpt2.pt", 3, 4, n_heads=4)
+    return loaded(saved(folder, garg().state_dict()), 3, 4, n_heads=4)
 
 
 def encoder_file(folder: Path) -> Case:
-    torch.save(encoder(4).state_dict(), folder / "encoder.pt")
-    return loaded(folder / "encoder.pt", 2, 2, n_heads=2)
+    return loaded(saved(folder, encoder(4).state_dict()), 2, 2, n_heads=2)
 
 
 def hugging_face_folder(folder: Path) -> Case:
     module = attention_module(0, width=4, n_heads=2, bias=True)
-    return loaded(settings_folder(folder, {"num_heads": 2}, module.state_dict()), 1, 2)
+    return loaded(hugging_face(folder / "model", {"num_heads": 2}, module.state_dict()), 1, 2)
 
 
 def hooked_transformer(folder: Path) -> Case:
-    torch.save(hooked_state(random_heads(d_head=2), n_ctx=50), folder / "lens.pt")
-    return loaded(folder / "lens.pt", 1, 2)
+    return loaded(saved(folder, hooked_state(random_heads(d_head=2), n_ctx=50)), 1, 2)
 
 
 def bridge(folder: Path) -> Case:
@@ -172,8 +161,7 @@ def bridge(folder: Path) -> Case:
     model = TransformerBridge.boot_native(TransformerBridgeConfig(**sizes, **words, **plain))
     state = hooked_state(random_heads(d_y=2), n_ctx=50)
     model.load_state_dict(convert_tl_checkpoint(state, model.cfg), strict=True)
-    torch.save(dict(model.tl_parameters()), folder / "bridge.pt")
-    return loaded(folder / "bridge.pt", 1, 2)
+    return loaded(saved(folder, dict(model.tl_parameters())), 1, 2)
 
 
 def bare_model(folder: Path) -> Case:
@@ -205,8 +193,8 @@ SOURCES: dict[str, Callable[[Path], Case]] = {
 
 
 def from_circuits(case: Case) -> object:
-    found = mi.circuits(case.source)
-    return mi.classify_circuits(found.QK, found.OV, case.task.d_y, n_prompts=64)
+    circuits = mi.circuits(case.source)
+    return mi.classify_circuits(circuits.QK, circuits.OV, case.task.d_y, n_prompts=64)
 
 
 def written(case: Case, target: str) -> list[Path]:
@@ -393,9 +381,10 @@ def main() -> None:
     """Print the reason of every failure, the lines of doors_answers.txt, and the table."""
     with tempfile.TemporaryDirectory() as folder:
         case = case_builder(Path(folder))
-        found = {(a, s): outcome(a, case(s)) for a, s in PAIRS}
-    kinds = {pair: {"answer": "A", "refusal": "r"}.get(what, "-") for pair, what in found.items()}
-    for pair, what in found.items():
+        outcomes = {pair: outcome(pair[0], case(pair[1])) for pair in PAIRS}
+    letters = {"answer": "A", "refusal": "r"}
+    kinds = {pair: letters.get(what, "-") for pair, what in outcomes.items()}
+    for pair, what in outcomes.items():
         if kinds[pair] == "-":
             print(f"{' of '.join(pair)}: {what[:160]!r}")
     print(f"\ndoors_answers.txt\n{lines([pair for pair in PAIRS if kinds[pair] == 'A'])}")

@@ -151,12 +151,12 @@ def loaded_by(*arguments: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2.pt", "model", "one layer"])
+@pytest.mark.parametrize("kind", ["x.pt", "model", "one layer"])
 def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     gpt2_file(tmp_path)
     deep_softmax(tmp_path)
     path = "checkpoints/softmax-h2-s0" if kind == "one layer" else str(tmp_path / kind)
-    hints = ("--n-heads", "4") if kind == "gpt2.pt" else ()
+    hints = ("--n-heads", "4") if kind == "x.pt" else ()
     code, loaded = loaded_by("classify", path, "--n-prompts", "64", "--json", *hints)
     assert code == "0"
     assert "mechinterp.analysis.one_layer.classify" in loaded

@@ -19,14 +19,20 @@ from mechinterp.checkpoints.native.folder import (
     FILES,
     SNAPSHOTS,
     WEIGHTS,
+    Outline,
     document_file,
     document_of,
     read_document,
     require_new,
 )
-from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors, read_snapshots, stacked
-from mechinterp.checkpoints.native.outline import Outline
-from mechinterp.checkpoints.native.tensors import require_fit, state_dict, weights_from
+from mechinterp.checkpoints.native.tensors import (
+    fill_with_tensors,
+    read_snapshots,
+    require_fit,
+    stacked,
+    state_dict,
+    weights_from,
+)
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
@@ -118,20 +124,13 @@ class Checkpoint(Run):
     def outline(self) -> Outline:
         """What it states, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
-        said = (self.format, self.assumed, self.origin)
-        return Outline(self.path, self.config, self.step, shapes, *said)
-
-    @property
-    def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None.
-
-        That of a run of files is measured: `run_history`.
-        """
-        return self._measured if self.kept else self.outline.history
+        stated = (self.format, self.assumed, self.origin)
+        return Outline(self.path, self.config, self.step, shapes, *stated)
 
     @cached_property
-    def _measured(self) -> pd.DataFrame:
-        return run_history(self, self.snapshots)
+    def history(self) -> pd.DataFrame | None:
+        """One row per logged step, layer (of several) and head: loss, ...; of a run of files `run_history`; or None."""
+        return run_history(self, self.snapshots) if self.kept else self.outline.history
 
     @cached_property
     def snapshots(self) -> dict[int, Weights]:
@@ -259,9 +258,9 @@ def load(path: str | Path) -> Checkpoint:
     path = Path(path)
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
-    said = {name: document.get(name, {}) for name in ("assumed", "origin")}
     weights = weights_from(read_arrays(file), config, file)
-    return Checkpoint(path, config, document["step"], weights, **said)
+    stated = {name: document[name] for name in ("step", "assumed", "origin")}
+    return Checkpoint(path, config, weights=weights, **stated)
 
 
 def save(

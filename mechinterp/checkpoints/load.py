@@ -15,8 +15,12 @@ from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settings_beside
 from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
-from mechinterp.checkpoints.io.shards import folder_arrays
-from mechinterp.checkpoints.io.tensor_files import SUFFIXES, has_weights_ending, read_arrays
+from mechinterp.checkpoints.io.tensor_files import (
+    SUFFIXES,
+    folder_arrays,
+    has_weights_ending,
+    read_arrays,
+)
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
@@ -171,21 +175,19 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
         for name in sorted(shapes.keys() | others.keys()):
-            wanted, got = others.get(name), shapes.get(name)
-            if got != wanted:
-                raise ValueError(
-                    f"{name} must have the shape {wanted} of the last step, got {got}."
-                )
+            if shapes.get(name) != others.get(name):
+                rule = f"must have the shape {others.get(name)} of the last step"
+                raise ValueError(f"{name} {rule}, got {shapes.get(name)}.")
 
 
-def _hints(said: Mapping[str, object]) -> Hints:
+def _hints(given: Mapping[str, object]) -> Hints:
     """What the reader says.
 
     Raises:
         ValueError: If it is out of range.
     """
-    task = said.get("task")
-    hints = Hints(**{**said, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
+    task = given.get("task")
+    hints = Hints(**{**given, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
     if hints.format is not None and hints.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
     return hints
@@ -211,12 +213,9 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
     if not has_weights_ending(path) or not path.is_file():
-        endings = ", ".join(SUFFIXES)
-        raise CheckpointError(
-            f"{path}: a checkpoint is a folder or a file that ends in {endings}; this is another file."
-        )
-    states_all = is_native(path.parent) or (path.parent / SIDE_CAR).is_file()
-    if path.name == WEIGHTS and states_all:
+        rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
+        raise CheckpointError(f"{path}: {rule}; this is another file.")
+    if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors = read_arrays(path)
@@ -227,27 +226,29 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
 
 
 def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
-    if (path / CONFIG).is_file() and not is_native(path):
+    if is_native(path):
+        _require_no_hints(path, hints, "native")
+        return native.load(path)
+    if (path / CONFIG).is_file():
         file, tensors = folder_arrays(path)
         return Stored(file, tensors, settings_beside(file))
-    stated = FORMAT if (path / SIDE_CAR).is_file() else None
-    if (path / CONFIG).is_file():
-        stated = "native"
-    if stated is None and (files := sorted(filter(is_weights, path.iterdir()))):
-        if len(files) > 1:
-            raise CheckpointError(
-                f"{path}: holds several files of weights; name one of {_listed(files)}."
-            )
-        stored = _in_file(files[0], hints)
-        return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
-    _require_no_hints(path, hints, stated)
-    return read_exchange(path) if stated == FORMAT else native.load(path)
+    if (path / SIDE_CAR).is_file():
+        _require_no_hints(path, hints, FORMAT)
+        return read_exchange(path)
+    files = sorted(filter(is_weights, path.iterdir()))
+    if len(files) > 1:
+        rule = f"holds several files of weights; name one of {_listed(files)}"
+        raise CheckpointError(f"{path}: {rule}.")
+    if not files:
+        return native.load(path)  # which says what is missing
+    stored = _in_file(files[0], hints)
+    return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
 
 
-def _require_no_hints(path: Path, hints: Hints, stated: str | None) -> None:
+def _require_no_hints(path: Path, hints: Hints, stated: str) -> None:
     """A checkpoint that says everything takes no hints, but for the right format."""
     for name, value in hints.given.items():
-        if stated is not None and (name, value) != ("format", stated):
+        if (name, value) != ("format", stated):
             raise CheckpointError(
                 f"{path}: {name} is only for files that do not state theirs, got {value} for a checkpoint of format {stated}."
             )

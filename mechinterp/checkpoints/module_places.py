@@ -81,9 +81,8 @@ def places_of(
     places = [_place(module, name, names, heads, tokens) for name in names]
     counts = sorted({place.n_heads for place in places})
     if len(counts) > 1:
-        raise ValueError(
-            f"heads must be as many in every layer, got {', '.join(map(str, counts))}."
-        )
+        listed = ", ".join(map(str, counts))
+        raise ValueError(f"heads must be as many in every layer, got {listed}.")
     return places
 
 

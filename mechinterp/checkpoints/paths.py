@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from mechinterp.checkpoints.io.state_dict import BESIDE
 from mechinterp.checkpoints.io.tensor_files import has_weights_ending
+from mechinterp.checkpoints.io.torch_files import BESIDE
 from mechinterp.checkpoints.native.exchange import SIDE_CAR
 
 CONFIG = "config.json"

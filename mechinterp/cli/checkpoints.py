@@ -127,7 +127,7 @@ def info(
     hints: "Hints",
 ) -> None:
     """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
-    from mechinterp.checkpoints.native.outline import outline_of
+    from mechinterp.checkpoints.native.folder import outline_of
     from mechinterp.report.info import info_document, info_text
 
     hooks = as_json or wide

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.native.outline import Outline
+    from mechinterp.checkpoints.native.folder import Outline
 
 SCHEMA_VERSION = 2
 """2 has, beside what 1 has, layer_rise of ablate, and every table of an analysis that `analyse` prints."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mechinterp.analysis.number_format import digits
-from mechinterp.checkpoints.native.outline import Outline
+from mechinterp.checkpoints.native.folder import Outline
 from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
 from mechinterp.report.header import header

@@ -20,20 +20,21 @@ def main(count: int, seeds: tuple[int, ...]) -> int:
             by_subject.setdefault(case.partition(" ")[0], Counter())[outcome] += 1
             if outcome in FAULTS:
                 print(f"{outcome}: {case}: {note}", flush=True)
-        for name, found in by_subject.items():
-            said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found.items()))
-            print(f"seed {seed}: {name}: {said}")
-            total += found
+        for name, outcomes in by_subject.items():
+            counts = ", ".join(
+                f"{number} {outcome}" for outcome, number in sorted(outcomes.items())
+            )
+            print(f"seed {seed}: {name}: {counts}")
+            total += outcomes
         print(f"seed {seed}: {_summary(sum(by_subject.values(), Counter()))}", flush=True)
     print(f"all seeds: {_summary(total)}")
     return int(any(total[fault] for fault in FAULTS))
 
 
-def _summary(found: Counter[str]) -> str:
-    faults = ", ".join(f"{fault} {found[fault]}" for fault in FAULTS)
-    return (
-        f"{found.total()} cases, {found['answered']} answered, {found['refused']} refused; {faults}"
-    )
+def _summary(outcomes: Counter[str]) -> str:
+    faults = ", ".join(f"{fault} {outcomes[fault]}" for fault in FAULTS)
+    answered, refused = outcomes["answered"], outcomes["refused"]
+    return f"{outcomes.total()} cases, {answered} answered, {refused} refused; {faults}"
 
 
 if __name__ == "__main__":

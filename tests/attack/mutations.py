@@ -4,13 +4,11 @@ Each takes a file and a random generator and writes the file anew, as a function
 """
 
 import json
-import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import msgpack
 import numpy as np
 import pandas as pd
 import torch
@@ -19,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.training.state import _checksum
-from tests.checkpoints.test_containers import BROKEN
 from tests.checkpoints.test_pickles import DEEP, DOUBLED, HOSTILE, in_state
 
 # Bytes.
@@ -37,10 +34,10 @@ def truncated(data: bytearray, random: Random) -> None:
 def spliced(data: bytearray, random: Random) -> None:
     """A chunk of the file over, into or out of another place."""
     length = min(len(data) - 1, random.choice((1, 4, 16, 64, 512)))
-    there, here = random.randrange(len(data)), random.randrange(len(data))
-    chunk = data[there : there + length]
+    source, target = random.randrange(len(data)), random.randrange(len(data))
+    chunk = data[source : source + length]
     width = random.choice((0, len(chunk)))
-    data[here : here + width] = random.choice((chunk, b"", bytes(len(chunk))))
+    data[target : target + width] = random.choice((chunk, b"", bytes(len(chunk))))
 
 
 def edited(data: bytearray, random: Random) -> None:
@@ -155,22 +152,13 @@ def mutate_tensors(file: Path, random: Random) -> None:
     elif file.suffix in (".pkl", ".msgpack"):
         mutate_bytes(file, random)
     elif file.suffix == ".npz":
-        with np.load(file) as arrays:
-            found = dict(arrays)
-        texts = {name: array for name, array in found.items() if array.dtype.kind == "U"}
-        state = {
-            name: torch.from_numpy(array) for name, array in found.items() if name not in texts
-        }
+        with np.load(file) as stored:
+            arrays = dict(stored)
+        texts = {name: array for name, array in arrays.items() if array.dtype.kind == "U"}
+        state = {n: torch.from_numpy(array) for n, array in arrays.items() if n not in texts}
         plain = {n: t for n, t in changed_state(state, random).items() if t.dtype != torch.bfloat16}
         plain = {name.strip("\n<>\x1b") or "x": tensor for name, tensor in plain.items()}
         np.savez(file, **texts, **{name: tensor.numpy() for name, tensor in plain.items()})
-    elif file.suffix == ".pkl":
-        arrays = pickle.loads(file.read_bytes())
-        state = changed_state({n: torch.from_numpy(a) for n, a in arrays.items()}, random)
-        plain = {n: t.numpy() for n, t in state.items() if t.dtype != torch.bfloat16}
-        file.write_bytes(pickle.dumps(plain, random.randrange(2, 6)))
-    elif file.suffix == ".msgpack":
-        mutate_msgpack(file, random)
     elif file.suffix == ".safetensors":
         state = changed_state(load_file(file), random)
         save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, file)
@@ -245,22 +233,6 @@ def mutate_state(file: Path, random: Random) -> None:
     if random.random() < 0.5 and {"step", "models"} <= metadata.keys():
         metadata["checksum"] = _checksum(metadata, state)
     save_file(state, file, metadata)
-
-
-def mutate_msgpack(file: Path, random: Random) -> None:
-    """A tree with another array or leaf in it, or behind headers that claim much."""
-    tree = msgpack.unpackb(file.read_bytes())
-    layer = tree["params"]["attn"]
-    claims = (
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\x91" * 5000,
-    )
-    leaves = (*(msgpack.ExtType(1, msgpack.packb(parts)) for parts in BROKEN.values()), 0, "x", [1])
-    layer[random.choice((*layer, "x", ""))] = {"kernel": random.choice(leaves)}
-    head = random.choice((b"", b"", random.choice(claims)))
-    file.write_bytes(head + msgpack.packb(tree))
 
 
 # Pickles.

@@ -48,32 +48,32 @@ class _Worker:
         self._start()
 
     def news(self) -> Iterator[Said]:
-        """What it has said since the last time."""
+        """What it has message since the last time."""
         while self.pipe.poll():
             try:
-                said = self.pipe.recv()
+                message = self.pipe.recv()
             except (EOFError, OSError):
                 self.process.join()
                 yield self._replaced("crash", f"exit code {self.process.exitcode}")
                 return
             self.since = time.monotonic()
-            if said is None:
+            if message is None:
                 self.done = True
                 self.process.join()
                 return
-            if said == "ready":
+            if message == "ready":
                 continue
             self.left.pop(0)
-            yield said
+            yield message
         if time.monotonic() - self.since > PATIENCE:
             self.process.kill()
             self.process.join()
             yield self._replaced("hang", f"no answer in {PATIENCE:.0f} s")
 
     def _replaced(self, outcome: str, note: str) -> Said:
-        said = (f"? seed {self.seed} number {self.left.pop(0)}", outcome, note)
+        case = (f"? seed {self.seed} number {self.left.pop(0)}", outcome, note)
         self._start()
-        return said
+        return case
 
     def _start(self) -> None:
         self.pipe, theirs = self.context.Pipe()
@@ -88,8 +88,8 @@ class _Worker:
 def _work(pipe: Connection, seed: int, numbers: list[int]) -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        found = subjects(Path(folder) / "subjects")
-        for subject in found.values():  # valid ones first: libraries load what they need
+        by_name = subjects(Path(folder) / "subjects")
+        for subject in by_name.values():  # valid ones first: libraries load what they need
             if not subject.writes:
                 subject.use(subject.folder)
         pipe.send("ready")
@@ -97,9 +97,9 @@ def _work(pipe: Connection, seed: int, numbers: list[int]) -> None:
             limit = int(used.read().split()[0]) * resource.getpagesize() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         for number in numbers:
-            name = list(found)[number % len(found)]
+            name = list(by_name)[number % len(by_name)]
             outcome, note = outcome_of(
-                found[name], Path(folder) / "case", Random(f"{name} {seed} {number}")
+                by_name[name], Path(folder) / "case", Random(f"{name} {seed} {number}")
             )
             pipe.send((f"{name} seed {seed} number {number}", outcome, note))
     pipe.send(None)

@@ -4,7 +4,6 @@ A subject is a folder and two functions: what makes a case of a copy of it, and 
 one line.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from shutil import copytree
 
 import pandas as pd
 import torch
-from safetensors.torch import save_file
 
 from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -31,6 +29,7 @@ from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state
 from mechinterp.training.train import RESULTS, train_models
 from tests.attack.mutations import MUTATIONS
+from tests.checkpoints.files import hugging_face
 from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg
 
@@ -57,14 +56,18 @@ class Subject:
 
 def subjects(folder: Path) -> dict[str, Subject]:
     """All of them, with their folders made inside this one."""
-    found = {name: _reader(path, hints) for name, (path, hints) in _files(folder / "files").items()}
+    readers = {
+        # Alone in its folder.
+        name: Subject(path.parent, _mutates, partial(_loads, name=path.name, hints=hints))
+        for name, (path, hints) in _files(folder / "files").items()
+    }
     runs = folder / "runs"
     train_models({"model": SHORT}, runs / "done")
     _stopped(runs / "stopped")
-    native = Subject(runs / "done" / "model", _mutates(), _reads_all)
-    state = Subject(runs / "stopped", _mutates(), _resumes)
-    found |= {"history-and-snapshots": native, "training-state": state}
-    return found | _writers(folder / "writers", load(native.folder))
+    native = Subject(runs / "done" / "model", _mutates, _reads_all)
+    state = Subject(runs / "stopped", _mutates, _resumes)
+    readers |= {"history-and-snapshots": native, "training-state": state}
+    return readers | _writers(folder / "writers", load(native.folder))
 
 
 def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
@@ -81,7 +84,9 @@ def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
     torch.save(encoder(6).state_dict(), folder / "encoder.pt")
     files["gpt2"] = (folder / "gpt2.pt", {"n_heads": 4})
     files["torch-encoder"] = (folder / "encoder.pt", {"n_heads": 2})
-    files["hugging-face"] = (_shards(folder / "hugging-face"), {})
+    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
+    sharded = hugging_face(folder / "hugging-face", {"num_heads": 2}, state, shards=2)
+    files["hugging-face"] = (sharded, {})
     return files
 
 
@@ -97,17 +102,6 @@ def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
     return moved
 
 
-def _shards(folder: Path) -> Path:
-    folder.mkdir()
-    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
-    named = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(state)}
-    for shard in set(named.values()):
-        save_file({n: t for n, t in state.items() if named[n] == shard}, folder / shard)
-    (folder / "config.json").write_text(json.dumps({"num_heads": 2}))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
-    return folder
-
-
 def _stopped(folder: Path) -> None:
     """A run of one model that was stopped after two steps."""
     (job,) = pack_jobs({"model": SHORT}, folder)
@@ -116,17 +110,9 @@ def _stopped(folder: Path) -> None:
     pack.save(job.file)
 
 
-def _reader(path: Path, hints: Hints) -> Subject:
-    """A file or folder of some format, alone in its folder."""
-    return Subject(path.parent, _mutates(), partial(_loads, name=path.name, hints=hints))
-
-
-def _mutates() -> Callable[[Path, Random], object]:
-    def spoil(folder: Path, random: Random) -> None:
-        files = sorted(f for f in folder.rglob("*") if f.is_file() and f.suffix != ".py")
-        random.choice(MUTATIONS)(random.choice(files), random)
-
-    return spoil
+def _mutates(folder: Path, random: Random) -> None:
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.suffix != ".py")
+    random.choice(MUTATIONS)(random.choice(files), random)
 
 
 def _loads(folder: Path, *, name: str, hints: Hints) -> None:
@@ -205,16 +191,16 @@ def _fills(folder: Path, random: Random) -> None:
 
 def users_files(folder: Path) -> dict[str, object]:
     """What lies in a folder, without that which carries our mark or that no user's name could be."""
-    found: dict[str, object] = {}
+    files: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            found[name] = ("link", os.readlink(path))
+            files[name] = ("link", os.readlink(path))
         elif path.is_file():
-            found[name] = path.read_bytes()
+            files[name] = path.read_bytes()
         else:
-            found[name] = "a folder" if path.is_dir() else "a pipe"
-    return found
+            files[name] = "a folder" if path.is_dir() else "a pipe"
+    return files
 
 
 def is_marked(content: object) -> bool:

@@ -22,7 +22,7 @@ CASES = 8
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+def by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
     return subjects(tmp_path_factory.mktemp("attack"))
 
 
@@ -39,19 +39,19 @@ WRITTEN = (
 
 
 @pytest.mark.slow
-def test_all_subjects_are_here(found: dict[str, Subject]):
+def test_all_subjects_are_here(by_name: dict[str, Subject]):
     names = [*READ, *(f"in-the-way-{name}" for name in WRITTEN)]
-    assert sorted(found) == sorted(names)
-    assert {name for name, subject in found.items() if subject.writes} == set(names) - set(READ)
+    assert sorted(by_name) == sorted(names)
+    assert {name for name, subject in by_name.items() if subject.writes} == set(names) - set(READ)
     for name in READ:
-        found[name].use(found[name].folder)
+        by_name[name].use(by_name[name].folder)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_few_cases_of_each_subject(found: dict[str, Subject], tmp_path: Path):
+def test_a_few_cases_of_each_subject(by_name: dict[str, Subject], tmp_path: Path):
     outcomes: Counter[str] = Counter()
-    for name, subject in found.items():
+    for name, subject in by_name.items():
         for number in range(CASES):
             outcome, note = outcome_of(subject, tmp_path / "case", Random(f"{name} 0 {number}"))
             assert outcome not in FAULTS, f"{name} {number}: {note}"

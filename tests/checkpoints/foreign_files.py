@@ -105,12 +105,12 @@ def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool)
 def linear_layers_state(module: torch.nn.Module, names: Sequence[str]) -> State:
     """torch.nn.MultiheadAttention as linear layers q, k, v and o of these names."""
     state = module.state_dict()
-    found = {}
+    layers = {}
     for kind in ("weight", "bias"):
         if f"in_proj_{kind}" in state:
             parts = (*state[f"in_proj_{kind}"].chunk(3), state[f"out_proj.{kind}"])
-            found |= {f"{n}.{kind}": part.clone() for n, part in zip(names, parts, strict=True)}
-    return found
+            layers |= {f"{n}.{kind}": part.clone() for n, part in zip(names, parts, strict=True)}
+    return layers
 
 
 def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]:

@@ -14,6 +14,7 @@ from mechinterp.checkpoints.io.atomic import MACHINE, delete_leftovers, write_at
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
 from mechinterp.memory import available_memory
+from tests.checkpoints.files import assert_refused
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import CHECKPOINTS
 
@@ -105,8 +106,7 @@ def test_a_claim_refuses_a_folder_that_is_not_empty(tmp_path: Path):
     with claimed(tmp_path, last="z", names=["a", "z"]) as claim:
         claim.write("a", text("a"))
         (tmp_path / "z").write_text("mine")  # it came meanwhile
-        with pytest.raises(CheckpointError, match="z: already exists; it is not overwritten"):
-            claim.write("z", text("z"))
+        assert_refused("z: already exists; it is not overwritten", claim.write, "z", text("z"))
     with (
         pytest.raises(CheckpointError, match="already holds a;"),
         claimed(tmp_path, last="z", names=["a", "z"]),

@@ -11,10 +11,11 @@ import torch
 
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.state_dict import WRAPPERS
 from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from mechinterp.checkpoints.load import load
+from tests.checkpoints.files import assert_refused, loaded
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 
@@ -32,10 +33,10 @@ BESIDE = {
 }
 
 
-def same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
+def same(tensors: State, expected: State) -> None:
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -46,11 +47,30 @@ def test_what_lies_beside_the_weights(tmp_path: Path, ending: str, protocol: int
     same(read_arrays(file), STATE)
 
 
+class Trainer:
+    """Pickled by its name and its attributes."""
+
+    def __init__(self) -> None:
+        self.step = 3
+
+
+LOGGED = {
+    "trainer": Trainer(),
+    "dtype": torch.float32,
+    "size": torch.Size((2, 3)),
+    "seen": {1, 2},
+    "fixed": frozenset((1,)),
+    "both": slice(1, 2),
+    "by pair": {(1, 2): 3.0, 0.5: None, None: 10**30, 3: b"x", True: -1},
+    "log": [{"omega": torch.ones(3)}, (1, (2, (3, (4,))))],
+    "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(3)}}, "groups": [{"lr": 0.1}]},
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers(tmp_path: Path, name: str):
-    optimiser = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
-    run = BESIDE | {name: STATE, "optimizer_state_dict": optimiser}
-    torch.save(run, tmp_path / "x.pt")
+def test_wrappers(tmp_path: Path, name: str, protocol: int):
+    torch.save(BESIDE | LOGGED | {name: STATE}, tmp_path / "x.pt", pickle_protocol=protocol)
     same(read_arrays(tmp_path / "x.pt"), STATE)
     torch.save({"checkpoint": 1, "state": {name: STATE}}, tmp_path / "x.pt")
     same(read_arrays(tmp_path / "x.pt"), STATE)
@@ -63,9 +83,9 @@ def test_dictionaries_of_numpys_arrays(tmp_path: Path, protocol: int, kind: str)
     arrays = {"a": array, "t": array.T, "none": array[:0], "loss": np.float32(1)}
     nested = {"net/~/key": {"w": array}, "step": 3}
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(arrays, protocol))
-    found = read_arrays(tmp_path / "x.pkl")
-    assert list(found) == ["a", "t", "none"]
-    for name, tensor in found.items():
+    tensors = read_arrays(tmp_path / "x.pkl")
+    assert list(tensors) == ["a", "t", "none"]
+    for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor.numpy(), arrays[name])
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"params": nested}, protocol))
     assert list(read_arrays(tmp_path / "x.pkl")) == ["net/~/key.w"]
@@ -81,10 +101,10 @@ def test_flax(tmp_path: Path):
     names = {"q": "query", "k": "key", "v": "value", "o": "out"}
     tree = {"params": {"attn": {names[x]: {"kernel": flax_array(a)} for x, a in arrays.items()}}}
     (tmp_path / "x.msgpack").write_bytes(msgpack.packb(tree | {"step": 3}))
-    found = load(
+    checkpoint = load(
         tmp_path / "x.msgpack", score="softmax", scale=HEADS.scale, n_heads=2, columns="x,y"
     )
-    torch.testing.assert_close(found.weights.circuits.QK, HEADS.QK)
+    torch.testing.assert_close(checkpoint.weights.circuits.QK, HEADS.QK)
 
 
 BROKEN = {
@@ -111,8 +131,7 @@ def test_one_array_under_many_names(tmp_path: Path):
     run = {str(i): array for i in range(40)}
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(run))
     assert (tmp_path / "x.pkl").stat().st_size < MAX_BYTES / 10
-    with pytest.raises(CheckpointError, match="must lie in 24000000 bytes together"):
-        read_arrays(tmp_path / "x.pkl")
+    assert_refused("must lie in 24000000 bytes together", read_arrays, tmp_path / "x.pkl")
 
 
 def scripted(file: Path) -> None:
@@ -141,26 +160,24 @@ REFUSED = {
 @pytest.mark.parametrize(("write", "words"), REFUSED.values(), ids=REFUSED)
 def test_refusals_name_what_it_is(tmp_path: Path, write, words: str):
     write(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt")
+    assert_refused(words, load, tmp_path / "x.pt")
 
 
 @pytest.mark.slow
 def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path):
     known = {f"{x}_proj": torch.randn(6, 6) for x in "qkvo"}
     known |= {"read_in": torch.randn(6, 4), "read_out": torch.randn(1, 6)}
-    said = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
+    hints = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
-    torch.save({f"{theirs[n]}.weight": t for n, t in known.items()}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
-        load(tmp_path / "x.pt", **said)
+        loaded(tmp_path, {f"{theirs[n]}.weight": t for n, t in known.items()}, **hints)
     listed = str(refused.value).partition("KNOWN being one of ")[2].removesuffix(".").split(", ")
     assert set(known) <= set(listed)
     assert all(name == "mask" or piece_of(name) for name in listed)
     rows = [f"{mine}={name}" for name, mine in theirs.items()]
-    found = load(tmp_path / "x.pt", map=rows, **said)
+    checkpoint = load(tmp_path / "x.pt", map=rows, **hints)
     torch.save({f"{n}.weight": t for n, t in known.items()}, tmp_path / "y.pt")
-    same(found.weights.tensors, load(tmp_path / "y.pt", **said).weights.tensors)
+    same(checkpoint.weights.tensors, load(tmp_path / "y.pt", **hints).weights.tensors)
 
 
 @pytest.mark.slow
@@ -171,9 +188,8 @@ def test_harmless_buffers_are_ignored_and_named(tmp_path: Path):
         "loss_fn.pos_weight": torch.ones(1),
         "attn.tril": torch.ones(9, 9),
     }
-    torch.save(STATE | buffers, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", n_heads=2)
-    assert found.assumed["ignored"] == list(buffers)
+    checkpoint = loaded(tmp_path, STATE | buffers, n_heads=2)
+    assert checkpoint.assumed["ignored"] == list(buffers)
 
 
 @pytest.mark.slow
@@ -181,8 +197,7 @@ def test_a_folder_with_one_file_of_weights(tmp_path: Path):
     torch.save(STATE, tmp_path / "a.pt")
     assert load(tmp_path, n_heads=2).path == tmp_path
     torch.save(STATE, tmp_path / "b.ckpt")
-    with pytest.raises(CheckpointError, match=r"several files of weights; name one of a\.pt, b\.c"):
-        load(tmp_path)
+    assert_refused(r"several files of weights; name one of a\.pt, b\.c", load, tmp_path)
 
 
 def test_a_config_beside_the_weights_states_the_heads(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""Checkpoints of models of several layers come back as they were saved, and bad ones are refused."""
+"""Checkpoints of models of several layers come back as they were saved; sizes that a config.json claims are held against
+the weights, and never what a loop or a batch is made of first."""
 
 import json
 from dataclasses import replace
@@ -6,35 +7,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import mechinterp
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.shapes import tensor_shapes
-from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
-from tests.conftest import CHECKPOINTS, assert_same
-
-CONFIG = ExperimentConfig(
-    task=TaskConfig(d_x=3, d_y=2, context_length=8, sparsity=1),
-    model=ModelConfig(n_layers=2, n_heads=2, d_model=6, score="relu/L", context_only=True),
-)
+from tests.checkpoints.test_archives import little
+from tests.checkpoints.test_native import DEEP, claiming
+from tests.conftest import CHECKPOINTS, Run, assert_same
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save(tmp_path / "model", CONFIG, initial_deep_weights(CONFIG), step=0)
+    save(tmp_path / "model", DEEP, initial_deep_weights(DEEP), step=0)
     return tmp_path / "model"
 
 
 @pytest.mark.parametrize("d_model", [None, 6])
 def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
-    config = replace(CONFIG, model=replace(CONFIG.model, d_model=d_model, d_head=3))
+    config = replace(DEEP, model=replace(DEEP.model, d_model=d_model, d_head=3))
     weights = initial_deep_weights(config).to(torch.float64)
     start = initial_deep_weights(replace(config, seed=1)).to(torch.float64)
     save(tmp_path / "model", config, weights, step=7, snapshots={0: start, 7: weights})
@@ -50,7 +47,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, d_model: int | None):
 
 def test_files_carry_the_names_and_shapes_of_the_hooked_model(folder: Path):
     tensors = load_file(folder / "model.safetensors")
-    expected = tensor_shapes(CONFIG.model, CONFIG.task.d_x, CONFIG.task.d_y)
+    expected = tensor_shapes(DEEP.model, DEEP.task.d_x, DEEP.task.d_y)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
     parameters = dict(load(folder).model.named_parameters())
     assert {name: tuple(t.shape) for name, t in parameters.items()} == expected
@@ -64,17 +61,10 @@ def test_the_construction_is_a_checkpoint(tmp_path: Path):
     weights = preprocess_then_optimise_model([0.8, 0.8], d_x=5)
     save(tmp_path / "model", ExperimentConfig(task=task, model=model), weights, step=0)
     checkpoint = load(tmp_path / "model")
-    prompts = sample_prompts(task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    prompts = sample_prompts(task, 16, seed=0, dtype=torch.float64)
     expected = preprocess_then_optimise(prompts, steps=2, eta=0.8)[2]
     assert (checkpoint.predictor.predict(prompts) - expected).abs().max() <= 1e-12
     assert (checkpoint.model.predict(prompts) - expected).abs().max() <= 1e-12
-
-
-def test_one_class_reads_models_of_one_layer_and_of_several(folder: Path):
-    for path, n_layers in ((CHECKPOINTS / "softmax-h2-s0", 1), (folder, 2)):
-        checkpoint = Checkpoint.from_pretrained(path)
-        assert (type(checkpoint), checkpoint.weights.n_layers) == (Checkpoint, n_layers)
-        assert checkpoint.step == load(path).step
 
 
 def test_saved_again_it_is_the_same(folder: Path, tmp_path: Path):
@@ -86,50 +76,37 @@ def test_saved_again_it_is_the_same(folder: Path, tmp_path: Path):
     assert load(tmp_path / "again").config == checkpoint.config
 
 
-def test_broken_files_are_refused(folder: Path):
-    file = folder / "model.safetensors"
-    good = load_file(file)
-    name = "blocks.1.attn.W_K"
-    bad = {
-        r"unembed.W_U must have shape \(6, 2\), got \(6, 1\)": good
-        | {"unembed.W_U": good["unembed.W_U"][:, :1].contiguous()},
-        "the weights must have one dtype": good | {name: good[name].double()},
-    }
-    for message, tensors in bad.items():
-        save_file(tensors, file)
-        with pytest.raises(CheckpointError, match=message):
-            load(folder)
-
-
-def test_weights_of_another_config_are_not_saved(tmp_path: Path, folder: Path):
-    weights, path = initial_deep_weights(CONFIG), tmp_path / "other"
-
-    def of(**changes: object) -> Weights:
-        return replace(weights, model=replace(weights.model, **changes))
-
-    def config(**changes: object) -> ExperimentConfig:
-        return replace(CONFIG, model=replace(CONFIG.model, **changes))
-
-    causal = {"context_only": False, "score": "softmax", "d_head": 3}
-    narrow = initial_deep_weights(config(d_model=None, d_head=3))
-    wrong = {
-        "already holds a checkpoint": (folder, CONFIG, weights),
-        "context_only must be the config's False, got True": (
-            path,
-            config(**causal),
-            of(score="softmax"),
-        ),
-        "scale must be 1/sqrt": (path, CONFIG, replace(weights, scale=1.0)),
-        "d_model must be the config's 6, got None": (path, CONFIG, narrow),
-        "n_layers must be the config's 1, got 2": (path, config(n_layers=1), weights),
-    }
-    for message, (where, there, given) in wrong.items():
-        with pytest.raises(CheckpointError, match=message):
-            save(where, there, given, step=0)
-    assert not path.exists()
-
-
 def test_a_config_without_the_later_fields_is_that_of_before():
     document = json.loads((CHECKPOINTS / "softmax-h2-s0" / "config.json").read_text())
     assert "context_only" not in document["experiment"]["model"]
     assert load(CHECKPOINTS / "softmax-h2-s0").config.model == ModelConfig(n_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "words"),
+    [
+        ("model", "n_layers", 10**9, "model.n_layers must be <= 1048576, got 1000000000"),
+        ("model", "n_layers", 2**20, "model.n_layers must be that of the weights, 2, got 1048576"),
+        ("model", "n_layers", 1, "model.n_layers must be that of the weights, 2, got 1"),
+        ("task", "context_length", 2**63, "task.context_length must be <= 1048576, got 9223"),
+        ("task", "d_x", 2**63, "task.d_x must be <= 1048576, got 9223"),
+        ("task", "d_y", 10**30, "task.d_y must be <= 1048576, got 1000"),
+        ("model", "n_heads", 2**63, "model.n_heads must be <= 1048576, got 9223"),
+        ("model", "d_head", 2**63, "model.d_head must be <= 1048576, got 9223"),
+        ("model", "d_model", 2**63, "model.d_model must be <= 1048576, got 9223"),
+    ],
+)
+def test_a_size_that_no_weights_have(
+    folder: Path, run: Run, section: str, name: str, value: int, words: str
+):
+    load(folder)
+    claiming(section, name, value)(folder)
+    with little(), pytest.raises(CheckpointError, match=words):
+        load(folder)
+    for command in ("info", "classify"):
+        assert words in run(command, folder).err
+
+
+def test_a_context_length_that_is_asked_for(folder: Path, run: Run):
+    ran = run("ablate", folder, "--context-length", 2**63)
+    ran.assert_refused(f"task.context_length must be <= 1048576, got {2**63}")

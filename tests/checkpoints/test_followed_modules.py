@@ -54,8 +54,8 @@ class Masked(nn.Module):
 
     def forward(self, x):
         turned = x if self.encoder.layers[0].self_attn.batch_first else x.transpose(0, 1)
-        found = self.encoder(turned, mask=self.mask[: x.shape[1], : x.shape[1]])
-        return found if turned is x else found.transpose(0, 1)
+        output = self.encoder(turned, mask=self.mask[: x.shape[1], : x.shape[1]])
+        return output if turned is x else output.transpose(0, 1)
 
 
 BEFORE = torch.ones(32, 32).tril().bool()
@@ -79,8 +79,8 @@ def test_patterns_of_torchs_encoder_are_those_it_returns(mask, batch_first, prom
     _, expected = attention(x, x, x, **settings)
     torch.testing.assert_close(cache["blocks.0.attn.hook_pattern"], expected)
     assert not cache["blocks.0.attn.hook_pattern"][:, :, 0, 1:].any()
-    found = attention_patterns(hooked, prompts, shown=len(prompts))
-    np.testing.assert_allclose(found.pattern[:, :HEADS], expected[:, :, -1].numpy(), rtol=1e-10)
+    patterns = attention_patterns(hooked, prompts, shown=len(prompts))
+    np.testing.assert_allclose(patterns.pattern[:, :HEADS], expected[:, :, -1].numpy(), rtol=1e-10)
     torch.testing.assert_close(hooked.predict(prompts), module(prompts.tokens)[:, -1, -1:])
 
 
@@ -114,8 +114,8 @@ def test_zero_scores_are_uniform_attention(prompts):
     hooked = hook_module(random_stack(Separate), heads=HEADS, task=TASK, **LAST)
     even = [(f"blocks.{n}.attn.hook_attn_scores", lambda s, hook: 0 * s) for n in range(LAYERS)]
     with hooked.model.hooks(fwd_hooks=even):
-        found = attention_entropy(hooked, prompts)
-    np.testing.assert_allclose(found.entropy, math.log(6), rtol=1e-12)
+        entropy = attention_entropy(hooked, prompts)
+    np.testing.assert_allclose(entropy.entropy, math.log(6), rtol=1e-12)
 
 
 class HuggingFace(nn.Module):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import assert_same_circuits, loaded, saved
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import State, matrices
 from tests.conftest import CHECKPOINTS
@@ -28,11 +30,6 @@ def heads_of(name: str) -> AttentionWeights:
     return load(CHECKPOINTS / name).weights.circuits
 
 
-def saved(folder: Path, state: State) -> Path:
-    torch.save({name: tensor.contiguous() for name, tensor in state.items()}, folder / "x.pt")
-    return folder / "x.pt"
-
-
 # What a known format settles is doubted where it predicts nothing.
 
 DOUBTS = {
@@ -43,18 +40,18 @@ DOUBTS = {
 
 @pytest.mark.parametrize("named", DOUBTS)
 def test_a_settled_choice_that_predicts_nothing_is_doubted(tmp_path: Path, named: str):
-    change, said = DOUBTS[named]
+    change, decides = DOUBTS[named]
     state = softmax_paper_state(heads_of("softmax-h2-s0"))
     file = saved(tmp_path, {name: change(name, t) for name, t in state.items()})
-    found = load(file)
-    assert found.format == "softmax-paper"
-    assert [each.predicts for each in found.readings] == [False, True]
+    checkpoint = load(file)
+    assert checkpoint.format == "softmax-paper"
+    assert [each.predicts for each in checkpoint.readings] == [False, True]
     option = f"--{named}"
-    assert f"{named} predicts" in found.assumed["doubt"]
-    result = classify(found, **FEW)
+    assert f"{named} predicts" in checkpoint.assumed["doubt"]
+    result = classify(checkpoint, **FEW)
     assert result.pattern == "undetermined"
     assert result.reason.endswith(option)
-    told = load(file, **said)
+    told = load(file, **decides)
     assert not told.readings
     assert classify(told, **FEW).pattern == "debiased_gd"
 
@@ -100,16 +97,16 @@ def test_the_loss_tells_where_the_norms_of_an_encoder_are(
 ):
     model, task = encoder_with_a_read_out(norm_first=norm_first, activation=activation)
     file = saved(tmp_path, model.state_dict())
-    found = load(file, n_heads=4, task={"context_length": 20, "noise_var": 0.0})
-    assert found.format == "torch-encoder"
-    assert found.assumed["model.norm"] == ("before" if norm_first else "after")
-    assert found.assumed["model.activation"] == activation
-    assert found.assumed["model.context_only"] is True
-    assert found.readings[0].predicts
+    checkpoint = load(file, n_heads=4, task={"context_length": 20, "noise_var": 0.0})
+    assert checkpoint.format == "torch-encoder"
+    assert checkpoint.assumed["model.norm"] == ("before" if norm_first else "after")
+    assert checkpoint.assumed["model.activation"] == activation
+    assert checkpoint.assumed["model.context_only"] is True
+    assert checkpoint.readings[0].predicts
     prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
     with torch.no_grad():
         output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
-    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(checkpoint.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
 
 
 # Widths, columns and matrices that no format has.
@@ -117,45 +114,45 @@ def test_the_loss_tells_where_the_norms_of_an_encoder_are(
 
 def values_of_one_column(weights: AttentionWeights) -> State:
     """Queries and keys of width 6, values of width 1: OV of a head with one response has rank 1."""
-    found = matrices(weights)
-    found["v"] = weights.OV[..., 0]
-    found["o"] = pad(torch.ones(1, weights.n_heads), (0, 0, weights.d_x, 0))
-    return {
-        f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in found.items()
-    }
+    rows = matrices(weights)
+    rows["v"] = weights.OV[..., 0]
+    rows["o"] = pad(torch.ones(1, weights.n_heads), (0, 0, weights.d_x, 0))
+    return {f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in rows.items()}
 
 
 def test_values_narrower_than_queries(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
     file = saved(tmp_path, values_of_one_column(weights))
-    found = load(file, n_heads=2, score="softmax")
-    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
-    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
-    assert classify(found, **FEW).pattern == "debiased_gd"
+    checkpoint = load(file, n_heads=2, score="softmax")
+    assert_same_circuits(checkpoint.weights.circuits, weights)
+    assert classify(checkpoint, **FEW).pattern == "debiased_gd"
 
 
 def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     """Queries of 6 and values of 7 rows have no other common number of heads than one."""
     weights = heads_of("softmax-h1-s0")
-    found = matrices(weights)
-    found["v"], found["o"] = pad(found["v"], (0, 0, 0, 1)), pad(found["o"], (0, 1))
-    state = {f"layers.0.W_{x}.weight": tensor for x, tensor in found.items()}
-    read = load(saved(tmp_path, state), score="softmax")
-    torch.testing.assert_close(read.weights.circuits.OV, weights.OV)
-    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
+    rows = matrices(weights)
+    rows["v"], rows["o"] = pad(rows["v"], (0, 0, 0, 1)), pad(rows["o"], (0, 1))
+    state = {f"layers.0.W_{x}.weight": tensor for x, tensor in rows.items()}
+    read = loaded(tmp_path, state, score="softmax")
+    assert_same_circuits(read.weights.circuits, weights)
 
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
     np.save(tmp_path / "W.npy", pad(0.8 * torch.eye(5), (0, room, 0, room)).double().numpy())
     hints = {"d_x": 5} if room else {}
-    found = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
-    assert (found.format, found.task.d_x, found.config.model.score) == ("one-matrix", 5, "linear/L")
-    prompts = sample_prompts(found.task, 8, seed=0, dtype=torch.float64)
+    checkpoint = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
+    assert (checkpoint.format, checkpoint.task.d_x, checkpoint.config.model.score) == (
+        "one-matrix",
+        5,
+        "linear/L",
+    )
+    prompts = sample_prompts(checkpoint.task, 8, seed=0, dtype=torch.float64)
     step = torch.einsum("blx,bly->bxy", prompts.x, prompts.y) / prompts.x.shape[1]
     expected = 0.8 * torch.einsum("bx,bxy->by", prompts.x_query, step)
-    torch.testing.assert_close(found.predictor.predict(prompts), expected)
-    assert classify(found, **FEW).pattern == "linear_gd"
+    torch.testing.assert_close(checkpoint.predictor.predict(prompts), expected)
+    assert classify(checkpoint, **FEW).pattern == "linear_gd"
 
 
 def test_a_matrix_far_from_the_identity_is_no_gradient_step(tmp_path: Path):
@@ -198,82 +195,26 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
         f"{own}={known}" for known, own in theirs.items() if own not in ("mixer", "narrow", "widen")
     ]
     rows += ["three=qkv", "back=o_proj", "widen=linear1", "narrow=linear2", "clock=pos_emb"]
-    said = {"context_length": 20, "noise_var": 0.0}
-    found = load(file, n_heads=4, map=rows, task=said, score="softmax")
-    assert (found.assumed["model.norm"], found.assumed["model.context_only"]) == ("before", True)
+    law = {"context_length": 20, "noise_var": 0.0}
+    checkpoint = load(file, n_heads=4, map=rows, task=law, score="softmax")
+    assert (checkpoint.assumed["model.norm"], checkpoint.assumed["model.context_only"]) == (
+        "before",
+        True,
+    )
     prompts = sample_prompts(task, 16, seed=0, dtype=torch.float32)
     with torch.no_grad():
         output = model["read_out"](model["encoder"](model["read_in"](prompts.tokens))[:, -1])
-    torch.testing.assert_close(found.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(checkpoint.model.predict(prompts), output, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_spellings_of_published_code(tmp_path: Path):
-    weights = heads_of("softmax-h2-s0")
-    found = matrices(weights)
-    words = {"q": "query_mat", "k": "key_mat", "v": "value_mat", "o": "out_mat"}
-    state = {f"attention.{words[x]}.weight": tensor for x, tensor in found.items()}
-    read = load(saved(tmp_path, state), n_heads=2, score="softmax")
-    torch.testing.assert_close(read.weights.circuits.QK, weights.QK)
-    mlp = {
-        "mlp.W": torch.ones(8, 6),
-        "mlp.b": torch.ones(8),
-        "mlp.Wp": torch.ones(6, 8),
-        "mlp.bp": torch.ones(6),
-    }
-    read = load(saved(tmp_path, state | mlp), n_heads=2, score="softmax", attend_to_self=False)
-    assert torch.equal(read.weights.tensors["mlp.b_in"][0], torch.ones(8))
-    assert read.weights.tensors["mlp.b_out"].sum() == 6
-    ends = {
-        "front_linear.weight": torch.ones(6, 4),
-        "front_linear.bias": torch.ones(6),
-        "output_layer.weight": torch.ones(1, 6),
-    }
-    ends |= {"pos_encoder.pe": torch.zeros(50, 1, 6)}
-    read = load(
-        saved(tmp_path, state | ends), n_heads=2, score="softmax", model={"layout": "pairs"}
-    )
-    assert read.config.model.n_positions == 50
-    assert torch.equal(read.weights.tensors["b_in"], torch.ones(6))
-    embedding = {
-        "embedding.weight": torch.ones(6, 4),
-        "embedding.bias": torch.ones(6),
-        "decoder.weight": torch.ones(1, 6),
-    }
-    read = load(
-        saved(tmp_path, state | embedding), n_heads=2, score="softmax", model={"layout": "pairs"}
-    )
-    assert torch.equal(read.weights.tensors["W_in"], torch.ones(4, 6))
-
-
-KINDS: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "Mamba": ("layers.0.A_log", (4, 4), "state-space models"),
-    "Mamba's convolution": ("layers.0.conv1d.weight", (4, 1, 4), "state-space models"),
-    "gates": ("layers.0.W_g", (4, 4), "gates"),
-    "Linformer": ("layers.0.E", (8, 20), "low-rank attention"),
-    "low-rank blocks": ("layers.0.E_block", (8, 20), "low-rank attention"),
-    "kernel features": ("layers.0.feature_map.weight", (4, 4), "features of kernels"),
-    "LSTM": ("lstm.weight_ih_l0", (4, 4), "recurrent layers"),
-    "rotary": ("attn.rotary_emb.inv_freq", (4,), "rotary positions"),
-    "relative": ("attn.relative_bias", (4, 4), "relative positions"),
-    "relative, learned": ("attn.RPE.relative_embedding.weight", (8, 1), "relative positions"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_architectures_are_refused_by_what_they_are(tmp_path: Path, kind: str):
-    name, shape, words = KINDS[kind]
-    state = {f"layers.0.W_{x}.weight": torch.ones(4, 4) for x in "qkvo"}
-    with pytest.raises(CheckpointError, match=f"{words}.* are not read, got {name}"):
-        load(saved(tmp_path, state | {name: torch.ones(shape)}), n_heads=1)
-
-
-def test_words_in_the_old_layout_of_transformer_lens(tmp_path: Path):
-    """W_Q [head, d_head, d_model] of modules called attn_blocks, and an embedding [d_model, word]."""
-    state = {f"attn_blocks.0.attn.W_{x}": torch.ones(2, 3, 6) for x in "QKV"}
-    state |= {"attn_blocks.0.attn.W_O": torch.ones(6, 6), "embed.W_E": torch.ones(6, 9)}
-    with pytest.raises(CheckpointError, match=r"a model of word tokens \(embed\.W_E \[6, 9\]\)"):
-        load(saved(tmp_path, state))
+def test_an_embedding_with_a_bias_is_a_read_in(tmp_path: Path):
+    state = {f"attention.to_{x}.weight": torch.ones(6, 6) for x in ("q", "k", "v", "out")}
+    state |= {"embedding.weight": torch.ones(6, 4), "embedding.bias": torch.ones(6)}
+    state |= {"decoder.weight": torch.ones(1, 6)}
+    checkpoint = loaded(tmp_path, state, n_heads=2, score="softmax", model={"layout": "pairs"})
+    assert torch.equal(checkpoint.weights.tensors["W_in"], torch.ones(4, 6))
+    assert torch.equal(checkpoint.weights.tensors["b_in"], torch.ones(6))
 
 
 # Bounds.
@@ -283,8 +224,8 @@ import sys, time, torch
 from mechinterp import load
 from mechinterp.memory import peak_memory
 start = time.process_time()
-found = load(sys.argv[1], n_heads=2)
-print(len(found.readings), time.process_time() - start, peak_memory() / 1024)
+checkpoint = load(sys.argv[1], n_heads=2)
+print(len(checkpoint.readings), time.process_time() - start, peak_memory() / 1024)
 """
 
 
@@ -292,16 +233,11 @@ print(len(found.readings), time.process_time() - start, peak_memory() / 1024)
 def test_64_choices_take_less_than_a_gigabyte_and_20_seconds(tmp_path: Path):
     width, state = 64, {}
     generator = torch.Generator().manual_seed(0)
-    for layer in range(4):
-        for x, shape in {"q": 1, "k": 1, "v": 1, "proj": 1, "mlp.0": 4, "mlp.2": 0.25}.items():
-            rows, columns = (
-                (width * 4, width) if shape == 4 else (width, width * 4 if shape < 1 else width)
-            )
-            state[f"blocks.{layer}.{x}.weight"] = (
-                torch.randn(rows, columns, generator=generator) / 8
-            )
-        for norm in ("ln1", "ln2"):
-            state[f"blocks.{layer}.{norm}.weight"] = torch.ones(width)
+    shapes = dict.fromkeys(("q", "k", "v", "proj"), (width, width))
+    shapes |= {"mlp.0": (4 * width, width), "mlp.2": (width, 4 * width)}
+    for layer, (x, shape) in product(range(4), shapes.items()):
+        state[f"blocks.{layer}.{x}.weight"] = torch.randn(shape, generator=generator) / 8
+    state |= {f"blocks.{n}.ln{i}.weight": torch.ones(width) for n in range(4) for i in (1, 2)}
     state |= {"read_in.weight": torch.randn(width, 6, generator=generator)}
     state |= {"read_out.weight": torch.randn(1, width, generator=generator)}
     file = saved(tmp_path, state)

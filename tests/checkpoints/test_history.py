@@ -30,9 +30,9 @@ def history() -> pd.DataFrame:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     save(tmp_path / "model", CONFIG, initial_weights(CONFIG), step=5, history=history())
-    found = load(tmp_path / "model")
-    assert isinstance(found, Checkpoint)
-    return found
+    checkpoint = load(tmp_path / "model")
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from safetensors.torch import load_model
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import from_dict
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 FOLDERS = ["checkpoints/softmax-h2-s0", "checkpoints/two-tasks-h3-s0", "checkpoints/tanh-h2-s0"]
@@ -24,7 +24,7 @@ class Pretrained(ICLTransformer, PyTorchModelHubMixin):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_hubs_mixin_loads_the_folder(folder: str):
     checkpoint = Checkpoint.from_pretrained(folder)
-    prompts = sample_prompts(checkpoint.config.task, 8, generator=generator_for(0, "eval", 0))
+    prompts = sample_prompts(checkpoint.config.task, 8, seed=0)
     model = Pretrained.from_pretrained(folder)
     assert torch.equal(model.predict(prompts), checkpoint.model.predict(prompts))
 
@@ -37,5 +37,5 @@ def test_safetensors_loads_every_tensor_strictly():
     missing, unexpected = load_model(checkpoint.model, checkpoint.path / "model.safetensors")
     assert not missing
     assert not unexpected
-    found = checkpoint.model.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    state = checkpoint.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

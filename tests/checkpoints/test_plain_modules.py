@@ -132,8 +132,8 @@ def test_predictions_and_masks_are_those_computed_by_hand(attention, prompts):
     before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
     hooked = hook_module(stack, heads=HEADS, read=lambda output: output[:, -1], task=TASK)
     expected = torch.stack([by_hand(stack, prompts.tokens, mask) for mask in MASKS])
-    found = predictor_of(hooked).run(prompts, MASKS)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    predictions = predictor_of(hooked).run(prompts, MASKS)
+    torch.testing.assert_close(predictions, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(hooked.predict(prompts), expected[0], rtol=1e-12, atol=1e-12)
     with masked(hooked, [(1, 0)]):
         torch.testing.assert_close(hooked.predict(prompts), expected[3], rtol=1e-12, atol=1e-12)
@@ -199,10 +199,13 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
 
 
 def test_what_a_module_lacks_is_named():
-    found = check_compatible(hook_module(random_stack(Packed), task=TASK))
-    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(found.lacking)
-    assert not any("hook_pattern" in name for name in found.lacking)
-    assert not {"hooks left", "caller's input untouched", "evaluation mode"} & found.failures.keys()
+    compatible = check_compatible(hook_module(random_stack(Packed), task=TASK))
+    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(compatible.lacking)
+    assert not any("hook_pattern" in name for name in compatible.lacking)
+    assert (
+        not {"hooks left", "caller's input untouched", "evaluation mode"}
+        & compatible.failures.keys()
+    )
     assert "hook_module" in check_compatible(nn.Linear(2, 2)).lacking[0]
 
 
@@ -272,9 +275,9 @@ def test_a_module_of_two_inputs_goes_into_one_that_splits_them(prompts):
 
 
 def test_what_is_not_known_by_name_is_not_called_a_norm():
-    found = classify(hook_module(Split(Pairs()), task=TASK), n_prompts=16)
-    assert found.pattern == "undetermined"
-    assert found.reason.startswith("what is not known by name lies between the heads and the")
+    result = classify(hook_module(Split(Pairs()), task=TASK), n_prompts=16)
+    assert result.pattern == "undetermined"
+    assert result.reason.startswith("what is not known by name lies between the heads and the")
 
 
 @pytest.mark.parametrize(
@@ -336,6 +339,6 @@ def test_the_task_is_told_whole_and_called_assumed_only_where_it_is():
         "beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, "
         "beta_var, noise_var, query_noise)"
     )
-    found = classify(assumed, n_prompts=16), classify(stated, n_prompts=16)
-    assert [bool(each.assumed) for each in found] == [True, False]
-    assert f"Task: {TaskConfig().in_words(assumed.assumed)}." in repr(found[0])
+    results = classify(assumed, n_prompts=16), classify(stated, n_prompts=16)
+    assert [bool(each.assumed) for each in results] == [True, False]
+    assert f"Task: {TaskConfig().in_words(assumed.assumed)}." in repr(results[0])

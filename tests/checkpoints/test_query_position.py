@@ -102,11 +102,11 @@ def own_prediction(hooked):
 
 def noted(module: nn.Module, inside: nn.Module, tokens):
     """What leaves a module inside another one."""
-    found = []
-    handle = inside.register_forward_hook(lambda _, args, output: found.append(output))
+    outputs = []
+    handle = inside.register_forward_hook(lambda _, args, output: outputs.append(output))
     module(tokens)
     handle.remove()
-    return found[0][0] if isinstance(found[0], tuple) else found[0]
+    return outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
 
 
 def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
@@ -124,14 +124,14 @@ def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
 def test_probes_of_it_read_the_prediction_and_at_the_end_do_not(prompts):
     hooked = split()
     target = own_prediction(hooked)
-    found, wrong = (
+    right, wrong = (
         probe_layers(each, prompts, target=target).r2[:, 0] for each in (hooked, split(position=-1))
     )
     # What is left is the last norm; at the end of the stream is the token of zeros.
-    assert found[-1] > 0.99
-    assert wrong[-1] < found[-1] - 10 * probe_layers(hooked, prompts, target=target).r2_sem[-1, 0]
+    assert right[-1] > 0.99
+    assert wrong[-1] < right[-1] - 10 * probe_layers(hooked, prompts, target=target).r2_sem[-1, 0]
     stated = probe_layers(split(position=2 * PAIRS - 2), prompts, target=target)
-    np.testing.assert_array_equal(stated.r2[:, 0], found)
+    np.testing.assert_array_equal(stated.r2[:, 0], right)
 
 
 def test_what_looks_into_its_stream_looks_there(prompts):
@@ -147,11 +147,11 @@ def test_what_looks_into_its_stream_looks_there(prompts):
 def test_all_positions_of_its_stream_are_patched(prompts):
     hooked = split()
     metric = lambda output: output[:, -1]  # noqa: E731
-    found = patch_positions(hooked, prompts[:64], prompts[64:], metric=metric)
-    assert found.effect.shape == (2, 2 * PAIRS)
+    patched = patch_positions(hooked, prompts[:64], prompts[64:], metric=metric)
+    assert patched.effect.shape == (2, 2 * PAIRS)
     # GPT-2 looks back only: the token of zeros after the query's x changes nothing, the query's x does.
-    assert np.all(found.effect[:, -1] == 0)
-    assert np.all(found.effect_sem[:, -2] > 0)
+    assert np.all(patched.effect[:, -1] == 0)
+    assert np.all(patched.effect_sem[:, -2] > 0)
 
 
 def test_positions_of_pairs_are_refused_where_the_stream_has_others(prompts):
@@ -173,8 +173,8 @@ def test_an_encoder_is_read_where_its_output_is(prompts, before, after, place):
         made(Encoder, before, after), read=lambda output: output[:, read_at], task=TASK
     )
     assert query_positions(hooked.hooked, prompts) == [place] * 3
-    found = probe_layers(hooked, prompts, target=own_prediction(hooked))
-    assert found.r2[-1, 0] > 1 - 1e-6  # a linear function of the stream
+    probes = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    assert probes.r2[-1, 0] > 1 - 1e-6  # a linear function of the stream
 
 
 def test_a_module_read_at_the_end_keeps_its_bits(prompts):
@@ -318,8 +318,8 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module,
     assert torch.equal(streams[0, :, 0], prompts.tokens[:, -1])
     assert torch.equal(streams[1, :, 0, :1], hooked.predict(prompts))
     assert not streams[1, :, 0, 1:].any()
-    found = probe_layers(hooked, prompts, target=own_prediction(hooked))
-    assert found.r2[1, 0] > 1 - 1e-6 > found.r2[0, 0]
+    probes = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    assert probes.r2[1, 0] > 1 - 1e-6 > probes.r2[0, 0]
     assert prune(hooked, prompts).refit_risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
 

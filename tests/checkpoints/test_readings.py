@@ -15,6 +15,7 @@ from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import assert_same_circuits
 
 pytestmark = pytest.mark.usefixtures("small_null")
 N_PROMPTS = 128
@@ -74,27 +75,29 @@ def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str, 
     checkpoint, (write, suffix) = shipped(name), LAYOUTS[layout]
     file = write(checkpoint.weights.circuits, tmp_path / f"{name}{suffix}")
     task, true = stated_task(checkpoint), label_of(name)
-    found = classify(load(file, task=task if states_task else None), n_prompts=N_PROMPTS)
-    assert found.pattern in (true, "undetermined"), found.reason
-    assert not states_task or found.pattern == true or "--score" in found.reason, found.reason
+    result = classify(load(file, task=task if states_task else None), n_prompts=N_PROMPTS)
+    assert result.pattern in (true, "undetermined"), result.reason
+    assert not states_task or result.pattern == true or "--score" in result.reason, result.reason
     if layout == "circuits":
         model = checkpoint.config.model
-        said = {"score": model.score, "score_slope": model.score_slope}
-        told = load(file, task=task, columns="x,y", **said)
+        hints = {"score": model.score, "score_slope": model.score_slope}
+        told = load(file, task=task, columns="x,y", **hints)
         assert classify(told, n_prompts=N_PROMPTS).pattern == true
 
 
 @pytest.mark.slow
 def test_readings_are_told_with_their_loss(tmp_path: Path):
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
-    found = load(file)
-    told = {reading.said["score"]: reading for reading in found.readings if reading.stands}
+    checkpoint = load(file)
+    told = {reading.said["score"]: reading for reading in checkpoint.readings if reading.stands}
     # A lower loss is not the model's own score: this one was trained with softmax.
     assert told["linear/L"].loss < told["softmax"].loss < 1
-    assert torch.equal(found.weights.circuits.W_Q, found.readings[0].weights.W_Q)
-    assert found.assumed["model.score"] == found.config.model.score == "linear/L"
-    assert [each["loss"] for each in found.assumed["readings"]] == [r.loss for r in found.readings]
-    result = classify(found)
+    assert torch.equal(checkpoint.weights.circuits.W_Q, checkpoint.readings[0].weights.W_Q)
+    assert checkpoint.assumed["model.score"] == checkpoint.config.model.score == "linear/L"
+    assert [each["loss"] for each in checkpoint.assumed["readings"]] == [
+        r.loss for r in checkpoint.readings
+    ]
+    result = classify(checkpoint)
     assert result.pattern == "undetermined"
     for part in ("--score", "linear_gd for score linear/L", "kernel_regression for score softmax"):
         assert part in result.reason
@@ -104,11 +107,10 @@ def test_readings_are_told_with_their_loss(tmp_path: Path):
 def test_y_as_the_first_column(tmp_path: Path):
     shipped_pair = shipped("softmax-h2-s0")
     file = as_circuits(shipped_pair.weights.circuits, tmp_path / "y.npz", y_first=True)
-    found = load(file, score="softmax")
-    assert found.assumed["model.columns"] == "y,x"
-    torch.testing.assert_close(found.weights.circuits.QK, shipped_pair.weights.circuits.QK)
-    torch.testing.assert_close(found.weights.circuits.OV, shipped_pair.weights.circuits.OV)
-    assert classify(found).pattern == "debiased_gd"
+    checkpoint = load(file, score="softmax")
+    assert checkpoint.assumed["model.columns"] == "y,x"
+    assert_same_circuits(checkpoint.weights.circuits, shipped_pair.weights.circuits)
+    assert classify(checkpoint).pattern == "debiased_gd"
     told = load(file, score="softmax", columns="y,x")
     assert not any("columns" in reading.said for reading in told.readings)
     assert classify(told).pattern == "debiased_gd"
@@ -123,18 +125,17 @@ def test_wide_weights_with_y_first(tmp_path: Path):
     axes = {"W_Q": 1, "W_K": 1, "W_V": 1, "W_O": 2}
     turned = {n: t.roll(-weights.d_x, axes[n]).contiguous() for n, t in state.items()}
     save_file(turned, tmp_path / "wide.safetensors")
-    found = load(tmp_path / "wide.safetensors", score="softmax", columns="y,x")
-    torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
-    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
+    checkpoint = load(tmp_path / "wide.safetensors", score="softmax", columns="y,x")
+    assert_same_circuits(checkpoint.weights.circuits, weights)
 
 
 def test_scale_is_told_by_the_loss(tmp_path: Path):
     """Of one score the scale that training has settled predicts best."""
     checkpoint = shipped("linear-separate-s2")
     file = as_layers(checkpoint.weights.circuits, tmp_path / "s.safetensors")
-    found = load(file, task=stated_task(checkpoint), score="linear/L")
-    torch.testing.assert_close(found.weights.circuits.QK, checkpoint.weights.circuits.QK)
-    assert found.assumed["attn_scale"] == 1
+    read_back = load(file, task=stated_task(checkpoint), score="linear/L")
+    torch.testing.assert_close(read_back.weights.circuits.QK, checkpoint.weights.circuits.QK)
+    assert read_back.assumed["attn_scale"] == 1
 
 
 def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
@@ -156,21 +157,21 @@ def test_no_reading_predicts(tmp_path: Path):
     QK = torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0]))[None] * 50
     OV = torch.randn(1, 6, 1, generator=generator) * 50
     np.savez(tmp_path / "x.npz", QK=QK.numpy(), OV=OV.numpy())
-    found = classify(load(tmp_path / "x.npz"))
-    assert found.pattern == "undetermined"
-    assert "no reading predicts better than 0" in found.reason
+    result = classify(load(tmp_path / "x.npz"))
+    assert result.pattern == "undetermined"
+    assert "no reading predicts better than 0" in result.reason
     for option in ("--score", "--columns", "--task"):
-        assert option in found.reason
+        assert option in result.reason
 
 
 def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: Path):
     weights = shipped("linear-h1-s0").weights.circuits
     QK = weights.QK * 0.4
     np.savez(tmp_path / "x.npz", QK=QK.numpy(), OV=weights.OV.numpy())
-    found = classify(load(tmp_path / "x.npz", score="linear/L", columns="x,y"))
-    assert found.components is not None
-    assert found.components.n_components == 0
-    assert (found.pattern, "has learned" in found.reason) == ("undetermined", True)
+    result = classify(load(tmp_path / "x.npz", score="linear/L", columns="x,y"))
+    assert result.components is not None
+    assert result.components.n_components == 0
+    assert (result.pattern, "has learned" in result.reason) == ("undetermined", True)
 
 
 def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):

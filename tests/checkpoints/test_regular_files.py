@@ -15,6 +15,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.training.state import read_state, stored_models
+from tests.checkpoints.files import assert_refused
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
 
 pytestmark = [
@@ -88,24 +89,17 @@ def test_a_pipe_among_the_shards(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     index = '{"weight_map": {"W_Q": "a.safetensors", "W_K": "b.safetensors"}}'
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(
-        CheckpointError, match=r"b\.safetensors: must be a regular file, got a pipe"
-    ):
-        load(tmp_path)
+    assert_refused(r"b\.safetensors: must be a regular file, got a pipe", load, tmp_path)
 
 
 def test_a_pipe_itself(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="this is another file"):
-        load(piped(tmp_path / "x.pth"))
-    with pytest.raises(CheckpointError, match=r"this has no config\.json"):
-        load(piped(tmp_path / "config.json").parent)
+    assert_refused("this is another file", load, piped(tmp_path / "x.pth"))
+    assert_refused(r"this has no config\.json", load, piped(tmp_path / "config.json").parent)
 
 
 def test_sockets_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("x.pth")
-        with pytest.raises(CheckpointError, match="must be a regular file, got a socket"):
-            read_arrays(Path("x.pth"))
-    with pytest.raises(CheckpointError, match="must be a regular file, got a device"):
-        read_arrays(Path(os.devnull))
+        assert_refused("must be a regular file, got a socket", read_arrays, Path("x.pth"))
+    assert_refused("must be a regular file, got a device", read_arrays, Path(os.devnull))

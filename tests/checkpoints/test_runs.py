@@ -12,12 +12,12 @@ from mechinterp import load, load_run
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.paths import runs_among, steps_of
 from mechinterp.checkpoints.runs import N_PROMPTS
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
+from tests.checkpoints.files import assert_refused
 from tests.checkpoints.wild_files import LAYOUTS
 from tests.conftest import CHECKPOINTS
 
@@ -43,15 +43,15 @@ def write_run(folder: Path, layout: str = "haiku", name: str = "step_{}.pt") -> 
 
 @pytest.mark.parametrize("layout", ["haiku", "modules {x}_proj"])
 def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layout: str):
-    found = load_run(write_run(tmp_path / "mine", layout), **HINTS)
-    assert found.steps == list(STEPS)
-    assert found.step == STEPS[-1]
-    assert found.assumed["step"] == STEPS[-1]
+    run = load_run(write_run(tmp_path / "mine", layout), **HINTS)
+    assert run.steps == list(STEPS)
+    assert run.step == STEPS[-1]
+    assert run.assumed["step"] == STEPS[-1]
     for step in STEPS:
-        true, read = true_run().snapshots[step].circuits, found.snapshots[step].circuits
+        true, read = true_run().snapshots[step].circuits, run.snapshots[step].circuits
         torch.testing.assert_close(read.QK, true.QK, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(read.OV, true.OV, rtol=1e-5, atol=1e-6)
-    assert [each.loss < 0.6 for each in found.readings[:1]] == [True]
+    assert [each.loss < 0.6 for each in run.readings[:1]] == [True]
 
 
 def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
@@ -63,9 +63,9 @@ def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
 
 
 def test_losses_are_on_the_same_prompts(tmp_path: Path):
-    found = load_run(write_run(tmp_path / "mine"), **HINTS)
-    prompts = evaluation_prompts(found, n_prompts=N_PROMPTS)
-    history = found.history
+    run = load_run(write_run(tmp_path / "mine"), **HINTS)
+    prompts = evaluation_prompts(run, n_prompts=N_PROMPTS)
+    history = run.history
     assert history["step"].tolist() == [step for step in STEPS for _ in range(2)]
     for step, rows in history.groupby("step"):
         heads = true_run().snapshots[step].circuits
@@ -92,9 +92,9 @@ def test_a_bias_that_training_leaves_at_zero_at_first(tmp_path: Path):
         if step:
             torch.nn.init.normal_(module.in_proj_bias)
         torch.save(module.state_dict(), tmp_path / f"model_{step}.pt")
-    found = load_run(tmp_path, n_heads=2)
-    assert found.snapshots[0].model == found.snapshots[100].model
-    assert found.config.model.biases
+    run = load_run(tmp_path, n_heads=2)
+    assert run.snapshots[0].model == run.snapshots[100].model
+    assert run.config.model.biases
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_bias_that_training_leaves_at_zero_at_first(tmp_path: Path):
     ],
 )
 def test_names_that_hold_a_step(names: tuple[str, ...], steps: list[int]):
-    found = steps_of([Path("runs") / name for name in names])
-    assert list(found) == steps
+    by_step = steps_of([Path("runs") / name for name in names])
+    assert list(by_step) == steps
 
 
 def test_whoever_says_that_it_is_a_run_is_believed():
@@ -134,9 +134,9 @@ def test_a_pattern_a_list_and_a_folder_are_one_run(tmp_path: Path):
     torch.save({}, folder / "optimizer.pt")
     expected = load(folder, **HINTS)
     for path in (str(folder / "step_*.pt"), list(folder.glob("step_*")), folder):
-        found = load_run(path, **HINTS)
-        assert found.steps == expected.steps
-        assert found.path == folder
+        run = load_run(path, **HINTS)
+        assert run.steps == expected.steps
+        assert run.path == folder
 
 
 def test_folders_of_steps(tmp_path: Path):
@@ -149,46 +149,42 @@ def test_folders_of_steps(tmp_path: Path):
 def test_files_that_say_everything(tmp_path: Path):
     for step in STEPS:
         convert(true_run().at(step), "npz", tmp_path / f"step_{step}.npz")
-    found = load_run(tmp_path)
-    assert found.steps == list(STEPS)
-    assert not found.assumed
+    run = load_run(tmp_path)
+    assert run.steps == list(STEPS)
+    assert not run.assumed
     np.testing.assert_array_equal(
-        found.snapshots[2000].circuits.W_Q, true_run().snapshots[2000].circuits.W_Q
+        run.snapshots[2000].circuits.W_Q, true_run().snapshots[2000].circuits.W_Q
     )
 
 
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
-    with pytest.raises(CheckpointError, match=r"number of the step alone, got best.pt, step_0.pt"):
-        load_run(folder)
-    with pytest.raises(CheckpointError, match="several files of weights"):
-        load(folder)
-    with pytest.raises(CheckpointError, match="must hold or fit checkpoints"):
-        load_run(tmp_path / "none_*.pt")
+    assert_refused(r"number of the step alone, got best.pt, step_0.pt", load_run, folder)
+    assert_refused("several files of weights", load, folder)
+    assert_refused("must hold or fit checkpoints", load_run, tmp_path / "none_*.pt")
     wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
-    with pytest.raises(CheckpointError, match=r"step_0.pt: .* must have the shape .* of the last"):
-        load_run(folder)
+    assert_refused(r"step_0.pt: .* must have the shape .* of the last", load_run, folder)
 
 
 def test_analyses_and_formats_take_a_run(tmp_path: Path):
-    found = load_run(write_run(tmp_path / "mine"), **HINTS)
-    patterns = training_snapshots(found, n_prompts=64)
+    run = load_run(write_run(tmp_path / "mine"), **HINTS)
+    patterns = training_snapshots(run, n_prompts=64)
     assert patterns.step.tolist() == list(STEPS)
     assert patterns.pattern[-1] == "debiased_gd"
     np.testing.assert_array_equal(
-        patterns.eval_loss, found.history.drop_duplicates("step")["eval_loss"]
+        patterns.eval_loss, run.history.drop_duplicates("step")["eval_loss"]
     )
-    assert deep_snapshots(found, n_prompts=64).rise.shape == (3, 1, 2)
-    found.save_pretrained(tmp_path / "native")
+    assert deep_snapshots(run, n_prompts=64).rise.shape == (3, 1, 2)
+    run.save_pretrained(tmp_path / "native")
     again = load(tmp_path / "native")
     assert again.steps == list(STEPS)
-    assert again.history["eval_loss"].tolist() == found.history["eval_loss"].tolist()
-    assert found.at(2000).step == 2000
+    assert again.history["eval_loss"].tolist() == run.history["eval_loss"].tolist()
+    assert run.at(2000).step == 2000
     with pytest.raises(ValueError, match="step must be one of 0, 2000, 10000, got 7"):
-        found.at(7)
+        run.at(7)
 
 
 def test_classify_writes_steps_and_losses(tmp_path: Path, run):

@@ -9,6 +9,7 @@ from mechinterp import load
 from mechinterp.checkpoints import shipped
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.cli.options import shown_path
+from tests.checkpoints.files import assert_refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +19,7 @@ def test_what_lies_at_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: py
     assert shipped.shipped_path("softmax-h2-s0").is_dir()
     (tmp_path / "softmax-h2-s0").mkdir()
     assert shipped.shipped_path("softmax-h2-s0") == Path("softmax-h2-s0")
-    with pytest.raises(CheckpointError, match=r"softmax-h2-s0"):
-        load("softmax-h2-s0")
+    assert_refused(r"softmax-h2-s0", load, "softmax-h2-s0")
 
 
 def test_a_name_in_a_folder_is_a_path():

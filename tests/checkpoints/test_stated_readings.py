@@ -22,6 +22,7 @@ from mechinterp.cli.hints import hints_of
 from mechinterp.cli.main import app
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 
@@ -29,12 +30,16 @@ pytestmark = pytest.mark.usefixtures("small_null")
 SHIPPED = Path(__file__).parents[2] / "checkpoints"
 
 
-def require_same(found: Checkpoint, expected: Checkpoint) -> None:
-    assert (found.config, found.step, found.path) == (expected.config, expected.step, expected.path)
-    assert (found.format, found.assumed) == (expected.format, expected.assumed)
-    assert found.weights.tensors.keys() == expected.weights.tensors.keys()
+def require_same(checkpoint: Checkpoint, expected: Checkpoint) -> None:
+    assert (checkpoint.config, checkpoint.step, checkpoint.path) == (
+        expected.config,
+        expected.step,
+        expected.path,
+    )
+    assert (checkpoint.format, checkpoint.assumed) == (expected.format, expected.assumed)
+    assert checkpoint.weights.tensors.keys() == expected.weights.tensors.keys()
     for name, tensor in expected.weights.tensors.items():
-        assert torch.equal(found.weights.tensors[name], tensor), name
+        assert torch.equal(checkpoint.weights.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("name", ["kms-0.5-h2-s0", "d4s1-linear-h1x5-l4-noise0.1-s0"])
@@ -66,10 +71,10 @@ def test_noise_and_points_in_any_spelling(
     (tmp_path / (layout if layout != "folder" else "config.json")).write_text(json.dumps(document))
     file = tmp_path / "model.safetensors"
     save_file(state, file)
-    found = load(tmp_path if layout == "folder" else file)
-    assert (found.task.noise_var, found.task.context_length) == (1.0, 8)
-    assert found.assumed["task.beta_var"] == found.task.beta_var == 1.0
-    assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
+    checkpoint = load(tmp_path if layout == "folder" else file)
+    assert (checkpoint.task.noise_var, checkpoint.task.context_length) == (1.0, 8)
+    assert checkpoint.assumed["task.beta_var"] == checkpoint.task.beta_var == 1.0
+    assert not {"task.noise_var", "task.context_length"} & checkpoint.assumed.keys()
     assert load(file, task={"noise_var": 2.0}).task.noise_var == 2
 
 
@@ -89,24 +94,23 @@ def test_noise_and_points_in_any_spelling(
 def test_noise_and_points_that_are_none(tmp_path: Path, stated: dict, words: str):
     save_file(garg().state_dict(), tmp_path / "x.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 4} | stated))
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.safetensors")
+    assert_refused(words, load, tmp_path / "x.safetensors")
 
 
 def test_a_context_longer_than_the_positions_is_assumed(tmp_path: Path):
     save_file(garg().state_dict(), tmp_path / "x.safetensors")
     (tmp_path / "config.json").write_text('{"n_head": 4, "n_points": 5000}')
-    found = load(tmp_path / "x.safetensors")
-    assert found.assumed["task.context_length"] == found.task.context_length == 6
+    checkpoint = load(tmp_path / "x.safetensors")
+    assert checkpoint.assumed["task.context_length"] == checkpoint.task.context_length == 6
 
 
 def test_noise_stated_beside_one_layer_of_attention(tmp_path: Path):
     state = {"self_attn." + n: t for n, t in nn.MultiheadAttention(6, 2).state_dict().items()}
     save_file(state, tmp_path / "x.safetensors")
     (tmp_path / "config.json").write_text('{"n_heads": 2, "noise_std": 0.5, "n_points": 21}')
-    found = load(tmp_path / "x.safetensors")
-    assert (found.task.noise_var, found.task.context_length) == (0.25, 20)
-    assert not {"task.noise_var", "task.context_length"} & found.assumed.keys()
+    checkpoint = load(tmp_path / "x.safetensors")
+    assert (checkpoint.task.noise_var, checkpoint.task.context_length) == (0.25, 20)
+    assert not {"task.noise_var", "task.context_length"} & checkpoint.assumed.keys()
 
 
 def test_readings_are_compared_on_as_many_prompts_each(
@@ -121,9 +125,10 @@ def test_readings_are_compared_on_as_many_prompts_each(
     shapes |= {"attn.proj.weight": (3, 16), "attn.proj.bias": (3,), "fc1.weight": (16, 3)}
     shapes |= {"fc1.bias": (16,), "fc2.weight": (3, 16), "fc2.bias": (3,)}
     state = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-    torch.save(state, tmp_path / "x.pt")
-    found = load(tmp_path / "x.pt", score="softmax", task={"context_length": 10, "noise_var": 0})
-    assert {each.said["residual"] for each in found.readings} == {True, False}
+    checkpoint = loaded(
+        tmp_path, state, score="softmax", task={"context_length": 10, "noise_var": 0}
+    )
+    assert {each.said["residual"] for each in checkpoint.readings} == {True, False}
 
 
 D_X, WIDTH = 10, 17
@@ -175,35 +180,37 @@ HAIKU = {"d_x": D_X, "d_y": 1, "n_heads": 1, "score": "linear", "scale": 1.0, "t
 def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bool):
     omega, mu = 0.614, 0.698
     file = with_positions(tmp_path, omega=omega, mu=mu, y_first=y_first)
-    found = load(file, **HAIKU)
-    assert found.assumed["model.output_column"] == WIDTH - 1
-    assert found.assumed["model.sign"] == "minus"
-    assert found.assumed["model.columns"] == ("y,x" if y_first else "x,y")
+    checkpoint = load(file, **HAIKU)
+    assert checkpoint.assumed["model.output_column"] == WIDTH - 1
+    assert checkpoint.assumed["model.sign"] == "minus"
+    assert checkpoint.assumed["model.columns"] == ("y,x" if y_first else "x,y")
     # Every reading names its entry, that of y among them.
-    assert {each.said["output_column"] for each in found.readings} == {0, D_X, WIDTH - 1}
-    label = classify(found)
+    assert {each.said["output_column"] for each in checkpoint.readings} == {0, D_X, WIDTH - 1}
+    label = classify(checkpoint)
     assert label.pattern == "linear_gd"
     assert label.circuits.omega == pytest.approx(np.full((1, D_X), omega), rel=1e-6)
     assert label.circuits.mu == pytest.approx(np.array([[mu]]), rel=1e-6)
-    said = load(file, **HAIKU, output_column=WIDTH - 1, sign="minus")
-    assert "model.output_column" not in said.assumed
-    torch.testing.assert_close(said.weights.circuits.OV, found.weights.circuits.OV)
+    told = load(file, **HAIKU, output_column=WIDTH - 1, sign="minus")
+    assert "model.output_column" not in told.assumed
+    torch.testing.assert_close(told.weights.circuits.OV, checkpoint.weights.circuits.OV)
     behind_x = load(file, **HAIKU, output_column=0 if y_first else D_X)
     assert not behind_x.readings[0].predicts
 
 
 def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
     omega, mu = 0.614, 0.35
-    found = load(with_positions(tmp_path, omega=omega, mu=mu, layers=2), **HAIKU)
-    assert found.assumed["model.output_column"] == WIDTH - 1
-    assert found.assumed["model.sign"] == "minus"
-    prompts = sample_prompts(found.task, 64, seed=3, dtype=torch.float32)
+    checkpoint = load(with_positions(tmp_path, omega=omega, mu=mu, layers=2), **HAIKU)
+    assert checkpoint.assumed["model.output_column"] == WIDTH - 1
+    assert checkpoint.assumed["model.sign"] == "minus"
+    prompts = sample_prompts(checkpoint.task, 64, seed=3, dtype=torch.float32)
     moment = torch.einsum("blx,bln->bxn", prompts.x, prompts.y)
     step = torch.einsum("bx,bxn->bn", prompts.x_query, moment)
-    found = load(found.path, **HAIKU, sign="minus", output_column=WIDTH - 1, attend_to_self=False)
+    checkpoint = load(
+        checkpoint.path, **HAIKU, sign="minus", output_column=WIDTH - 1, attend_to_self=False
+    )
     # Both layers add the same step, as neither changes y.
     torch.testing.assert_close(
-        found.model.predict(prompts), 2 * mu * omega * step, rtol=1e-4, atol=1e-5
+        checkpoint.model.predict(prompts), 2 * mu * omega * step, rtol=1e-4, atol=1e-5
     )
 
 
@@ -216,10 +223,7 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
 )
 def test_an_entry_that_is_none(tmp_path: Path, hints: dict, words: str):
     file = with_positions(tmp_path, omega=0.6, mu=0.7)
-    with pytest.raises(CheckpointError, match=words):
-        load(file, **HAIKU | hints)
-    with pytest.raises(ValueError, match="output_column must be an integer >= 0, got -1"):
-        load(file, **HAIKU | {"output_column": -1})
+    assert_refused(words, load, file, **HAIKU | hints)
 
 
 def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
@@ -230,8 +234,7 @@ def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
     words = (
         "output_column is for layers that write whole tokens, got one that writes 1 of 6 entries"
     )
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt", n_heads=2, output_column=0)
+    assert_refused(words, load, tmp_path / "x.pt", n_heads=2, output_column=0)
 
 
 def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Path):
@@ -239,15 +242,13 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
     state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
     torch.save(state, tmp_path / "x.pt")
     words = r"at most 64 readings are tried, got \d+; say some of .*--orientation.*--output-column"
-    with pytest.raises(CheckpointError, match=words):
-        load(tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
+    assert_refused(words, load, tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
 
 
 def test_weights_of_positions_that_are_no_numbers(tmp_path: Path):
     state = {f"{x}_proj.weight": torch.ones(8, 8, dtype=torch.int64) for x in "qkv"}
-    torch.save(state | {"out_proj.weight": torch.ones(8, 8)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"q_proj.weight must hold floating-point numbers"):
-        load(tmp_path / "x.pt", n_heads=2, d_x=5, d_y=1)
+        loaded(tmp_path, state | {"out_proj.weight": torch.ones(8, 8)}, n_heads=2, d_x=5, d_y=1)
 
 
 def random_layer() -> State:
@@ -259,15 +260,14 @@ def random_layer() -> State:
 
 
 def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_path: Path):
-    torch.save(random_layer(), tmp_path / "x.pt")
-    guessed = load(tmp_path / "x.pt", n_heads=2)
+    guessed = loaded(tmp_path, random_layer(), n_heads=2)
     assert not any(each.predicts for each in guessed.readings)
-    found = classify(guessed)
-    assert found.pattern == "undetermined"
-    assert found.reason.startswith("nothing was understood of this file: ")
+    result = classify(guessed)
+    assert result.pattern == "undetermined"
+    assert result.reason.startswith("nothing was understood of this file: ")
     # Said in full, the same weights are as random ones are: the statement is about them.
-    said = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
-    stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **said)
+    hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
+    stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **hints)
     assert not stated.readings
     assert classify(stated).pattern == "unstructured"
     # And so they are as a checkpoint of this package, or a hooked model.
@@ -279,11 +279,10 @@ def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_pa
 def test_nothing_is_understood_of_an_encoder_that_predicts_nothing(tmp_path: Path):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8)
-    torch.save(layer.state_dict(), tmp_path / "x.pt")
-    found = classify(load(tmp_path / "x.pt", n_heads=2, task={"context_length": 10}))
-    assert found.pattern == "undetermined"
-    assert found.reason.startswith("nothing was understood of this file: ")
-    assert "--model norm=" in found.reason
+    result = classify(loaded(tmp_path, layer.state_dict(), n_heads=2, task={"context_length": 10}))
+    assert result.pattern == "undetermined"
+    assert result.reason.startswith("nothing was understood of this file: ")
+    assert "--model norm=" in result.reason
 
 
 def test_columns_of_positions_under_torchs_names(tmp_path: Path):
@@ -294,24 +293,23 @@ def test_columns_of_positions_under_torchs_names(tmp_path: Path):
         {f"{new}.weight": torch.from_numpy(state[old].T.copy()) for old, new in names.items()},
         tmp_path / "x.pt",
     )
-    found, haiku = load(tmp_path / "x.pt", **HAIKU), load(tmp_path / "params.pkl", **HAIKU)
-    assert found.assumed["model.output_column"] == WIDTH - 1
-    torch.testing.assert_close(found.weights.circuits.QK, haiku.weights.circuits.QK)
-    torch.testing.assert_close(found.weights.circuits.OV, haiku.weights.circuits.OV)
+    checkpoint, haiku = load(tmp_path / "x.pt", **HAIKU), load(tmp_path / "params.pkl", **HAIKU)
+    assert checkpoint.assumed["model.output_column"] == WIDTH - 1
+    assert_same_circuits(checkpoint.weights.circuits, haiku.weights.circuits)
 
 
 def test_the_command_line_takes_the_entry_of_the_prediction(tmp_path: Path):
     file = with_positions(tmp_path, omega=0.614, mu=0.698)
     (tmp_path / "task.json").write_text(json.dumps(UNIFORM))
     sizes = ["--d-x", "10", "--d-y", "1", "--n-heads", "1", "--task", str(tmp_path / "task.json")]
-    said = ["--score", "linear", "--scale", "1", "--output-column", "16", "--json"]
-    result = CliRunner().invoke(app, ["classify", str(file), *sizes, *said])
+    options = ["--score", "linear", "--scale", "1", "--output-column", "16", "--json"]
+    result = CliRunner().invoke(app, ["classify", str(file), *sizes, *options])
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)
-    assert found["pattern"] == "linear_gd"
-    assert found["heads"][0]["mu"] == pytest.approx([0.698], rel=1e-5)
-    assert found["heads"][0]["omega_mean"] == pytest.approx(0.614, rel=1e-5)
-    assert "model.output_column" not in found["assumed"]
+    (document,) = json.loads(result.stdout)
+    assert document["pattern"] == "linear_gd"
+    assert document["heads"][0]["mu"] == pytest.approx([0.698], rel=1e-5)
+    assert document["heads"][0]["omega_mean"] == pytest.approx(0.614, rel=1e-5)
+    assert "model.output_column" not in document["assumed"]
 
 
 def test_a_reading_that_explodes_now_and_then_does_not_stand_beside_one_that_predicts():
@@ -319,9 +317,9 @@ def test_a_reading_that_explodes_now_and_then_does_not_stand_beside_one_that_pre
     zero, good, tail = torch.ones(200), torch.full((200,), 0.5), torch.full((200,), 0.4)
     tail[0] = 2000.0
     # The mean of its errors is 10.4, and 10 the standard error of that: no difference is clear.
-    said = [{"sign": "plus"}, {"sign": "minus"}]
+    choices = [{"sign": "plus"}, {"sign": "minus"}]
     errors = [(good, zero), (tail, zero)]
-    first, second = ranked([(each, lambda: weights) for each in said], errors)
+    first, second = ranked([(each, lambda: weights) for each in choices], errors)
     assert (first.predicts, first.stands) == (True, True)
     assert (second.predicts, second.ties, second.stands) == (False, False, False)
 
@@ -331,20 +329,20 @@ def test_a_reading_that_may_be_no_better_than_0_does_not_come_before_one_that_pr
     zero, good, tail = torch.ones(200), torch.full((200,), 0.2), torch.full((200,), 0.1)
     tail[:2] = 40.0
     # The mean of its errors is .5, the standard error of that .28.
-    said = [{"norm": "before"}, {"norm": "after"}]
-    found = ranked([(each, lambda: weights) for each in said], [(tail, zero), (good, zero)])
-    assert [each.said["norm"] for each in found] == ["after", "before"]
-    assert [each.predicts for each in found] == [True, False]
+    choices = [{"norm": "before"}, {"norm": "after"}]
+    readings = ranked([(each, lambda: weights) for each in choices], [(tail, zero), (good, zero)])
+    assert [each.said["norm"] for each in readings] == ["after", "before"]
+    assert [each.predicts for each in readings] == [True, False]
 
 
 def test_of_many_readings_that_predict_the_best_is_advised():
     weights = debiased_gradient_step(0.88, 0.1, d_x=5)
     losses = {("plus", True): 1.0, ("plus", False): 0.4, ("minus", False): 0.3}
-    found = [
+    readings = [
         Reading({"sign": s, "residual": r}, lambda: weights, loss, 0.01, loss < 1, True, True)
         for (s, r), loss in losses.items()
     ]
-    assert advice(found) == (
+    assert advice(readings) == (
         "sign minus, residual False predicts (0.3): --sign minus --model residual=false; so does another reading"
     )
 

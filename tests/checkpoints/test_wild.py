@@ -15,8 +15,9 @@ from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.heads import AttentionWeights
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.foreign_files import random_heads
-from tests.checkpoints.wild_files import LAYOUTS, State, linear_layers, matrices
+from tests.checkpoints.wild_files import LAYOUTS, linear_layers, matrices
 from tests.conftest import sampled
 
 pytestmark = pytest.mark.usefixtures("small_null")
@@ -32,24 +33,18 @@ def known(name: str) -> tuple[AttentionWeights, str]:
     return checkpoint.weights.circuits, classify(checkpoint, n_prompts=N_PROMPTS).pattern
 
 
-def save(state: State, folder: Path) -> Path:
-    torch.save(state, folder / "x.pt")
-    return folder / "x.pt"
-
-
 def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     """The true label, or none, with an option that decides; with all options the true one."""
     weights, true = known(name)
     task = load(SHIPPED / name).task
     sizes = {"n_heads": weights.n_heads, "d_y": weights.d_y}
-    found = classify(load(file, **sizes), n_prompts=N_PROMPTS)
-    assert found.pattern in (true, "undetermined"), found.reason
-    assert found.pattern == true or "--" in found.reason, found.reason
-    said = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
-    said |= {"attend_to_self": weights.attend_to_self, **sizes, **hints}
-    told = load(file, task={"context_length": task.context_length}, **said)
-    torch.testing.assert_close(told.weights.circuits.QK, weights.QK)
-    torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
+    result = classify(load(file, **sizes), n_prompts=N_PROMPTS)
+    assert result.pattern in (true, "undetermined"), result.reason
+    assert result.pattern == true or "--" in result.reason, result.reason
+    stated = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
+    stated |= {"attend_to_self": weights.attend_to_self, **sizes, **hints}
+    told = load(file, task={"context_length": task.context_length}, **stated)
+    assert_same_circuits(told.weights.circuits, weights)
     assert classify(told, task, n_prompts=N_PROMPTS).pattern == true
 
 
@@ -65,16 +60,16 @@ def test_every_spelling(layout: str):
     assert layout_found.open_axes is layout.startswith("parameters")
     axes = "in,out" if layout == "parameters [in, out]" else "out,in"
     (layer,) = layout_found.layers
-    found = attention_matrices(layer, state, axes)
+    read = attention_matrices(layer, state, axes)
     apart = layout == "flax" or layout.partition(",")[0].endswith("heads")
-    shown = {matrix.n_heads for matrix in found.values()} - {None}
+    shown = {matrix.n_heads for matrix in read.values()} - {None}
     assert shown == ({2} if apart and "output unify" not in layout else set())
     names = {"query": "q", "key": "k", "value": "v", "out": "o"}
     true = matrices(weights)
-    assert {n.removesuffix(".weight") for n in found} == set(names)
+    assert {n.removesuffix(".weight") for n in read} == set(names)
     for name, x in names.items():
         sign = -1 if layout == "haiku" and x == "o" else 1
-        assert torch.equal(found[f"{name}.weight"].tensor.T, sign * true[x]), name
+        assert torch.equal(read[f"{name}.weight"].tensor.T, sign * true[x]), name
 
 
 KINDS = (
@@ -99,23 +94,23 @@ LIGHT = {"softmax-h2-s0": KINDS, **dict.fromkeys(MODELS[2:], KINDS[:1])}
 )
 def test_every_kind_of_model(tmp_path: Path, name: str, layout: str):
     weights, _ = known(name)
-    said = {"parameters [in, out]": {"orientation": "in,out"}, "haiku": {"sign": "minus"}}
-    file = save(LAYOUTS[layout](weights), tmp_path)
-    require_true_or_asked(file, name, **said.get(layout, {}))
+    options = {"parameters [in, out]": {"orientation": "in,out"}, "haiku": {"sign": "minus"}}
+    file = saved(tmp_path, LAYOUTS[layout](weights))
+    require_true_or_asked(file, name, **options.get(layout, {}))
 
 
 def standing(file: Path, name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
     """Score, self-attention and circuits of the readings on which the label rests."""
     weights, _ = known(name)
-    found = load(file, n_heads=weights.n_heads, d_y=weights.d_y)
-    heads = [each.weights for each in found.readings if each.stands]
+    checkpoint = load(file, n_heads=weights.n_heads, d_y=weights.d_y)
+    heads = [each.weights for each in checkpoint.readings if each.stands]
     return [(w.score, w.attend_to_self, w.QK, w.OV) for w in heads]
 
 
 @cache
 def under_usual_names(name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
     with TemporaryDirectory() as folder:
-        return standing(save(LAYOUTS["modules {x}_proj"](known(name)[0]), Path(folder)), name)
+        return standing(saved(Path(folder), LAYOUTS["modules {x}_proj"](known(name)[0])), name)
 
 
 ONE_OF_A_KIND = {layout.split()[0]: layout for layout in LAYOUTS}.values()
@@ -131,9 +126,9 @@ ONE_OF_A_KIND = {layout.split()[0]: layout for layout in LAYOUTS}.values()
 )
 def test_the_label_rests_on_the_same_under_all_names(tmp_path: Path, name: str, layout: str):
     true = under_usual_names(name)
-    found = standing(save(LAYOUTS[layout](known(name)[0]), tmp_path), name)
-    assert len(found) == len(true)
-    for one, other in zip(true, found, strict=True):
+    rivals = standing(saved(tmp_path, LAYOUTS[layout](known(name)[0])), name)
+    assert len(rivals) == len(true)
+    for one, other in zip(true, rivals, strict=True):
         assert one[:2] == other[:2]
         torch.testing.assert_close(one[2:], other[2:])
 
@@ -141,16 +136,16 @@ def test_the_label_rests_on_the_same_under_all_names(tmp_path: Path, name: str, 
 def test_readings_that_are_one_model_count_once(tmp_path: Path):
     """Where d_head is 1 both scales are one, and with symmetric matrices both orientations."""
     heads = random_heads(n_heads=2, d_head=1)
-    file = save(LAYOUTS["modules {x}_proj"](heads), tmp_path)
-    found = load(file, n_heads=2, score="softmax", columns="x,y", sign="plus")
-    assert [each.said["attend_to_self"] for each in found.readings] in (
+    file = saved(tmp_path, LAYOUTS["modules {x}_proj"](heads))
+    checkpoint = load(file, n_heads=2, score="softmax", columns="x,y", sign="plus")
+    assert [each.said["attend_to_self"] for each in checkpoint.readings] in (
         [True, False],
         [False, True],
     )
     symmetric = {f"W{x}": torch.diag(torch.tensor([1.0, 2, 3, 4])) for x in "qkvo"}
-    said = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
-    found = load(save(symmetric, tmp_path), n_heads=1, scale=1.0, **said)
-    assert len(found.readings) == 1
+    hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
+    checkpoint = loaded(tmp_path, symmetric, n_heads=1, scale=1.0, **hints)
+    assert len(checkpoint.readings) == 1
 
 
 def test_a_factor_on_the_output(tmp_path: Path):
@@ -159,29 +154,23 @@ def test_a_factor_on_the_output(tmp_path: Path):
     task = load(SHIPPED / "linear-h1-s0").task
     state = LAYOUTS["modules {x}_proj"](weights)
     state["attn.out_proj.weight"] = state["attn.out_proj.weight"] * 10
-    file = save(state, tmp_path)
-    said = {"n_heads": 1, "score": weights.score, "scale": weights.scale, "columns": "x,y"}
-    said |= {"task": {"context_length": task.context_length}, "score_slope": weights.score_slope}
-    unread = classify(load(file, **said), n_prompts=64)
+    file = saved(tmp_path, state)
+    hints = {"n_heads": 1, "score": weights.score, "scale": weights.scale, "columns": "x,y"}
+    hints |= {"task": {"context_length": task.context_length}, "score_slope": weights.score_slope}
+    unread = classify(load(file, **hints), n_prompts=64)
     assert unread.pattern == "undetermined"
     assert "--output-scale" in unread.reason
-    told = load(file, output_scale=0.1, **said)
+    told = load(file, output_scale=0.1, **hints)
     torch.testing.assert_close(told.weights.circuits.OV, weights.OV)
     assert classify(told, task, n_prompts=64).pattern == true
-    with pytest.raises(ValueError, match="output_scale must be a positive number, got 0"):
-        load(file, output_scale=0)
 
 
 def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
-    file = save(LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]), tmp_path)
+    file = saved(tmp_path, LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]))
     with pytest.raises(
         CheckpointError, match=r"model \(norm\) is said of layers with norms or MLPs"
     ):
         load(file, n_heads=1, model={"norm": "before"})
-    with pytest.raises(ValueError, match=r"model must hold some of norm=before; .* got norm=both"):
-        load(file, n_heads=1, model={"norm": "both"})
-    with pytest.raises(ValueError, match=r"model must hold some of .* got depth=2"):
-        load(file, n_heads=1, model={"depth": 2})
 
 
 @pytest.mark.slow
@@ -192,28 +181,24 @@ def test_orientation_and_sign_are_told_by_the_loss(tmp_path: Path):
         ("haiku", "sign", "minus"),
     ):
         weights, _ = known("softmax-h2-s0")
-        file = save(LAYOUTS[layout](weights), tmp_path)
-        found = load(file, score="softmax", n_heads=2)
-        assert found.assumed[f"model.{option}"] == value
-        torch.testing.assert_close(found.weights.circuits.OV, weights.OV)
+        file = saved(tmp_path, LAYOUTS[layout](weights))
+        checkpoint = load(file, score="softmax", n_heads=2)
+        assert checkpoint.assumed[f"model.{option}"] == value
+        torch.testing.assert_close(checkpoint.weights.circuits.OV, weights.OV)
 
 
 def test_a_row_for_one_run(tmp_path: Path):
     weights, _ = known("softmax-h2-s0")
     state = linear_layers("to_{x}", "to_out")(weights)
     renamed = {n.replace("to_", "mine_"): t for n, t in state.items()}
-    file = save(renamed, tmp_path)
-    with pytest.raises(CheckpointError, match=r"--map"):
-        load(file, n_heads=2)
+    file = saved(tmp_path, renamed)
+    assert_refused(r"--map", load, file, n_heads=2)
     rows = [f"mine_{x}=to_{x}" for x in ("q", "k", "v", "out")]
-    found = load(file, n_heads=2, score="softmax", map=rows)
-    torch.testing.assert_close(found.weights.circuits.QK, weights.QK)
+    checkpoint = load(file, n_heads=2, score="softmax", map=rows)
+    torch.testing.assert_close(checkpoint.weights.circuits.QK, weights.QK)
     with pytest.raises(CheckpointError, match="map must name a part of a tensor's name, got 'a=b'"):
         load(file, n_heads=2, map=["a=b"])
-    with pytest.raises(CheckpointError, match="map must keep the names apart"):
-        load(file, n_heads=2, map=["mine_q=mine_k"])
-    with pytest.raises(ValueError, match="map must hold rows THEIRS=KNOWN, got 'mine_q'"):
-        load(file, n_heads=2, map=["mine_q"])
+    assert_refused("map must keep the names apart", load, file, n_heads=2, map=["mine_q=mine_k"])
 
 
 def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
@@ -224,8 +209,7 @@ def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
         axis = 1 if "linear" in name else 0
         extra = 1e-3 * torch.randn(4, 12, generator=generator)
         state[name] = torch.cat([tensor, extra.T if axis else extra], axis)
-    file = save(state, tmp_path)
-    found = load(file, d_x=5, d_y=1, n_heads=2, score="softmax")
-    assert found.assumed["model.position_columns_left_out"] == 4
-    assert 0 < found.assumed["model.position_columns_share"] < 0.05
-    assert classify(found, n_prompts=N_PROMPTS).pattern == true
+    checkpoint = loaded(tmp_path, state, d_x=5, d_y=1, n_heads=2, score="softmax")
+    assert checkpoint.assumed["model.position_columns_left_out"] == 4
+    assert 0 < checkpoint.assumed["model.position_columns_share"] < 0.05
+    assert classify(checkpoint, n_prompts=N_PROMPTS).pattern == true

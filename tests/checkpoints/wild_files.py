@@ -28,9 +28,9 @@ def spelled(row: str, x: str) -> str:
 
 def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[AttentionWeights], State]:
     def write(weights: AttentionWeights) -> State:
-        found = matrices(weights)
+        rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
-        return {f"{path}{names[x]}.weight": matrix for x, matrix in found.items()}
+        return {f"{path}{names[x]}.weight": matrix for x, matrix in rows.items()}
 
     return write
 
@@ -39,10 +39,10 @@ def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeight
     """Bare parameters [in, out], or [out, in] where turned."""
 
     def write(weights: AttentionWeights) -> State:
-        found = matrices(weights)
+        rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
         return {
-            names[x]: (matrix if turned else matrix.T).contiguous() for x, matrix in found.items()
+            names[x]: (matrix if turned else matrix.T).contiguous() for x, matrix in rows.items()
         }
 
     return write
@@ -52,9 +52,9 @@ def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionW
     """Queries, keys and values in one matrix, [3 width, in], or GPT-2's [in, 3 width] where turned."""
 
     def write(weights: AttentionWeights) -> State:
-        found = matrices(weights)
-        qkv = torch.cat([found[x] for x in "qkv"])
-        state = {f"attn.{name}.weight": qkv, f"attn.{out}.weight": found["o"]}
+        rows = matrices(weights)
+        qkv = torch.cat([rows[x] for x in "qkv"])
+        state = {f"attn.{name}.weight": qkv, f"attn.{out}.weight": rows["o"]}
         return {n: (t.T if turned else t).contiguous() for n, t in state.items()}
 
     return write
@@ -62,9 +62,9 @@ def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionW
 
 def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
     def write(weights: AttentionWeights) -> State:
-        found = matrices(weights)
-        kv = torch.cat([found["k"], found["v"]])
-        return {"to_q.weight": found["q"], f"{name}.weight": kv, "to_out.0.weight": found["o"]}
+        rows = matrices(weights)
+        kv = torch.cat([rows["k"], rows["v"]])
+        return {"to_q.weight": rows["q"], f"{name}.weight": kv, "to_out.0.weight": rows["o"]}
 
     return write
 
@@ -107,18 +107,18 @@ def three_axes(weights: AttentionWeights) -> State:
 
 def haiku(weights: AttentionWeights) -> State:
     """transformer/multi_head_attention/query.w [in, out], with minus the prediction at the y entry."""
-    found = matrices(weights)
+    rows = matrices(weights)
     names = {"q": "query", "k": "key", "v": "value", "o": "linear"}
     path = "transformer/multi_head_attention"
     return {
         f"{path}/{names[x]}/w": ((-1 if x == "o" else 1) * matrix.T).contiguous()
-        for x, matrix in found.items()
+        for x, matrix in rows.items()
     }
 
 
 def annotated(weights: AttentionWeights) -> State:
-    found = matrices(weights)
-    return {f"linears.{i}.weight": found[x] for i, x in enumerate("qkvo")}
+    rows = matrices(weights)
+    return {f"linears.{i}.weight": rows[x] for i, x in enumerate("qkvo")}
 
 
 OUT = {row: "out_proj" for row in PROJECTIONS}

@@ -13,7 +13,7 @@ from mechinterp.analysis.ablation.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.native.outline import outline_of
+from mechinterp.checkpoints.native.folder import outline_of
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head

@@ -37,26 +37,24 @@ class Stream:
         return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [block * self.width, behind])
 
 
-def columns(parts: Parts, said: Said, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
+def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
     """The columns of a token that are x and y, and those of what it becomes that are the prediction."""
     d_x, d_y = sizes
-    if said.get("layout") == "in_turn":
+    if chosen.get("layout") == "in_turn":
         inputs = list(range(d_x))
-    elif said["columns"] == "y,x":
+    elif chosen["columns"] == "y,x":
         inputs = [*range(d_y, d_y + d_x), *range(d_y)]
     else:
         inputs = list(range(d_x + d_y))
-    start, column = inputs[-1] - d_y + 1, said.get("output_column")
-    if (
-        parts.written < parts.width
-    ):  # what writes fewer entries than a token has ends with the prediction
-        start = parts.written - d_y
+    start, column = inputs[-1] - d_y + 1, chosen.get("output_column")
     if isinstance(column, int):
         start = column
+    elif parts.written < parts.width:  # what writes less than a token ends with the prediction
+        start = parts.written - d_y
     return inputs, list(range(start, start + d_y))
 
 
-def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
+def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
     """The model of one reading, its weights brought to the scale 1/sqrt(d_head).
 
     Args:
@@ -64,19 +62,17 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
     Raises:
         ValueError: If there is no such model.
     """
-    model, inputs, outputs = architecture(parts, said, sizes, hints)
-    sign = -1 if said["sign"] == "minus" else 1
+    model, inputs, outputs = architecture(parts, chosen, sizes, hints)
+    sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
-    stream = Stream(parts.width, said.get("residual") is False)
+    stream = Stream(parts.width, chosen.get("residual") is False)
     named: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers):
-        heads = _heads(parts, layer, said.get("scale"), d_head, outputs)
-        inside = (
-            _one_layer(heads, model, (inputs, outputs), sizes[0], sign)
-            if model.one_attention
-            else {}
-        )
-        inside = inside or _joined(layer, heads, model, stream)
+        heads = _heads(parts, layer, chosen.get("scale"), d_head, outputs)
+        if model.one_attention:
+            inside = _one_layer(heads, model, (inputs, outputs), sizes[0], sign)
+        else:
+            inside = _joined(layer, heads, model, stream)
         named |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
         named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
@@ -91,7 +87,7 @@ def assembled(parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints) ->
 
 
 def architecture(
-    parts: Parts, said: Said, sizes: tuple[int, int], hints: Hints
+    parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints
 ) -> tuple[ModelConfig, list[int], list[int]]:
     """The architecture of one reading, and the columns that are read and that are the prediction.
 
@@ -99,15 +95,14 @@ def architecture(
         ValueError: If there is no such architecture.
     """
     d_token, width = sum(sizes), parts.width
-    inputs, outputs = columns(parts, said, sizes)
+    inputs, outputs = columns(parts, chosen, sizes)
     bare = "out.weight" not in parts.layers[0]
-    widths = [parts.layers[0]["query.weight"].shape[1] // parts.n_heads]
-    for layer in parts.layers:
-        widths += [layer["query.weight"].shape[1] // parts.n_heads]
-        widths += [sizes[1] if bare else layer["value.weight"].shape[1] // parts.n_heads]
+    wide = [layer["query.weight"] for layer in parts.layers]
+    wide += [] if bare else [layer["value.weight"] for layer in parts.layers]
+    widths = [sizes[1] if bare else 0, *(t.shape[1] // parts.n_heads for t in wide)]
     d_head = len(inputs) if parts.merged else max(widths)
     fields: dict[str, object] = {
-        **{name: said[name] for name in JOINED if name in said},
+        **{name: chosen[name] for name in JOINED if name in chosen},
         "n_layers": len(parts.layers),
         "n_heads": parts.n_heads,
         "d_head": None if parts.alone and d_head == d_token else d_head,
@@ -117,10 +112,10 @@ def architecture(
     if parts.alone:
         fields["merged_qk"] = parts.merged
         return build(ModelConfig, fields, "model."), inputs, outputs
-    apart = said["residual"] is False
+    apart = chosen["residual"] is False
     around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
     own = inputs == list(range(width)) and outputs == list(range(sizes[0], d_token))
-    if around or apart or said["sign"] == "minus" or not own:
+    if around or apart or chosen["sign"] == "minus" or not own:
         fields["d_model"] = 3 * width if apart else width
     fields["final_norm"] = parts.has("final_norm.weight")
     if parts.has("mlp_in.weight"):
@@ -129,7 +124,7 @@ def architecture(
         fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
     if parts.has("positions.weight"):
         fields["n_positions"] = len(parts.ends["positions.weight"])
-    elif said["positions"] == "sinusoidal":
+    elif chosen["positions"] == "sinusoidal":
         fields["n_positions"] = N_POSITIONS
     return build(ModelConfig, fields, "model."), inputs, outputs
 

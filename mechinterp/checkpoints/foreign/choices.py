@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
-from mechinterp.checkpoints.foreign.heads import settle
-from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints
+from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
 from mechinterp.config.model import LAYOUTS, NORMS
@@ -136,19 +135,19 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
 def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said]:
     """Every combination of choices that people use, or that was said."""
     for values in product(*choices.values()):
-        said: dict[str, object] = dict(zip(choices, values, strict=True))
-        if _is_usual(said, choices, given):
-            yield said  # type: ignore[misc]
+        chosen: dict[str, object] = dict(zip(choices, values, strict=True))
+        if _is_usual(chosen, choices, given):
+            yield chosen  # type: ignore[misc]
 
 
-def _is_usual(said: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:
+def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:
     """Whether a way to read and join the parts is one that people use, or was said."""
-    if "layout" not in said:
+    if "layout" not in chosen:
         # Only softmax is tried with the query among its keys; the published linear code has it.
-        own = said["score"] != "softmax" and len(choices["attend_to_self"]) > 1
-        return not own or said["attend_to_self"] is (choices["score"][0] == "linear")
-    odd = [n for n, value in CAUSAL.items() if said[n] != value and n not in given]
-    if said["layout"] == "in_turn" and any(len(choices[n]) > 1 for n in odd):
+        own = chosen["score"] != "softmax" and len(choices["attend_to_self"]) > 1
+        return not own or chosen["attend_to_self"] is (choices["score"][0] == "linear")
+    odd = [n for n, value in CAUSAL.items() if chosen[n] != value and n not in given]
+    if chosen["layout"] == "in_turn" and any(len(choices[n]) > 1 for n in odd):
         return False
-    numbered = said["positions"] == "sinusoidal" and said["context_only"] is True
+    numbered = chosen["positions"] == "sinusoidal" and chosen["context_only"] is True
     return not numbered or {"positions", "context_only"} <= given.keys()

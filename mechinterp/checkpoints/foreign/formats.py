@@ -173,8 +173,8 @@ def recognised(
     known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
     form = _row(known, hints)
     if form is HOOKED:
-        known, said = hooked_layer(tensors)
-        form = replace(form, settled={**form.settled, **said})
+        known, stated = hooked_layer(tensors)
+        form = replace(form, settled={**form.settled, **stated})
     elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in known):
         known = _of_sequential(known)
     elif form is ONE_MATRIX:
@@ -200,18 +200,18 @@ def recognised(
 
 def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
     """The row of a file: as the reader says, else as its names do."""
-    said = hints.format
+    asked = hints.format
     # A stack of encoder layers holds modules of attention: what is told by layers comes first.
     rows = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
-    rows = [row for row in rows if (row.name == said if said else not row.only_said)]
+    rows = [row for row in rows if (row.name == asked if asked else not row.only_said)]
     for row in rows:
-        if _tells(row, tensors, told=said is not None):
+        if _tells(row, tensors, told=asked is not None):
             return LAYERED if row is OWN_LAYERS else row
-    if said is not None:
+    if asked is not None:
         if not rows:
-            raise ValueError(f"format must be that of other people's files, got {said!r}.")
-        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[said]]
-        raise TensorError(f"a file of format {said}", f"must hold {' or '.join(sets)}")
+            raise ValueError(f"format must be that of other people's files, got {asked!r}.")
+        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[asked]]
+        raise TensorError(f"a file of format {asked}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
@@ -245,9 +245,8 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     numbers = {int(name.partition(".")[0]) for name in tensors}
     missing = set(range(len(numbers))) - numbers
     if missing:
-        raise ValueError(
-            f"module {min(missing)} of the nn.Sequential has no weights, and a file does not say what it does."
-        )
+        what = f"module {min(missing)} of the nn.Sequential has no weights"
+        raise ValueError(f"{what}, and a file does not say what it does.")
     layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

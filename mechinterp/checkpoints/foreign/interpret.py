@@ -6,6 +6,7 @@ What a known format settles is tried too where, as its code has it, the file pre
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -89,10 +90,8 @@ def tried(
     """
     open_ones = open_choices(cases)
     if len(cases) > MAX_READINGS:
-        listed = ", ".join(map(option, open_ones))
-        raise ValueError(
-            f"at most {MAX_READINGS} readings are tried, got {len(cases)}; say some of {listed}."
-        )
+        rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
+        raise ValueError(f"{rule}; say some of {', '.join(map(option, open_ones))}.")
     doubts = _doubts(cases, [*closed, *open_ones], make)
     if len(cases) == 1 and not doubts:
         return cases[0], ()
@@ -112,8 +111,8 @@ def tried(
         names = [*open_ones, *(n for n in DOUBTED if n in names and n not in open_ones)]
         doubted = _ranked([*kept, *others], [*errors, *other_errors], names)
         if working := [each for each in doubted if each.predicts][:4]:
-            said = {n: first.told(n) for n in names}
-            return first, (replace(readings[0], stands=True, said=said), *working)
+            told = {n: first.told(n) for n in names}
+            return first, (replace(readings[0], stands=True, said=told), *working)
     return first, tuple(readings) if len(cases) > 1 else ()
 
 
@@ -132,14 +131,12 @@ def _doubts(
 ) -> list[Case]:
     """Cases with one thing other than the format's code has it, of what neither is open nor closed."""
     doubts = []
-    for case in cases:
-        for name, values in DOUBTED.items():
-            if name in closed or case.said.get(name) is None:
-                continue
-            for value in values:
-                if value != case.said[name] and _is_possible(case, name):
-                    with suppress(ValueError):  # tokens of other sizes may not fit
-                        doubts.append(make(case.parts, {**case.said, name: value}))
+    for case, (name, values) in product(cases, DOUBTED.items()):
+        is_open = name not in closed and case.said.get(name) is not None
+        for value in values if is_open and _is_possible(case, name) else ():
+            if value != case.said[name]:
+                with suppress(ValueError):  # tokens of other sizes may not fit
+                    doubts.append(make(case.parts, {**case.said, name: value}))
     return doubts if len(doubts) <= MAX_READINGS else doubts[: len(doubts) // len(cases)]
 
 
@@ -185,14 +182,14 @@ def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]
     for case in cases:
         if case.task not in prompts:
             prompts[case.task] = evaluation_prompts(case.task, n_prompts=count)
-        weights, there = case.weights(), prompts[case.task]
+        weights, drawn = case.weights(), prompts[case.task]
         if weights.model.one_attention:
             weights = weights.to(torch.float64)
-        prediction = predictor_of(weights).predict(there.to(weights.dtype)).double()
+        prediction = predictor_of(weights).predict(drawn.to(weights.dtype)).double()
         if any(o.task == case.task and _is_one(prediction, each) for o, each in kept):
             continue
-        zero = there.y_query.square().mean(1)
-        error = (prediction - there.y_query).square().mean(1)
+        zero = drawn.y_query.square().mean(1)
+        error = (prediction - drawn.y_query).square().mean(1)
         kept.append((case, prediction))
         errors.append((error / zero.mean(), zero / zero.mean()))
     return [case for case, _ in kept], errors

@@ -3,10 +3,12 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import TypeVar
 
 from mechinterp.config import SCORES
 from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
+from mechinterp.fields import Rules
 
 COLUMNS = ("x,y", "y,x")
 SIGNS = ("plus", "minus")
@@ -22,6 +24,7 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
 """How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`."""
 HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
 """Settings beside weights that state the number of heads."""
+Value = TypeVar("Value", bool, int, float, str)
 
 
 def option(name: str) -> str:
@@ -82,30 +85,29 @@ class Hints:
     """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
 
     def __post_init__(self) -> None:
+        require = Rules("", self).require
         for name, example in (("task", {"d_x": 5}), ("model", {"norm": "before"})):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise ValueError(f"{name} must be a mapping such as {example}, got {value!r}.")
+            holds = isinstance(getattr(self, name), Mapping | None)
+            require(name, holds, f"must be a mapping such as {example}")
         for name, least in (("d_x", 1), ("d_y", 1), ("n_heads", 1), ("output_column", 0)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}.")
+            whole = type(value) is int and value >= least
+            require(name, value is None or whole, f"must be an integer >= {least}")
         for name in ("scale", "score_slope", "output_scale"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+            holds = value is None or (number and 0 < value < math.inf)
+            require(name, holds, "must be a positive number")
         closed = {"score": SCORES, "columns": COLUMNS, "orientation": ORIENTATIONS, "sign": SIGNS}
         for name, known in closed.items():
-            value = getattr(self, name)
-            if value not in (None, *known):
-                raise ValueError(f"{name} must be one of {'; '.join(known)}, got {value!r}.")
+            holds = getattr(self, name) in (None, *known)
+            require(name, holds, f"must be one of {'; '.join(known)}")
+        holds = self.attend_to_self in (None, True, False)
+        require("attend_to_self", holds, "must be true or false")
         for name, value in (self.model or {}).items():
             if value not in JOINS.get(name, ()):
                 listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
                 raise ValueError(f"model must hold some of {listed}, got {name}={value}.")
-        if self.attend_to_self not in (None, True, False):
-            raise ValueError(f"attend_to_self must be true or false, got {self.attend_to_self!r}.")
         for row in self.map or ():
             if not re.fullmatch("[^=]+=[^=]+", row):
                 raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
@@ -113,5 +115,18 @@ class Hints:
     @property
     def given(self) -> dict[str, object]:
         """Those that are not None, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def settle(name: str, stated: Value | None, given: Value | None) -> Value | None:
+    """What the file states or the reader gives.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if stated is None or given is None:
+        return given if stated is None else stated
+    close = name == "scale" and math.isclose(float(stated), float(given), rel_tol=1e-6)
+    if not close and stated != given:
+        raise ValueError(f"{name} must be the file's {stated}, got {given}.")
+    return stated

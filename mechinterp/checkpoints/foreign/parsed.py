@@ -10,15 +10,17 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.heads import (
+from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
+from mechinterp.checkpoints.foreign.matrices import (
+    Matrix,
+    attention_matrices,
     number_of_heads,
     require_full_keys,
     require_layer,
+    require_matrix,
     require_shapes,
     whole_tokens,
 )
-from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.matrices import Matrix, attention_matrices, require_matrix
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
 
@@ -94,10 +96,8 @@ def parts_of(
     every_layer = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
     query = every_layer[0]["query.weight"]
     width = len(query.tensor)
-    heads = whole_tokens(query, width) if wide_heads else None
-    heads = heads or next(
-        (m.n_heads for each in every_layer for m in each.values() if m.n_heads), None
-    )
+    apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
+    heads = (whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
     require_full_keys(every_layer[0])
     n_heads = number_of_heads(every_layer[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, every_layer, strict=True):
@@ -173,10 +173,8 @@ def _beside(
     if "norm2.weight" in matrices and not mlp:
         # Two norms around attention alone: those of a layer whose MLP writes zeros.
         zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype)
-        matrices |= {
-            "mlp_in.weight": Matrix("mlp", zeros),
-            "mlp_out.weight": Matrix("mlp", zeros.mT),
-        }
+        matrices["mlp_in.weight"] = Matrix("mlp", zeros)
+        matrices["mlp_out.weight"] = Matrix("mlp", zeros.mT)
     elif len(mlp) == 1:
         (one,) = mlp
         name = shown(matrices[one].name)

@@ -81,9 +81,9 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
             faults.append(error)
             continue
         source = _Source(last, form, hints, str(choices["score"][0]))
-        for said in combinations(choices, given):
+        for chosen in combinations(choices, given):
             try:
-                cases.append(source.case(parts, {"orientation": axes, **said}))
+                cases.append(source.case(parts, {"orientation": axes, **chosen}))
             except ValueError as error:
                 faults.append(error)
     if not cases:
@@ -142,15 +142,15 @@ class _Source:
     score: str
     """The most usual score, whose task is assumed."""
 
-    def case(self, parts: Parts, said: Said) -> Case:
+    def case(self, parts: Parts, chosen: Said) -> Case:
         """The parts under a reading, with the sizes of the task.
 
         Raises:
             ValueError: If there is no such model or task.
         """
-        sizes = self._sizes(parts, said)
+        sizes = self._sizes(parts, chosen)
         stated = dict(self.hints.task or {})
-        model, *_ = architecture(parts, said, sizes, self.hints)
+        model, *_ = architecture(parts, chosen, sizes, self.hints)
         most, points = model.longest_context, self.stored.settings.get("n_points")
         if isinstance(points, int) and (most is None or points - 1 <= most):
             stated = {"context_length": points - 1, **stated}
@@ -162,12 +162,12 @@ class _Source:
         known = {"task.d_x", *flatten(stated, "task.")}
         if shown_responses(parts) or any(self._asked(n) is not None for n in ("d_x", "d_y")):
             known.add("task.d_y")
-        return Case(parts, said, task, self.hints, frozenset(known))
+        return Case(parts, chosen, task, self.hints, frozenset(known))
 
-    def _sizes(self, parts: Parts, said: Said) -> tuple[int, int]:
+    def _sizes(self, parts: Parts, chosen: Said) -> tuple[int, int]:
         """d_x and d_y; columns of tokens behind (x, y), where the reader says both sizes, are positions."""
         d_x, given_d_y, n = self._asked("d_x"), self._asked("d_y"), parts.d_token
-        in_turn = said.get("layout") == "in_turn"
+        in_turn = chosen.get("layout") == "in_turn"
         room = 0 if in_turn else 1
         d_y = shown_responses(parts) or given_d_y
         if d_y is None:
@@ -238,9 +238,9 @@ def _left_out(case: Case) -> dict[str, object]:
     if case.said.get("layout") == "in_turn" or task.d_x + task.d_y == parts.d_token:
         return {}
     read = task.d_x + task.d_y
-    said: dict[str, object] = {"model.position_columns_left_out": parts.d_token - read}
+    left_out: dict[str, object] = {"model.position_columns_left_out": parts.d_token - read}
     if not parts.has("read_in.weight"):
         first = [parts.layers[0][f"{name}.weight"] for name in ("query", "key", "value")]
         rest = [t[read:].norm() / t.norm().clamp(min=1e-30) for t in first]
-        said["model.position_columns_share"] = max(each.item() for each in rest)
-    return said
+        left_out["model.position_columns_share"] = max(each.item() for each in rest)
+    return left_out

@@ -35,9 +35,8 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
         if unpacked > most:
             raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
         if packed > size:  # as much is asked of memory
-            raise CheckpointError(
-                f"an entry must have at most the file's {size} bytes, it claims {packed}."
-            )
+            rule = f"must have at most the file's {size} bytes"
+            raise CheckpointError(f"an entry {rule}, it claims {packed}.")
         if len({entry.filename.lower() for entry in listed}) < len(listed):
             raise CheckpointError("must hold each entry once, got some twice.")
         for entry in listed:

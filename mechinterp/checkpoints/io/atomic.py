@@ -14,7 +14,8 @@ from pathlib import Path
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 MAX_JSON, MAX_YAML = 2**22, 2**16
-KINDS = {"a folder": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+KINDS = {"d": "a folder", "p": "a pipe", "s": "a socket"}
+"""By the first letter that `ls -l` shows."""
 MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
 """Name of a temporary file: that of the file it becomes, and the machine and process that write it."""
@@ -45,14 +46,10 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
     """Delete temporary files whose process, of this machine, has ended, for the names that are ours."""
     for file in folder.iterdir():
-        leftover = TEMPORARY.fullmatch(file.name)
-        if (
-            leftover
-            and ours(leftover[1])
-            and leftover[2] == MACHINE
-            and not _runs(int(leftover[3]))
-        ):
-            file.unlink(missing_ok=True)
+        if leftover := TEMPORARY.fullmatch(file.name):
+            name, machine, process = leftover.groups()
+            if ours(name) and machine == MACHINE and not _runs(int(process)):
+                file.unlink(missing_ok=True)
 
 
 def size_of(file: Path) -> int:
@@ -64,9 +61,7 @@ def size_of(file: Path) -> int:
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        kind = next(
-            (name for name, is_kind in KINDS.items() if is_kind(status.st_mode)), "a device"
-        )
+        kind = KINDS.get(stat.filemode(status.st_mode)[0], "a device")
         raise CheckpointError(f"{file}: must be a regular file, got {kind}.")
     return status.st_size
 
@@ -120,7 +115,7 @@ def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) 
     except RecursionError:
         raise CheckpointError(f"{file}: not a readable {kind} file (nested too deeply).") from None
     except known as error:
-        reason = one_line(error) if file.exists() else "does not exist"
+        reason = one_line(error).removesuffix(".") if os.path.lexists(file) else "does not exist"
         raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
 
 

@@ -98,10 +98,10 @@ def require_shapes(
         ValueError: If a file with tensors of these names has another number of layers, or one is missing or of
             another shape; the message names it.
     """
-    there = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
-    if config.model.n_layers != there:  # before a name is made for each
+    n_layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
+    if config.model.n_layers != n_layers:  # before a name is made for each
         got = config.model.n_layers
-        raise ValueError(f"model.n_layers must be that of the weights, {there}, got {got}.")
+        raise ValueError(f"model.n_layers must be that of the weights, {n_layers}, got {got}.")
     shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
     for name, shape in shapes.items():
         if name not in stored:
@@ -128,8 +128,8 @@ def read_steps(file: Path) -> list[int]:
         CheckpointError: If the file cannot be read, or its steps do not rise from 0 or later.
     """
     with opened(file, "np") as stored:
-        there = STEP in stored.keys()  # noqa: SIM118 (it cannot be iterated over)
-        whole = there and stored.get_slice(STEP).get_dtype() == "I64"
+        has_steps = STEP in stored.keys()  # noqa: SIM118 (it cannot be iterated over)
+        whole = has_steps and stored.get_slice(STEP).get_dtype() == "I64"
         steps = stored.get_tensor(STEP) if whole else np.zeros(())
     if steps.ndim != 1:
         raise CheckpointError(f"{file}: {STEP} must hold whole numbers, one for each snapshot.")

@@ -173,9 +173,8 @@ def _descriptor(file: Path, *, wait: bool, busy: str) -> int:
 def _require_mark(file: Path, descriptor: int) -> None:
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     if not regular or os.pread(descriptor, len(MARK), 0) != MARK.encode():
-        raise CheckpointError(
-            f"{file}: must be a lock of this package, got another file; move it away."
-        )
+        rule = "must be a lock of this package, got another file"
+        raise CheckpointError(f"{file}: {rule}; move it away.")
 
 
 def _settle(folder: Path, descriptor: int, last: str) -> None:

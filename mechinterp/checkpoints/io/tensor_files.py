@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints.io.archives import MAX_ENTRIES, npy_tensor, read_npz
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.pickled_values import STORAGES, ArrayType, StoredArray
 from mechinterp.checkpoints.io.torch_files import arrays_among, read_torch
@@ -20,7 +21,11 @@ SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
     *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
 )
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDEX = "model.safetensors.index.json"
+"""What a Hugging Face folder holds: one file, or the shards that an index names."""
 MAX_NUMBERS = 2**26
+MAX_SHARDS = 100
 OTHERS = set(STORAGES.values())
 """Kinds of numbers besides floating-point ones that are read, if only to be refused by name."""
 FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
@@ -97,3 +102,44 @@ def _read_msgpack(file: Path) -> dict[str, Tensor]:
         return StoredArray(ArrayType(kind.decode("latin1")), tuple(shape), False, numbers)
 
     return arrays_among(msgpack.unpackb(file.read_bytes(), ext_hook=array, strict_map_key=False))
+
+
+def folder_arrays(path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The tensors beside somebody else's config.json, and the file that says which they are.
+
+    Raises:
+        CheckpointError: If there are none, or the index does not name plain files beside it.
+    """
+    for name in WHOLE:
+        if (path / name).is_file():
+            return path / name, read_arrays(path / name)
+    index = path / INDEX
+    if not index.is_file():
+        raise CheckpointError(
+            f"{path}: its config.json is not of this package, so that it must hold {WHOLE[0]} or {INDEX}."
+        )
+    with naming(index):
+        return index, _shards(index)
+
+
+def _shards(index: Path) -> dict[str, Tensor]:
+    document = read_json(index)
+    named = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError("weight_map must name a file for each tensor.")
+    shards = sorted(set(named.values()))
+    if len(shards) > MAX_SHARDS:
+        raise ValueError(f"must name at most {MAX_SHARDS} files, got {len(shards)}.")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        if Path(shard).name != shard or "\\" in shard or Path(shard).suffix != ".safetensors":
+            raise ValueError(f"must name .safetensors files beside it, got {shard!r}.")
+        held = read_arrays(index.with_name(shard))
+        if held.keys() & tensors.keys():
+            raise ValueError(f"{shard} holds tensors that another shard holds.")
+        tensors |= held
+        if sum(tensor.numel() for tensor in tensors.values()) > MAX_NUMBERS:
+            raise ValueError(f"must hold at most {MAX_NUMBERS} numbers.")
+    if missing := sorted(named.keys() - tensors.keys()):
+        raise ValueError(f"{missing[0]} is in none of the files.")
+    return tensors

@@ -1,25 +1,54 @@
-"""Tensors out of what torch.save and pickle write, without running what is in it."""
+"""Tensors out of what torch.save and pickle write, without running what is in it: the weights among what else is there.
+
+A run keeps its state dict under one of a few names, beside losses, settings and the optimiser's state; haiku and flax
+keep dictionaries of dictionaries.
+"""
 
 import math
+import re
 import sys
 import zipfile
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.io.archives import CHUNK, archive
+from mechinterp.checkpoints.io.archives import CHUNK, archive, array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.pickled_values import Storage, StoredTensor
-from mechinterp.checkpoints.io.state_dict import array_tensors, weights_among
+from mechinterp.checkpoints.io.pickled_values import (
+    ArrayType,
+    Encoded,
+    Storage,
+    StoredArray,
+    StoredTensor,
+    Unread,
+)
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES, read_pickle
 
-MAX_AXES = 64
+MAX_AXES, MAX_ARRAY_AXES = 64, 32
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-UNREADABLE = (
-    "must hold tensors that can be read without running code, as torch.save writes them; got "
+READABLE = "must hold tensors that can be read without running code"
+
+WRAPPERS = (
+    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
+    *("params", "weights", "state", "module"),
 )
+"""Under which names runs keep the weights."""
+BESIDE = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng|ema).*", re.IGNORECASE)
+SKIPPED = re.compile(
+    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
+    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
+)
+"""Classes whose values beside the weights are passed over; any other is named, and the file refused."""
+MAX_DEPTH, MAX_VISITS = 8, 300_000
+MAX_ARRAY_BYTES = 24_000_000
+"""Bytes of all arrays together, twice what a pickle may have: one may stand under two names."""
+KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
+
+Place = StoredTensor | StoredArray
 
 
 def read_torch(file: Path) -> dict[str, Tensor]:
@@ -38,7 +67,8 @@ def read_torch(file: Path) -> dict[str, Tensor]:
     if start.startswith(b"\x80"):
         return _read_plain_pickle(file)
     if not start.startswith(b"PK"):
-        raise CheckpointError(UNREADABLE + ("another file." if start else "an empty file."))
+        got = "another file" if start else "an empty file"
+        raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
     with archive(file) as opened:
         entries = opened.namelist()
         names = [name for name in entries if name.endswith("/data.pkl")]
@@ -48,7 +78,8 @@ def read_torch(file: Path) -> dict[str, Tensor]:
                 "torch.save(torch.jit.load(FILE).state_dict(), FILE)."
             )
         if len(names) != 1:
-            raise CheckpointError(f"{UNREADABLE}an archive with {len(names)} pickles.")
+            got = f"an archive with {len(names)} pickles"
+            raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
         torches, arrays = weights_among(read_pickle(opened.read(names[0])))
         storages = _Storages(opened, names[0].removesuffix("data.pkl"))
         tensors = {name: storages.tensor(name, each) for name, each in torches.items()}
@@ -62,9 +93,8 @@ def _read_plain_pickle(file: Path) -> dict[str, Tensor]:
     try:
         return arrays_among(read_pickle(file.read_bytes()))
     except CheckpointError as error:
-        raise CheckpointError(
-            f"a plain pickle, of which arrays of numpy are read: {error}"
-        ) from None
+        what = "a plain pickle, of which arrays of numpy are read"
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def arrays_among(root: object) -> dict[str, Tensor]:
@@ -82,30 +112,26 @@ class _Storages:
         self.archive, self.folder = archive, folder
         self.read = cache(self._read)
         self.kinds: dict[str, torch.dtype] = {}
-        there = f"{folder}byteorder" in archive.namelist()
-        order = archive.read(f"{folder}byteorder").decode() if there else sys.byteorder
+        stated = f"{folder}byteorder" in archive.namelist()
+        order = archive.read(f"{folder}byteorder").decode() if stated else sys.byteorder
         self.swapped = order != sys.byteorder
 
     def tensor(self, name: str, place: StoredTensor) -> Tensor:
         """A tensor, all of whose numbers are there."""
         storage, shape, strides = self.read(place.storage), place.shape, place.strides
         if len(shape) != len(strides) or len(shape) > MAX_AXES:
-            got = f"{len(shape)} and {len(strides)} strides"
-            raise CheckpointError(
-                f"{name} must have at most {MAX_AXES} axes, a stride each, got {got}."
-            )
+            rule = f"must have at most {MAX_AXES} axes, a stride each"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)} and {len(strides)} strides.")
         if min((place.offset, *shape, *strides)) < 0:
             raise CheckpointError(f"{name} must lie behind the start of its numbers.")
         claimed, held = math.prod(shape) * storage.dtype.itemsize, storage.nbytes
         if claimed > held:
-            raise CheckpointError(
-                f"{name} of shape {shape} must lie in {claimed} bytes, got {held}."
-            )
+            what = f"{name} of shape {shape}"
+            raise CheckpointError(f"{what} must lie in {claimed} bytes, got {held}.")
         end = place.offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape and end > len(storage):
-            raise CheckpointError(
-                f"{name} must end within its {len(storage)} numbers, it goes to number {end}."
-            )
+            rule = f"must end within its {len(storage)} numbers"
+            raise CheckpointError(f"{name} {rule}, it goes to number {end}.")
         return storage.as_strided(shape, strides, place.offset)
 
     def _read(self, storage: Storage) -> Tensor:
@@ -126,3 +152,108 @@ class _Storages:
         if self.swapped:
             numbers.untyped_storage().byteswap(storage.dtype)
         return numbers
+
+
+def weights_among(root: object) -> tuple[dict[str, StoredTensor], dict[str, StoredArray]]:
+    """Places of the weights by name: torch's tensors or, where there are none, numpy's arrays; all else is passed over.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
+    document = root
+    for _ in range(MAX_DEPTH):
+        inner = _wrapped(document)
+        if inner is None:
+            break
+        document = inner
+    places = dict(_places(document))
+    asked = _asked(document)
+    if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
+        raise CheckpointError(_no_weights(asked))
+    torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
+    if torches:
+        return torches, {}
+    arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
+    if not arrays:
+        raise CheckpointError(_no_weights(_asked(root)))
+    return {}, arrays
+
+
+def _asked(root: object) -> list[str]:
+    """Classes and functions that values beside the weights ask for."""
+    values = list(root.values()) if isinstance(root, dict) else [root]
+    return [value.name for value in values if isinstance(value, Unread) and value.name]
+
+
+def _wrapped(document: object) -> dict | None:
+    if not isinstance(document, dict):
+        return None
+    for name in WRAPPERS:
+        inner = document.get(name)
+        if isinstance(inner, dict) and inner is not document and any(_places(inner)):
+            return inner
+    return None
+
+
+def _places(root: object) -> Iterator[tuple[str, Place]]:
+    """The tensors in dictionaries of dictionaries by their dotted names, without those of the optimiser."""
+    waiting: list[tuple[str, object, int]] = [("", root, 0)]
+    visits = 0
+    while waiting:
+        prefix, values, depth = waiting.pop()
+        if not isinstance(values, dict) or depth > MAX_DEPTH:
+            continue
+        inner = []
+        for name, value in values.items():
+            visits += 1
+            if visits > MAX_VISITS:
+                raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
+            if not isinstance(name, str) or (depth == 0 and BESIDE.fullmatch(name)):
+                continue
+            if isinstance(value, Place):
+                yield prefix + name, value
+            elif isinstance(value, dict):
+                inner.append((f"{prefix}{name}.", value, depth + 1))
+        waiting += reversed(inner)
+
+
+def _no_weights(asked: list[str]) -> str:
+    got = ""
+    for name in ([name for name in asked if not SKIPPED.fullmatch(name)] or asked)[:1]:
+        got = f"; it asks for {name}, and no code of a file is run: where that class is, write torch.save(model.state_dict(), FILE)"
+    wrappers = ", ".join(WRAPPERS)
+    return f"must hold a state dict, names with a tensor each, or one under {wrappers}{got}."
+
+
+def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
+    """Arrays of numpy as tensors, what they claim held against the bytes that are there.
+
+    Raises:
+        CheckpointError: If one claims other bytes than it has, or holds no plain numbers.
+    """
+    tensors, left = {}, MAX_ARRAY_BYTES
+    for name, place in places.items():
+        kind, shape = _kind(place, name), place.shape
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
+        if len(shape) > MAX_ARRAY_AXES:
+            rule = f"must have at most {MAX_ARRAY_AXES} axes"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
+        data = place.data.text if isinstance(place.data, Encoded) else place.data
+        # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
+        data = data.encode("latin1") if isinstance(data, str) else data
+        data = data if isinstance(data, bytes) else b""
+        array = array_of(data, kind, shape, place.by_columns is True, name)
+        left -= len(data)
+        if left < 0:
+            raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
+        tensors[name] = native_tensor(array)
+    return tensors
+
+
+def _kind(place: StoredArray, name: str) -> np.dtype:
+    kind = place.kind
+    if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
+        return np.dtype(kind.code).newbyteorder(">" if kind.order == ">" else "|")
+    got = kind.code if isinstance(kind, ArrayType) else "no dtype"
+    raise CheckpointError(f"{name} must hold plain numbers, got {got}.")

@@ -45,9 +45,8 @@ def read_pickle(pickled: bytes) -> object:
             if steps > MAX_STEPS:
                 raise MalformedError(f"a pickle of more than {MAX_STEPS} steps")
             if opcode.name not in ACTIONS:
-                raise MalformedError(
-                    f"no pickle of protocol 2 to 5: {opcode.code.encode('latin1')!r}"
-                )
+                code = opcode.code.encode("latin1")
+                raise MalformedError(f"no pickle of protocol 2 to 5: {code!r}")
             ACTIONS[opcode.name](machine, argument)
     except MalformedError as error:
         got = str(error)

@@ -21,8 +21,12 @@ from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, read_document
-from mechinterp.checkpoints.native.folder_tensors import fill_with_tensors
-from mechinterp.checkpoints.native.tensors import PREFIX, state_dict, weights_from
+from mechinterp.checkpoints.native.tensors import (
+    PREFIX,
+    fill_with_tensors,
+    state_dict,
+    weights_from,
+)
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.shapes import BIASES
@@ -50,9 +54,8 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
         if extra := why_no_circuits(config.model):
-            raise ValueError(
-                f"HookedTransformer takes one layer of attention from here, got {extra}."
-            )
+            rule = "HookedTransformer takes one layer of attention from here"
+            raise ValueError(f"{rule}, got {extra}.")
         if (score := config.model.score) != "softmax":
             raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
         if config.model.attend_to_self:
@@ -99,14 +102,13 @@ def read_exchange(folder: Path) -> Checkpoint:
     file = folder / "model.safetensors"
     tensors = read_arrays(file)
     with naming(file):
-        _, said = hooked_layer(tensors, config.task.d_y)
-        if said.get("attend_to_self"):
+        _, stated = hooked_layer(tensors, config.task.d_y)
+        if stated.get("attend_to_self"):
             raise ValueError(f"{MASK} must be strict causal, as the side-car says.")
         for name in set() if config.model.biases else {PREFIX + n for n in BIASES} & set(tensors):
             require_zero(name, tensors[name], "the side-car says that there are no biases")
     weights = weights_from(tensors, config, file)
-    assumed = document.get("assumed", {})
-    return Checkpoint(folder, config, document["step"], weights, FORMAT, assumed)
+    return Checkpoint(folder, config, document["step"], weights, FORMAT, document["assumed"])
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:

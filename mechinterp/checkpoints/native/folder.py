@@ -1,23 +1,28 @@
 """The folder of a checkpoint: config.json, model.safetensors, history.parquet, snapshots.safetensors.
 
-Nothing in it is ever run as code.
+Nothing in it is ever run as code. What it states is read without its numbers, and without torch: `Outline`.
 """
 
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 
 import pandas as pd
 
 from mechinterp.checkpoints.io.atomic import read_json
-from mechinterp.checkpoints.io.errors import CheckpointError, naming, nothing_at
-from mechinterp.checkpoints.io.headers import read_steps
+from mechinterp.checkpoints.io.errors import CheckpointError, naming, nothing_at, printable
+from mechinterp.checkpoints.io.headers import (
+    read_steps,
+    require_finite_in,
+    require_shapes,
+    shapes_in,
+)
 from mechinterp.checkpoints.io.locks import require_free, settle
 from mechinterp.checkpoints.native.history import read_numbers
-from mechinterp.config import ExperimentConfig, from_dict
+from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
 from mechinterp.presets import PRESETS, preset
 from mechinterp.version import __version__
 
@@ -43,10 +48,9 @@ def document_file(path: Path) -> Path:
     if not file.is_file():
         if not path.exists():
             raise nothing_at(path)
+        rule = "a checkpoint is a folder with config.json and model.safetensors"
         what = "has no config.json" if path.is_dir() else "is not a folder"
-        raise CheckpointError(
-            f"{path}: a checkpoint is a folder with config.json and model.safetensors; this {what}."
-        )
+        raise CheckpointError(f"{path}: {rule}; this {what}.")
     return file
 
 
@@ -65,8 +69,8 @@ def document_of(
         "step": step,
         "experiment": asdict(config),
     }
-    said = {"assumed": assumed, "origin": origin}
-    return document | {name: dict(value) for name, value in said.items() if value}
+    stated = {"assumed": assumed, "origin": origin}
+    return document | {name: dict(value) for name, value in stated.items() if value}
 
 
 def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
@@ -79,7 +83,7 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
 
 
 def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
-    """What `document_of` makes, checked, with its experiment.
+    """What `document_of` makes, checked and with nothing assumed where it says nothing, and its experiment.
 
     Raises:
         CheckpointError: If a field is missing or wrong.
@@ -95,8 +99,9 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
             raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer >= 0, got {step!r}.")
+        document = {"assumed": {}, "origin": {}} | document
         for name in ("assumed", "origin"):
-            if not isinstance(document.get(name, {}), dict):
+            if not isinstance(document[name], dict):
                 raise ValueError(f"{name} must be a JSON object, got {document[name]!r}.")
         return document, from_dict(document["experiment"])
 
@@ -114,10 +119,8 @@ def named_config(what: str) -> ExperimentConfig:
     if what in PRESETS:
         return preset(what)
     if not file.is_file():
-        kind = "a folder" if file.is_dir() else "neither"
-        raise ValueError(
-            f"{what}: a preset ({', '.join(PRESETS)}) or a config file is needed, got {kind}."
-        )
+        rule = f"a preset ({', '.join(PRESETS)}) or a config file is needed"
+        raise ValueError(f"{what}: {rule}, got {'a folder' if file.is_dir() else 'neither'}.")
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):
         raise ValueError(f"{file}: training does not make this model: it was pruned from another.")
@@ -201,3 +204,64 @@ def require_new(path: Path) -> None:
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
     settle(path)
     require_free(path)
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A checkpoint without its weights."""
+
+    path: Path
+    config: ExperimentConfig
+    step: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the weights, by name."""
+    format: str = "native"
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """What the file did not say and was filled in, by dotted name."""
+    origin: Mapping[str, object] = field(default_factory=dict)
+    """Of a model that training by its config would not give."""
+
+    @property
+    def name(self) -> str:
+        """The folder's or file's name, printable; of a download from the hub that of its repository."""
+        path = self.path.resolve()
+        repository = path.parents[1].name if path.parent.name == "snapshots" else ""
+        named = repository.rpartition("--")[2] if repository.startswith("models--") else path.name
+        return printable(named)
+
+    @property
+    def task(self) -> TaskConfig:
+        return self.config.task
+
+    @cached_property
+    def history(self) -> pd.DataFrame | None:
+        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
+        is_native = self.format == "native"
+        return read_history(self.path, self.config, self.step) if is_native else None
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the snapshots during training."""
+        return snapshot_steps(self.path)
+
+
+def outline_of(path: Path) -> Outline | None:
+    """The outline of a checkpoint of this package, None if something else lies there.
+
+    Raises:
+        CheckpointError: If its config, or the names and shapes of its weights, are not as they must be, or some of
+            its numbers are not finite.
+    Example:
+        >>> outline = outline_of(Path("checkpoints/softmax-h2-s0"))
+        >>> outline.step, outline.shapes["blocks.0.attn.W_Q"]
+        (500001, (2, 6, 6))
+    """
+    if not is_native(path):
+        return None
+    document, config = read_document(document_file(path))
+    file = path / WEIGHTS
+    with naming(file):
+        shapes = require_shapes(shapes_in(file), config)
+    require_finite_in(file, shapes)
+    stated = {name: document[name] for name in ("step", "assumed", "origin")}
+    return Outline(path, config, shapes=shapes, **stated)

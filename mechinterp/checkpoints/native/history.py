@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mechinterp.checkpoints.io.atomic import size_of, write_atomically, write_new, writing
-from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
+from mechinterp.checkpoints.io.atomic import readable, write_atomically, write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError, naming
 
 MARK = {b"written_by": b"mechinterp"}
 MAX_BYTES = 2**27
@@ -19,7 +20,7 @@ MAX_CELLS = 2**24
 """Numbers of a history; each has 8 bytes at most."""
 MAX_GROUPS = 2**12
 CODECS = {"SNAPPY", "UNCOMPRESSED"}
-FAULTS = (OSError, ValueError, KeyError, RecursionError, MemoryError, pa.ArrowException)
+FAULTS = (ValueError, KeyError, MemoryError, pa.ArrowException)
 
 
 def write_own_table(file: Path, frame: pd.DataFrame) -> None:
@@ -45,15 +46,12 @@ def require_own_table(file: Path) -> None:
     if not os.path.lexists(file):
         return
     if not file.is_symlink():
-        try:
-            _require_bounds(file)
+        with suppress(*FAULTS), readable(file, "parquet", MAX_BYTES):
+            _require_footer(file)
             if MARK.items() <= (pq.read_metadata(file).metadata or {}).items():
                 return
-        except FAULTS:
-            pass
-    raise CheckpointError(
-        f"{file}: must be a table that a sweep of this version wrote; it is not overwritten."
-    )
+    rule = "must be a table that a sweep of this version wrote"
+    raise CheckpointError(f"{file}: {rule}; it is not overwritten.")
 
 
 def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
@@ -66,17 +64,12 @@ def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     Raises:
         CheckpointError: If it is larger than the bounds, or not such a table.
     """
-    try:
-        _require_bounds(file)
+    with readable(file, "parquet", MAX_BYTES, *FAULTS):
+        _require_footer(file)
         with pq.ParquetFile(file) as stored:
             _require_numbers(stored)
             # What pandas' own metadata says (an index, other types) is left out.
             frame = stored.read(use_threads=False).to_pandas(ignore_metadata=True)
-    except CheckpointError:
-        raise
-    except FAULTS as error:
-        reason = one_line(error).removesuffix(".")
-        raise CheckpointError(f"{file}: not a readable parquet file ({reason}).") from None
     with naming(file):
         if frame.empty:
             raise ValueError("must hold at least one row, got none.")
@@ -88,13 +81,10 @@ def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     return frame
 
 
-def _require_bounds(file: Path) -> None:
-    """Refuse what is no regular file, or large before it is even parsed."""
-    size = size_of(file)
-    if size > MAX_BYTES:
-        raise ValueError(f"must have at most {MAX_BYTES} bytes, got {size}")
+def _require_footer(file: Path) -> None:
+    """Refuse what is no table, or claims much before it is even parsed."""
     with file.open("rb") as stream:
-        stream.seek(-min(8, size), os.SEEK_END)
+        stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
         end = stream.read(8)
     if len(end) < 8 or end[4:] != b"PAR1":
         raise ValueError("must be a parquet file, got other bytes at its end")

@@ -64,14 +64,10 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
     document, config = document_parts(document, file)
     known = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
     named = {PREFIX + n if PREFIX + n in known else n: tensor for n, tensor in tensors.items()}
-    for name in named:
-        if name not in known:
-            raise CheckpointError(
-                f"{file}: {name.removeprefix(PREFIX)} is not among the arrays of such a model."
-            )
+    if strange := [name.removeprefix(PREFIX) for name in named if name not in known]:
+        raise CheckpointError(f"{file}: {strange[0]} is not among the arrays of such a model.")
     for name in {PREFIX + "W_O", PREFIX + "b_O"} & set(named) if config.model.one_attention else ():
         if named[name].ndim and named[name].shape[-1] == config.task.d_y:
             named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
     weights = weights_from(named, config, file)
-    assumed = document.get("assumed", {})
-    return Checkpoint(file, config, document["step"], weights, FORMAT, assumed)
+    return Checkpoint(file, config, document["step"], weights, FORMAT, document["assumed"])
