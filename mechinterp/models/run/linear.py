@@ -126,23 +126,15 @@ class LinearPass:
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
-        """T before the last layer with heads masked from a layer on, in which what is less is added or taken away."""
-        n_heads = self.weights.n_heads
-        gone = sorted(set(masked[first]))
-        kept = [head for head in range(n_heads) if head not in gone]
-        if len(gone) < len(kept):
-            T = self.T[first + 1] - self._written(first, gone)
-        else:
-            T = self.T[first] + self._written(first, kept)
+        """T before the last layer with heads masked from a layer on; its own are taken away from the full T."""
+        gone, T = sorted(set(masked[first])), self.T[first]
+        if len(gone) < self.weights.n_heads:
+            z = self.z[first].unflatten(-1, (self.weights.n_heads, -1))[:, :, gone].flatten(2)
+            T = self.T[first + 1] - z @ self.weights.W_O[first, gone].flatten(0, 1)
         for layer in range(first + 1, self.weights.n_layers - 1):
             z = _linear_heads(self.weights, layer, T, self.moment)
             T = T + z @ _kept(self.weights, masked, layer).flatten(0, 1)
         return T
-
-    def _written(self, layer: int, heads: list[int]) -> Float[Tensor, "batch d_token d_model"]:
-        """What some heads of a layer write."""
-        z = self.z[layer].unflatten(-1, (self.weights.n_heads, -1))[:, :, heads]
-        return z.flatten(2) @ self.weights.W_O[layer, heads].flatten(0, 1)
 
     @cached_property
     def _last_reads(self) -> tuple[Tensor, Tensor]:
