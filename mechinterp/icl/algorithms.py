@@ -28,7 +28,7 @@ def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor
 def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
     """A step on x_l is one of size eta_l a_l(S)^2 on x."""
     s, phi = moments.eigenvalues, [torch.zeros_like(moments.eigenvalues)]
-    for size, a in zip(eta, _shrunk(moments, n_layers, gamma), strict=False):
+    for size, a in zip(eta, _shrunk(moments, n_layers, gamma)[:-1], strict=True):
         phi.append(phi[-1] + size * a.square() * (1 - s * phi[-1]))
     return filtered(moments, phi[1:])
 

@@ -119,7 +119,7 @@ def with_leftovers(
         learner = partial(
             one_more.predictions, scalars=fit.scalars[0].tolist(), n_layers=model.n_layers
         )
-        own, *rest = (known - learner(moments)[-room.n_own :] for known, moments in places)
+        own, *rest = (theirs - learner(moments)[-room.n_own :] for theirs, moments in places)
         left[label] = leftover(own, rest, fit.size[room.n_own - 1], noise)
         scores = scores.joined(fit)
     return scores, left
