@@ -87,7 +87,7 @@ class HeadEdges(Result):
         """One row per edge, the largest effect first."""
         heads, later = head_axes(self.patched[0]), head_axes(self.patched[0, 0, 0])
         axes = {"input": COMPONENTS, **heads, **{f"later_{name}": at for name, at in later.items()}}
-        frame = frame_of(self, *with_sem("estimate", "patched"), **axes).dropna()
+        frame = frame_of(self, *with_sem("estimate", "patched"), **axes).dropna(subset=["patched"])
         return frame.sort_values("patched", key=np.abs, ascending=False, ignore_index=True)
 
     def plot(self) -> go.Figure:
