@@ -1,4 +1,4 @@
-"""Losses and heads over the kept steps of a run that somebody else trained."""
+"""Losses and heads at the kept steps of a run of files, or of a module that was watched."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -36,8 +36,15 @@ class Snapshots(KeptSteps):
     def tables(self) -> dict[str, Table]:
         """Every number of every kept step."""
         frame = self.to_frame()
-        scales = [*("step", "eval_loss", "label", "head"), "omega_mean", "qk_diagonal"]
-        scales.append("ov_last_entry")
+        scales = {
+            "step",
+            "eval_loss",
+            "label",
+            "head",
+            "omega_mean",
+            "qk_diagonal",
+            "ov_last_entry",
+        }
         quiet = tuple(n for n in frame if n not in scales and not n.startswith("mu_"))
         return {"snapshots": Table(frame, "Heads at the kept steps", quiet=quiet)}
 
