@@ -13,7 +13,7 @@ import math
 import operator
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -157,9 +157,11 @@ class Record(Claim):
         return f"{ends} ± {max(self.errors.values()):.1g}" if self.errors else ends
 
     def to_json(self) -> dict:
-        """The fields, and what follows from them."""
-        derived = {"n": self.n, "n_hold": len(self.holding), "verdict": self.verdict}
-        return asdict(self) | derived
+        """What was measured, with the claim's id; the claim itself stands in analyses/claims."""
+        return {name: getattr(self, name) for name in ("id", *MEASURED)}
+
+
+MEASURED = tuple(name for name in Record.__annotations__)
 
 
 @cache
@@ -259,10 +261,9 @@ def written_by(file: str) -> str:
 
 
 def load(file: Path) -> list[Record]:
-    """The records of a file."""
-    names = Record.__dataclass_fields__
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return [Record(**{name: row[name] for name in names}) for row in content["records"]]
+    """Records of a file, each joined with its claim."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["records"]
+    return [record(row["id"], **{name: row[name] for name in MEASURED}) for row in rows]
 
 
 def all_records(folder: Path) -> list[tuple[str, Record]]:
