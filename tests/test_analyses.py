@@ -143,7 +143,7 @@ def test_a_name_that_is_no_script_is_refused(capsys: pytest.CaptureFixture[str])
 
 def record(relation: str, bound: float | tuple[float, float], *values: float) -> Record:
     named = {f"s{seed}": value for seed, value in enumerate(values)}
-    asked = {"relation": relation, "bound": bound, "tag": "paper"}
+    asked = {"relation": relation, "bound": bound, "said_by": "paper", "bound_by": "ours"}
     return Record(id="softmax-O1a", statement="", values=named, **asked)
 
 
@@ -198,10 +198,13 @@ def test_a_check_names_the_records_that_differ():
 
 
 def test_records_say_what_is_wrong_with_them():
-    good = {"id": "softmax-O1a", "statement": "", "relation": "below", "bound": 1, "tag": "ours"}
+    good = {"id": "softmax-O1a", "statement": "", "relation": "below", "bound": 1}
+    good |= {"said_by": "ours", "bound_by": "ours"}
     for bad, message in (
         ({"relation": "about"}, "relation must be one of"),
-        ({"tag": "third hand"}, "by must be one of"),
+        ({"said_by": "third hand"}, "said_by must be one of paper, second hand, ours, got third"),
+        ({"bound_by": "second hand"}, "bound_by must be one of paper, ours, got second hand"),
+        ({"changed": [{"when": "2026-11-22"}]}, "changed of softmax-O1a must have when, was"),
         ({"errors": {"s0": 1.0}}, "must belong to its values"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -18,14 +18,15 @@ from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import from_csv, markdown
 
 HERE = Path(__file__).parents[1]
-HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
+HEADER = ("id", "claim", "said by", "script", "models")
+HEADER += ("bound", "bound by", "measured", "verdict", "changed")
 
 
 def row(script: str, record: Record) -> tuple[str, ...]:
     """The cells of one record."""
     claim = f"{record.statement}: {record.quantity}" if record.quantity else record.statement
-    what = (record.models, record.asked, record.measured, record.judged, record.tag)
-    return (record.id, claim, f"{script}.py", *what)
+    bound = (record.criterion, record.bound_by, record.measured, record.judged, record.moves)
+    return (record.id, claim, record.source, f"{script}.py", record.models, *bound)
 
 
 def all_claims(results: Path) -> pd.DataFrame:

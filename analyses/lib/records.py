@@ -30,7 +30,7 @@ RELATIONS = {
     "equal to": operator.eq,
     "between": lambda value, bound: bound[0] <= value <= bound[1],
 }
-TAGS = ("paper", "second hand", "ours")
+SAID_BY, BOUND_BY = ("paper", "second hand", "ours"), ("paper", "ours")
 CLAIMS = Path(__file__).parents[1] / "claims"
 PAPERS = ("softmax", "linear", "sparse")
 
@@ -67,8 +67,14 @@ class Claim:
     """What each value is compared with; two numbers for "between"."""
     margin: float = 0
     """By how many of its standard errors a value must hold."""
-    tag: str
-    """Who says so: the paper, a second hand's account of it, or ours."""
+    said_by: str
+    """Who makes the claim: the paper, somebody's account of the paper, or this project."""
+    where: str = ""
+    """Section, equation, figure or table of the paper, where it is known."""
+    bound_by: str
+    """Whose number the bound is: the paper's, or this project's."""
+    changed: tuple[Mapping[str, str], ...] = ()
+    """What moved after a measurement: `when`, what it `was`, what it is `now`, and `why`."""
     paper: str = ""
     """The paper's own number, where it has one."""
     models: str = ""
@@ -81,20 +87,39 @@ class Claim:
             raise ValueError(
                 f"relation must be one of {', '.join(RELATIONS)}, got {self.relation}."
             )
-        if self.tag not in TAGS:
-            raise ValueError(f"by must be one of {', '.join(TAGS)}, got {self.tag}.")
+        for name, known in (("said_by", SAID_BY), ("bound_by", BOUND_BY)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
+                )
+        object.__setattr__(self, "changed", tuple(self.changed))
+        for change in self.changed:
+            if set(change) != {"when", "was", "now", "why"}:
+                raise ValueError(
+                    f"changed of {self.id} must have when, was, now, why; got {', '.join(change)}."
+                )
 
     def holds(self, value: float, error: float = 0.0) -> bool:
-        """Whether a value is what is asked, by the margin. What is not a number never is."""
+        """Whether a value satisfies the relation, by the margin. NaN never does."""
         compare = RELATIONS[self.relation]
         return all(compare(value + side * self.margin * error, self.bound) for side in (-1, 1))
 
     @property
-    def asked(self) -> str:
+    def criterion(self) -> str:
         """The relation and its bound, as text."""
         ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
-        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
-        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
+        text = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        return f"{text} by {self.margin:g} s.e." if self.margin else text
+
+    @property
+    def source(self) -> str:
+        """Who makes the claim, and where in the paper, as text."""
+        return f"{self.said_by}, {self.where}" if self.where else self.said_by
+
+    @property
+    def moves(self) -> str:
+        """What moved after a measurement, as text."""
+        return "; ".join("{when}: {was} -> {now} ({why})".format(**one) for one in self.changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +198,7 @@ def claims() -> dict[str, Claim]:
         for id, row in rows.items():
             if not id.startswith(f"{paper}-"):
                 raise ValueError(f"ids of {paper}.toml must start with {paper}-, got {id}.")
-            tag, models = row.pop("by"), row.pop("setting", "")
-            found[id] = Claim(id=id, tag=tag, models=models, **row)
+            found[id] = Claim(id=id, models=row.pop("setting", ""), **row)
     return found
 
 
