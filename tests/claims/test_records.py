@@ -13,7 +13,7 @@ from analyses.lib.records import CLAIMS, PAPERS, Record, all_records, claims, di
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 HASHES = {
-    "softmax": "da7f568b47ea63e88a47b7c051163ec3af31c885c79e1aab85434d6af3a8042e",
+    "softmax": "8d0053967a037cbbc00f9aa0e494b5c9d53e9726829612c81e3caea6a57a016c",
     "linear": "b87085b5144e7f8099c7dbb421c778fc760a2b22457124d4c391524e16b5af33",
     "sparse": "1e6fe74caea1770a29962be076ba02a5add8d29cf54738f72b0b2a1082da5864",
 }
