@@ -14,7 +14,7 @@ from analyses.lib.records import CLAIMS, PAPERS, Record, all_records, claims, di
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 HASHES = {
     "softmax": "8d0053967a037cbbc00f9aa0e494b5c9d53e9726829612c81e3caea6a57a016c",
-    "linear": "b87085b5144e7f8099c7dbb421c778fc760a2b22457124d4c391524e16b5af33",
+    "linear": "024c707d55ad11be68137456fe9378fc9c533a6e4f187e3a80131543d1912878",
     "sparse": "1e6fe74caea1770a29962be076ba02a5add8d29cf54738f72b0b2a1082da5864",
 }
 # The claims of each paper by their names; each has one clause or more.
