@@ -2,13 +2,14 @@
 records."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from analyses.__main__ import main
-from analyses.lib import check, numbers, pages
+from analyses.lib import check, main_claims, numbers, pages
 from analyses.lib.measured import module_of, scripts, shipped, shipped_config
 from analyses.lib.records import Record, agree, all_records, digest, load, seal, span, written_by
 from tests.conftest import sampled
@@ -93,9 +94,41 @@ def test_the_files_of_all_claims_are_those_of_the_results(file: Path):
 
 
 def test_cells_of_the_main_tables_are_short():
-    for line in pages.main_table(RESULTS).splitlines()[2:]:
+    for line in pages.main_table(RESULTS, page="README.md", paper="all").splitlines()[2:]:
         for cell in line.strip("| ").split(" | "):
             assert len(cell.split()) <= 12, cell
+
+
+MAIN = [(page, row) for page, rows in main_claims.main().items() for row in rows]
+
+
+@pytest.mark.parametrize(("page", "row"), MAIN, ids=[row["clause"] for _, row in MAIN])
+def test_count_and_number_of_a_main_row_are_those_of_one_clause(page: str, row: dict):
+    script, record = next(one for one in all_records(RESULTS) if one[1].id == row["clause"])
+    line = next(
+        one
+        for one in pages.main_table(RESULTS, page="x.md", paper=page).splitlines()
+        if row["claim"] in one
+    )
+    _, count, number, _, _, more = line.strip("| ").split(" | ")
+    assert f"(analyses/{script}.py)" in more
+    if re.match(r"\d+ of \d+", count) and "share" not in record.values:
+        holding = sum(record.holds(v, record.errors.get(k, 0.0)) for k, v in record.values.items())
+        assert count.startswith(f"{holding} of {len(record.values)} ")
+    if "show" in row:
+        ends = (min(record.values.values()), max(record.values.values()))
+        low, high = (f"{end:{row['show']}}".replace("-", "−", end < 0) for end in ends)
+        assert high in number
+        assert low in number.replace("up to", low)
+    else:
+        assert set(record.values.values()) <= {0.0, 1.0}
+
+
+def test_a_main_row_of_two_clauses_is_refused():
+    row = {"claim": "", "what": "", "show": ".3f"}
+    main_claims.check(row | {"clause": "softmax-step-r2"})
+    with pytest.raises(ValueError, match=r"a row of main\.toml must have claim, clause, what"):
+        main_claims.check(row | {"models": "softmax-both-signs", "number": "softmax-step-r2"})
 
 
 # Their quick runs take longer than a few seconds.

@@ -47,9 +47,10 @@ def claims_page(results: Path) -> str:
     return page.replace("HEAD", head).replace("BODY", body)
 
 
-def main_table(results: Path, *, paper: str = "") -> str:
-    """The main claims of a paper, or of all papers those that lead README.md."""
-    return markdown(main_claims.HEADER, main_claims.rows(results, paper))
+def main_table(results: Path, *, page: str, paper: str) -> str:
+    """The main claims of a paper, or where it is "all" those that lead, with links from a page."""
+    chosen = "" if paper == "all" else paper
+    return markdown(main_claims.HEADER, main_claims.rows(results, page, chosen))
 
 
 FILES: dict[Path, Callable[[Path], str]] = {
@@ -64,16 +65,21 @@ def tables() -> dict[Path, dict[str, Callable[[Path], str]]]:
     """The functions of results that make the tables of each page, by the name of their marks."""
     every = tomllib.loads((HERE / "tables.toml").read_text(encoding="utf-8"))
     return {
-        HERE.parent / page: {name: made_by(source) for name, source in sources.items()}
+        HERE.parent / page: {name: made_by(source, page) for name, source in sources.items()}
         for page, sources in every.items()
     }
 
 
-def made_by(source: str | dict) -> Callable[[Path], str]:
+def made_by(source: str | dict, page: str) -> Callable[[Path], str]:
+    """The function of results that makes one table of a page."""
     if isinstance(source, str):
         module, _, name = source.partition(":")
         return getattr(import_module(f"analyses.{module}"), name)
-    return partial(main_table if "paper" in source else from_csv, **source)
+    return (
+        partial(main_table, page=page, **source)
+        if "paper" in source
+        else partial(from_csv, **source)
+    )
 
 
 def replaced(text: str, name: str, table: str) -> str:
