@@ -35,13 +35,14 @@ def check(row: dict) -> None:
 
 
 def holds_in(record: Record, of: str) -> str:
-    """Number of models, seeds or other units for which a claim holds."""
+    """Number of models, seeds or other units for which a claim holds, and of failed trainings."""
     if "seeds" in record.over and "share" in record.values:
         seeds = int(record.over["seeds"])
         return f"{seeds - round(record.values['share'] * seeds)} of {seeds} seeds"
     if record.models == "closed form" or record.n == 1:
         return "yes" if record.holding else "no"
-    return f"{len(record.holding)} of {record.n} {of}"
+    apart = f" ({record.over['failed']} trainings failed)" if "failed" in record.over else ""
+    return f"{len(record.holding)} of {record.n} {of}{apart}"
 
 
 def bound(record: Record, show: str) -> str:

@@ -131,7 +131,8 @@ class Record(Claim):
     errors: Mapping[str, float] = field(default_factory=dict)
     """Standard errors of those values that have one."""
     over: Mapping[str, int | str] = field(default_factory=dict)
-    """What the standard errors are over: prompts, seeds, and how models or heads were selected."""
+    """What the standard errors are over: prompts, seeds, and how models or heads were selected; `failed` counts the
+    failed trainings, which have no value."""
     text: str = ""
     """What was measured in words, where `values` do not say it."""
     note: str = ""
@@ -168,8 +169,10 @@ class Record(Claim):
 
     @property
     def judged(self) -> str:
-        """The verdict with its note."""
-        return f"{self.verdict} ({self.note})" if self.note else self.verdict
+        """The verdict with its note and the number of failed trainings."""
+        notes = [self.note] if self.note else []
+        notes += [f"{self.over['failed']} trainings failed"] if "failed" in self.over else []
+        return f"{self.verdict} ({', '.join(notes)})" if notes else self.verdict
 
     @property
     def measured(self) -> str:

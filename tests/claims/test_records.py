@@ -1,14 +1,17 @@
-"""Every claim of the three papers stands in analyses/claims, frozen, and has its record.
+"""Every claim of the three papers stands in analyses/claims and has its record.
 
-The bounds were set before anything was measured. A file of claims that changes fails here: its new
-hash belongs into a commit of its own that says why.
+The files are frozen since 2026-11-24. A changed file fails here: its new hash belongs into a commit
+of its own that says why, and what moved after a measurement into `changed` of the clause.
 """
 
 from functools import cache
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from analyses.lib import measured as library
+from analyses.lib.measured import failures
 from analyses.lib.records import CLAIMS, PAPERS, Record, all_records, claims, digest
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
@@ -42,6 +45,25 @@ def test_the_claims_are_those_that_were_frozen(paper: str):
 
 def test_every_record_is_of_a_claim_and_every_claim_has_a_record():
     assert set(measured()) == set(claims())
+
+
+def test_no_record_counts_a_failed_training_and_the_failed_are_those_of_its_models():
+    failed = set(failures("*").model)
+    assert not [id for id, record in measured().items() if failed & set(record.values)]
+    assert measured()["softmax-A1-signs"].over["failed"] == len(failed)
+
+
+def test_a_training_fails_by_its_last_loss_over_the_least(monkeypatch: pytest.MonkeyPatch):
+    for last, expected in ((1.5, False), (1.51, True)):
+        loss = pd.Series([3.0, 1.0, last], index=[0, 1000, 2000])
+        monkeypatch.setattr(library, "losses", lambda name, loss=loss: loss)
+        assert library.failed("any") is expected
+
+
+def test_places_in_a_paper_are_those_of_claims_that_it_makes():
+    assert not [id for id, claim in claims().items() if claim.said_by == "ours" and claim.where]
+    bounds = {claim.bound_by for claim in claims().values() if claim.said_by == "ours"}
+    assert bounds == {"ours"}
 
 
 def test_the_papers_have_36_20_and_16_claims():
