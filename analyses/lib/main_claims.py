@@ -1,5 +1,7 @@
-"""Main claims of each paper, for its page in docs/papers, and those that lead the table of all papers: the rows of
-analyses/claims/main.toml with the numbers of the records. A row is one clause, so that count, number and bound agree."""
+"""Tables of main claims, of one paper or of all: analyses/claims/main.toml with measured numbers.
+
+A row is one clause, so that its count, its number and its bound agree.
+"""
 
 import os
 import re

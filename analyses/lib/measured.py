@@ -1,5 +1,4 @@
-"""What the scripts of figures and tables share: the shipped checkpoints, and writing what was
-measured."""
+"""Shared code of the scripts: shipped checkpoints, failed trainings, and the files of results."""
 
 import argparse
 import json
@@ -28,12 +27,12 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "analyses" / "results"
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 ROSE = 1.5
-"""A training failed if its last evaluation loss is more than this many times the least it had reached."""
+"""A training failed if its last evaluation loss is above this many times the least it had reached."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a script found."""
+    """Results of a script: data, figures and records."""
 
     data: pd.DataFrame
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
@@ -47,7 +46,7 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 def shipped(pattern: str) -> list[str]:
-    """Names of shipped checkpoints that match, those of fewer heads and smaller seeds first."""
+    """Names of the shipped checkpoints that match, sorted by number of heads and by seed."""
     found = (file.parent.name for file in (ROOT / "checkpoints").glob(f"{pattern}/config.json"))
     return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
 

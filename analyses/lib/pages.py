@@ -1,5 +1,5 @@
-"""The tables that are made from the results of all scripts: those of README.md, of analyses/ and of
-docs/ (tables.toml) and all claims as a CSV file and a page with a search.
+"""Tables made from the results of all scripts: those of pages (tables.toml), and all claims as a CSV
+file and as a page with a search.
 
 python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
 """

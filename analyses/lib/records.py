@@ -1,10 +1,9 @@
-"""Claims, which analyses/claims/*.toml hold, and their records: what was measured, and the verdict
-that follows from the two.
+"""Claims from analyses/claims/*.toml, and records: measured values, from which a verdict follows.
 
-The script F/S.py writes its records into results/F_S.records.json, with where they come from: the
-script, the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the
-script's CSV files and of the records themselves. The tables of the pages are made from these files
-(`pages.py`).
+The script F/S.py writes its records into results/F_S.records.json: ids and measured values, without
+statements and bounds. The file also has their origin: script, version and commit of the package,
+ids and seeds of the checkpoints, and the sha256 of the script's CSV files and of the records.
+`pages.py` makes all tables from these files.
 """
 
 import hashlib
@@ -64,9 +63,9 @@ class Claim:
     relation: str
     """A key of RELATIONS."""
     bound: Bound
-    """What each value is compared with; two numbers for "between"."""
+    """Number that each value is compared with; two numbers for "between"."""
     margin: float = 0
-    """By how many of its standard errors a value must hold."""
+    """Number of standard errors by which a value must hold."""
     said_by: str
     """Who makes the claim: the paper, somebody's account of the paper, or this project."""
     where: str = ""
@@ -131,12 +130,12 @@ class Record(Claim):
     errors: Mapping[str, float] = field(default_factory=dict)
     """Standard errors of those values that have one."""
     over: Mapping[str, int | str] = field(default_factory=dict)
-    """What the standard errors are over: prompts, seeds, and how models or heads were selected; `failed` counts the
-    failed trainings, which have no value."""
+    """What the standard errors are over: prompts, seeds, and how models or heads were selected. `failed`
+    is the number of failed trainings, which have no value."""
     text: str = ""
     """What was measured in words, where `values` do not say it."""
     note: str = ""
-    """What the verdict has to be read with, such as fewer seeds than asked."""
+    """Remark that belongs to the verdict, such as too few seeds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,7 +193,7 @@ MEASURED = tuple(name for name in Record.__annotations__)
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Every claim by its id, those of a paper together."""
+    """All claims by id, in the order of the files."""
     found = {}
     for paper in PAPERS:
         rows = tomllib.loads((CLAIMS / f"{paper}.toml").read_text(encoding="utf-8"))
@@ -214,7 +213,7 @@ def record(
     text: str = "",
     note: str = "",
 ) -> Record:
-    """What was measured of a claim.
+    """A record of the claim with this id.
 
     Args:
         values: By model, a number or a number and its standard error.
@@ -235,7 +234,7 @@ def record(
 
 
 def records(prefix: str, measured: Mapping[str, Values], **about) -> list[Record]:
-    """Records of several claims, by the rest of their ids; `about` as in `record`."""
+    """Records of several claims, by their ids without the prefix; `about` as in `record`."""
     return [record(f"{prefix}{name}", values, **about) for name, values in measured.items()]
 
 
