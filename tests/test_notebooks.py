@@ -1,10 +1,11 @@
-"""The notebooks as they lie there: short cells that only call the library, run in order, and numbers that are shown.
+"""The notebooks as files: short cells that only call the library, run in order, and numbers that a cell shows.
 
-That they run is for `make notebooks`.
+`make notebooks` runs them.
 """
 
 import ast
 import json
+import math
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from mechinterp.checkpoints.shipped import bundled_names
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
+CHECKPOINTS = FOLDER.parent / "checkpoints"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MAX_LINES, MAX_LAMBDA, MAX_BYTES = 11, 40, 500_000
 SHOWN = ("text/plain", "text/html")
@@ -81,18 +85,55 @@ def test_figures_have_a_picture_for_readers_without_javascript(file: Path):
     assert all("image/png" in each for each in data)
 
 
-def test_every_number_of_the_text_is_shown_by_a_cell(file: Path):
-    texts = [unescape(text) for text in shown_texts(file)]
-    # A number counts as shown if a cell shows it, or one that rounds to it; what code has put in is no result.
-    texts += [source(cell) for cell in cells(file, "code")]
-    shown = {float(number) for text in texts for number in NUMBER.findall(text)}
-    for cell in cells(file, "markdown"):
-        text = re.sub(r"\(http\S*\)|`[^`]*`", "", source(cell))  # links and code are no claims
+def numbers_of(cell: dict) -> set[float]:
+    """Numbers in the code and the text outputs of a cell."""
+    texts = [source(cell)]
+    for output in cell["outputs"]:
+        texts.append("".join(output.get("text", [])))
+        texts += ["".join(output.get("data", {}).get(kind, [])) for kind in SHOWN]
+    return {float(number) for text in texts for number in NUMBER.findall(unescape(text))}
+
+
+def test_a_number_of_the_text_is_shown_by_the_cell_beside_it(file: Path):
+    """Text takes its numbers from the last code cell before it or the first one after it."""
+    document = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    code = [row for row, cell in enumerate(document) if cell["cell_type"] == "code"]
+    for row, cell in enumerate(document):
+        if cell["cell_type"] == "code":
+            continue
+        beside = [
+            *[other for other in code if other < row][-1:],
+            *[other for other in code if other > row][:1],
+        ]
+        shown = set().union(*(numbers_of(document[other]) for other in beside))
+        # Links and code are no claims, and neither is the name of the wheel in the setup.
+        text = re.sub(r"\(http\S*\)|`[^`]*`", "", source(cell))
         for number in NUMBER.findall(text):
+            # A number may be rounded, or written as a percentage.
             tolerance = 0.5001 * 10.0 ** -len(number.partition(".")[2])
-            near = [value for value in shown if abs(value - float(number)) <= tolerance]
-            percent = [value for value in shown if abs(100 * value - float(number)) <= tolerance]
-            assert near or percent, f"{number} is in the text and in no output."
+            distances = [
+                abs(scale * value - float(number)) for value in shown for scale in (1, 100)
+            ]
+            assert min(distances, default=math.inf) <= tolerance, (
+                f"{number} stands in no cell beside."
+            )
+
+
+def test_every_notebook_says_what_to_try_next(file: Path):
+    last = source(cells(file, "markdown")[-1])
+    assert "## What to try next" in last
+
+
+BUNDLED = set(bundled_names())
+
+
+def test_models_are_in_the_wheel_or_the_first_lines_ask_for_a_clone(file: Path):
+    code = "\n".join(source(cell) for cell in cells(file, "code"))
+    names = set(re.findall(r'"([\w.-]+)"', code))
+    outside = {name for name in names if (CHECKPOINTS / name).is_dir()} - BUNDLED
+    # Names that code puts together, and files of the repository.
+    built = 'f"d8s2' in code or "../analyses" in code or "../checkpoints" in code
+    assert bool(outside or built) == ("needs a clone" in source(cells(file, "markdown")[0]))
 
 
 def test_text_is_under_one_title(file: Path):
