@@ -117,7 +117,7 @@ class Setting:
         )
         if kind == "pool" and not self.own:
             rows = torch.randint(
-                len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0)
+                len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0), device="cpu"
             )
             full = with_task_vectors(full, self.pool[rows].to(full.x))
         prompts = [replace(full, x=full.x[:, :length], y=full.y[:, :length]) for length in lengths]

@@ -75,6 +75,7 @@ HALF = 0.5
 """Most of a learner in what an algorithm leaves of a function."""
 
 
+@torch.inference_mode(False)  # algorithms are fitted by gradients, which may be off
 def name_algorithm(
     source: Source | Learner,
     prompts: Prompts | None = None,

@@ -48,12 +48,14 @@ def _singular_values(tensor: Tensor) -> Tensor | None:
 def _random_directions(tensor: Tensor, values: Tensor | None, generator: torch.Generator) -> Tensor:
     """Matrices of these singular values; of what is no matrix the entries in random order."""
     if values is None:
-        order = torch.randperm(tensor.numel(), generator=generator)
+        order = torch.randperm(tensor.numel(), generator=generator, device="cpu")
         return tensor.flatten()[order].reshape(tensor.shape)
     *axes, rows, columns = tensor.shape
     shapes = [(*axes, n, values.shape[-1]) for n in (rows, columns)]
     left, right = (
-        torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
+        torch.linalg.qr(
+            torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        ).Q
         for shape in shapes
     )
     return (left * values[..., None, :] @ right.mT).to(tensor)

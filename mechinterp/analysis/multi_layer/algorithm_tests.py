@@ -127,7 +127,9 @@ def identity_tests(
         made[f"linear in y: times {scale:g}"] = None if fixed else (scaled, scale * known)
     same = dense and task.supports is None and isotropic(task)
     made["same when x is rotated"] = (_rotated(prompts, seed), known) if same else None
-    order = torch.randperm(prompts.x.shape[1], generator=generator_for(seed, "init", 2))
+    order = torch.randperm(
+        prompts.x.shape[1], generator=generator_for(seed, "init", 2), device="cpu"
+    )
     shuffled = replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order])
     made[ORDER] = (shuffled, known)
     made["linear in x_query"] = _query_summed(predict, prompts, known)
@@ -161,7 +163,9 @@ def _query_summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Pr
 
 def _rotated(prompts: Prompts, seed: int) -> Prompts:
     d_x, generator = prompts.x.shape[2], generator_for(seed, "init", 0)
-    noise = torch.randn(len(prompts), d_x, d_x, generator=generator, dtype=torch.float64)
+    noise = torch.randn(
+        len(prompts), d_x, d_x, generator=generator, dtype=torch.float64, device="cpu"
+    )
     R = torch.linalg.qr(noise).Q
     return replace(prompts, x=prompts.x @ R, x_query=(prompts.x_query[:, None] @ R)[:, 0])
 
