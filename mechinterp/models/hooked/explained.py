@@ -35,7 +35,7 @@ Passed = Mapping[str, Sequence[Tensor]]
 def follow(model: ModuleHooks, inputs: Tensor) -> None:
     """Take off the points within attention that do not explain what the heads put out on these inputs."""
     for layer in range(len(model.blocks)):
-        heads: Any = model.blocks[layer].attn  # type: ignore[union-attr]
+        heads: Any = model.blocks[layer].attn
         with caught(heads, (*POINTS, "hook_z")) as passed:
             model(inputs)
         gone, reason = _unexplained(model, inputs, heads, passed)
