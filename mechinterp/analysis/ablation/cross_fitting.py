@@ -75,8 +75,9 @@ class Choices:
         # of two halves; the spread over the halves is V = variance of one value - C. Two halves share half of their
         # prompts, so the two rises that decide them correlate by 1/2. Between two equal heads the choice is the sign of
         # a normal variable: with a difference D of the risks the variance is D^2 / 4 and, by Sheppard's formula,
-        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. Where one head is better, V / C stays
-        # within about a quarter of 2; V = 0 where the choice is clear.
+        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. Where one head is better, V is more than
+        # 2 C (2.6 C where its lead on a half is one standard error, 5.3 C at two), so that V / 2 is too wide there; by
+        # then V is small, and 0 where the choice is clear.
         between = self.share @ np.square(values - self.share @ values) / 2
         # The fits of all sets are to the same noise, so their errors add up.
         fit = 0.0 if fit_sem is None else self.share @ fit_sem
