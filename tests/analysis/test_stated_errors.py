@@ -223,7 +223,9 @@ if __name__ == "__main__":
     for each in sys.argv[1:] or NAMES:
         named, _, number = each.partition("=")
         table = compared(named, int(number or SAMPLE))
-        print(f"== {named}: {len(table)} estimates, {int(table.get('fails', pd.Series()).sum())} fail")
+        print(
+            f"== {named}: {len(table)} estimates, {int(table.get('fails', pd.Series()).sum())} fail"
+        )
         if len(table):
             print(table["ratio"].describe()[["min", "50%", "max"]].round(2).to_dict())
             off = ~table["ratio"].between(LOW, HIGH)

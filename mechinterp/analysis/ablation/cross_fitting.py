@@ -39,7 +39,9 @@ class Choices:
         return np.tensordot(self.share, self.kept, axes=1)
 
     def risk(
-        self, errors: Float[np.ndarray, "set prompt"], fit_sem: Float[np.ndarray, " set"] | None = None
+        self,
+        errors: Float[np.ndarray, "set prompt"],
+        fit_sem: Float[np.ndarray, " set"] | None = None,
     ) -> tuple[float, float]:
         """Mean over prompts of the cross-fitted error, and its standard error.
 

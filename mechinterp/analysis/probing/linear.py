@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -181,10 +182,14 @@ class HeldOut:
     """Target that the regression was fitted to."""
     penalty: float
     """Penalty with the least held-out error, in units of the features' mean square."""
+    root: Float[np.ndarray, "prompt feature"]
+    """Root U of the hat matrix U U^T of a fit to all prompts."""
     freedom: float
-    """Degrees of freedom of the fit: sum of the squares of its hat matrix."""
+    """Degrees of freedom of that fit: sum of the squared entries of its hat matrix."""
 
-    def scores(self, clean: Float[np.ndarray, "prompt target"]) -> tuple[float, float, float, float]:
+    def scores(
+        self, clean: Float[np.ndarray, "prompt target"]
+    ) -> tuple[float, float, float, float]:
         """Mean squared error and R² against a target without noise, each with its standard error.
 
         Both errors are over prompts and over the fit.
@@ -200,17 +205,23 @@ class HeldOut:
         # squared errors (d_i - move_i)^2, h being a projection,
         #     sum_ij h_ij [(d_i + e_i)(d_j + e_j) - 2 d_i (d_j + e_j)] = sum_ij h_ij (e_i e_j - d_i d_j).
         # Different pairs i < j are uncorrelated, and so are pairs and the d_i^2, whose spread over prompts is counted
-        # by itself. The sum over pairs has the variance 2 sum h_ij^2 (E[e^2]^2 + E[d^2]^2); with several targets the
-        # squares of E[e e^T] and E[d d^T] are summed over their entries. One n of 1 / n^2 becomes n - freedom, which
-        # makes the sum exact for least squares: RSS n / (n - p)^2 has the relative variance
-        # 2 / (n - p) = 2 / n + 2 p / (n (n - p)).
+        # by itself. The sum over pairs has the variance 2 sum_ij h_ij^2 (e_i^2 e_j^2 + d_i^2 d_j^2), and with
+        # h = U U^T sum_ij h_ij^2 d_i^2 d_j^2 is the squared norm of U^T diag(d^2) U. One n of 1 / n^2 becomes n - p, p
+        # being the degrees of freedom, which makes least squares exact where d is the same for all prompts:
+        # RSS n / (n - p)^2 has the relative variance 2 / (n - p) = 2 / n + 2 p / (n (n - p)).
         n_prompts, n_targets = clean.shape
-        squares = (
-            np.square(values.T @ values / n_prompts).sum()
-            for values in (self.target - clean, self.prediction - clean)
-        )
         left = max(n_prompts - self.freedom, 1.0)
-        return float(np.sqrt(2 * self.freedom * sum(squares) / (n_prompts * left)) / n_targets)
+        pairs = self._pairs(self.target - clean) + self._pairs(self.prediction - clean)
+        return float(np.sqrt(2 * pairs / (n_prompts * left)) / n_targets)
+
+    def _pairs(self, values: Float[np.ndarray, "prompt target"]) -> float:
+        """sum_ij h_ij^2 (v_i v_j)^2, v_i v_j being an inner product over targets."""
+        sizes = np.square(values).sum(1)
+        if not sizes.any():
+            return 0.0
+        # Inner products are taken as spread over the angles between targets as the covariance of all prompts says.
+        spread = np.square(values.T @ values).sum() / sizes.sum() ** 2
+        return float(spread * np.square(self.root.T @ (self.root * sizes[:, None])).sum())
 
 
 def cross_validated(
@@ -241,20 +252,30 @@ def by_folds(
         seen, unseen = fold_of != fold, fold_of == fold
         for row, weights in enumerate(fit_ridge(features[seen], together[seen])):
             predictions[row, unseen] = affine(features[unseen], weights)
-    freedom, ends = _freedom(features), np.cumsum([target.shape[1] for target in targets])
+    root_of, ends = _roots(features), np.cumsum([target.shape[1] for target in targets])
     held_out = []
     for target, predicted in zip(targets, np.split(predictions, ends[:-1], axis=2), strict=True):
         best = int(np.square(predicted - target).mean((1, 2)).argmin())
-        held_out.append(HeldOut(predicted[best], target, PENALTIES[best], float(freedom[best])))
+        held_out.append(
+            HeldOut(predicted[best], target, PENALTIES[best], *root_of(PENALTIES[best]))
+        )
     return held_out
 
 
-def _freedom(features: Float[np.ndarray, "prompt feature"]) -> Float[np.ndarray, " penalty"]:
-    """Degrees of freedom of a fit under each penalty."""
+def _roots(
+    features: Float[np.ndarray, "prompt feature"],
+) -> Callable[[float], tuple[Float[np.ndarray, "prompt feature"], float]]:
+    """The root U of the hat matrix U U^T of a ridge regression, and its degrees of freedom, by its penalty."""
     centred = features - features.mean(0)
-    values = np.linalg.eigvalsh(centred.T @ centred).clip(min=0)
-    penalties = np.array(PENALTIES)[:, None] * max(values.mean(), np.finfo(float).tiny)
-    return np.square(values / (values + penalties)).sum(1)
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    rotated, size = centred @ vectors, max(values.mean(), np.finfo(float).tiny)
+
+    @cache
+    def root_of(penalty: float) -> tuple[Float[np.ndarray, "prompt feature"], float]:
+        held = values.clip(min=0) + penalty * size
+        return rotated / np.sqrt(held), float(np.square(values / held).sum())
+
+    return root_of
 
 
 def affine(
