@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.learners.baseline_comparison import ERRORS
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -314,7 +315,7 @@ def _kernel_omega(
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
     """Fits the kernel head closest to the model, mu being free.
 
-    omega is positive unless a negative one is clearly closer, by more than 2 standard errors: without the mean of y a head
+    omega is positive unless a negative one is clearly closer, by more than `ERRORS` standard errors: without the mean of y a head
     and its mirror image (-omega, -mu) predict alike, and the sign would be that of chance.
 
     Returns:
@@ -345,7 +346,7 @@ def _kernel_omega(
 
     positive, negative = closest(0.0, top), closest(-top, 0.0)
     gain, gain_sem = mean_and_sem(fitted(positive)[1] - fitted(negative)[1])
-    omega, step = negative if gain > 2 * gain_sem else positive, 1e-3 * top
+    omega, step = negative if gain > ERRORS * gain_sem else positive, 1e-3 * top
     # At the least mean D of D_i(omega) = mean |f_i - mu(omega) s_i(omega)|^2 the derivative D' is 0. A prompt that weighs
     # 1 / n more moves it by D_i' / n, and omega by -D_i' / D'' / n. mu(omega) is that of the whole sample: its own
     # motion with the prompt drops out of D_i', as D is least in mu.
@@ -371,7 +372,7 @@ def _kernel_factor_sem(
     shape: Float[np.ndarray, "prompt d_y"],
     prediction: Float[np.ndarray, "prompt d_y"],
     factor: float,
-    through_omega: Float[np.ndarray, " prompt"],
+    through_omega: Float[np.ndarray, " first"],
 ) -> float:
     """Standard error of the kernel head's mu over prompts, which move it by themselves and through omega.
 
