@@ -102,7 +102,8 @@ class MaskedErrors:
         def run(missing: list[Mask]) -> np.ndarray:
             return masked_errors(self.predictor, self.prompts, missing, progress=self.progress).T
 
-        return np.stack(_looked_up(self._as_is, masks, run), axis=1)
+        errors = _looked_up(self._as_is, masks, run)
+        return np.stack(errors, axis=1)
 
     def refitted(
         self, masks: Sequence[Sequence[Head]]
