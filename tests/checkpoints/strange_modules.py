@@ -35,7 +35,8 @@ class Grouped(nn.Module):
             attend = nn.functional.scaled_dot_product_attention
             return self.o_proj(joined(attend(q, k, v, is_causal=True, enable_gqa=True)))
         k, v = (each.repeat_interleave(HEADS // self.groups, dim=1) for each in (k, v))
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        n, device = x.shape[1], x.device
+        later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
         scores = (q @ k.mT / math.sqrt(EACH)).masked_fill(later, -math.inf)
         return self.o_proj(joined(scores.softmax(-1) @ v))
 
