@@ -45,6 +45,7 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
     Setting,
     identity_tests,
     other_settings,
+    setting_of,
 )
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
@@ -163,9 +164,9 @@ def labelled(
 def _evidence(
     model: AlgorithmSource, prompts: Prompts, seed: int, limits: AlgorithmLimits
 ) -> AlgorithmEvidence:
-    own = Setting(prompts, model.predicted(prompts))
+    own = setting_of(prompts, model.predicted(prompts))
     settings = {"own length": own}
-    settings |= other_settings(model.predicted, prompts, model.task, seed)
+    settings |= other_settings(model.predicted, own.prompts, model.task, seed)
     answered = np.array([own.useful and setting.useful for setting in settings.values()])
     measured = _measured(model, settings, answered, seed, limits)
     decision, labels, frequency = labelled(measured, limits)
