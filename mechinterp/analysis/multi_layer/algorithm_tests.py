@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.stats import without_worst
+from mechinterp.analysis.stats import best_factor, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -79,6 +79,14 @@ class IdentityTest:
 def relative_risk(predictions: Tensor, target: Tensor) -> float:
     """Mean squared difference from the target over that of 0."""
     return ((predictions - target).square().mean() / target.square().mean()).item()
+
+
+def scaled_risk(predictions: Tensor, target: Tensor) -> tuple[float, float, float]:
+    """Relative risk of the predictions times their best factor, that factor and its standard error; NaN where all
+    predictions are 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        factor, sem = best_factor(predictions, target)
+    return relative_risk(factor * predictions, target), factor, sem
 
 
 def isotropic(task: TaskConfig) -> bool:
