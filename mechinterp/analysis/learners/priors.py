@@ -31,7 +31,8 @@ from mechinterp.progress import ProgressCallback, no_progress
 CLEAR = 2.0
 """Standard errors from 0.5 at which a relative distance counts as nearer to one side."""
 OFF_THE_LINE = 0.5
-"""Limit of `unexplained`: above it a model is nothing between dMMSE and ridge."""
+"""Limit of `unexplained` on tasks of the pool for a model that memorises. A model that generalises has no such limit:
+with a large pool dMMSE and ridge are so near to each other that any error is far off their line."""
 FORGETS, KNOWS = 2.0, 1.5
 """Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
 FEW, MORE = 1000, 100
@@ -200,11 +201,10 @@ def compare_priors(
 
 
 def _strategy(found: Closeness) -> str:
-    """What a model does with its pool, without a look at single prompts."""
-    if found.unexplained[0] > OFF_THE_LINE:
-        return "neither"
+    """What a model does with its pool, by one set of means."""
     over_ridge = found.risk[1] / found.risk_ridge[1]
-    if found.relative[0] + CLEAR * found.relative_sem[0] < 0.5 and over_ridge >= FORGETS:
+    near = found.relative[0] + CLEAR * found.relative_sem[0] < 0.5
+    if near and found.unexplained[0] <= OFF_THE_LINE and over_ridge >= FORGETS:
         return "memorises"
     if found.relative[1] - CLEAR * found.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
         return "generalises"
