@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,7 @@ FORGETS, KNOWS = 2.0, 1.5
 """Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
 FEW, MORE = 1000, 100
 """One prompt in so many is left out for the strategy, and to see whether a few prompts would change it."""
+PREDICTORS = ("model", "dmmse", "ridge")
 
 STRATEGIES = {
     "memorises": "memorises them",
@@ -51,6 +53,13 @@ STRATEGIES = {
 class PriorComparison(Result):
     """How near a model is to dMMSE and to ridge, at each context length and as means over the lengths."""
 
+    COLUMNS: ClassVar = {
+        "prompts": "Prompts of the means: trimmed (the worst thousandth left out) or all.",
+        **{
+            f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
+            for name in PREDICTORS
+        },
+    }
     n_tasks: int
     """Size of the pool."""
     context_length: Int[np.ndarray, " length"]
@@ -133,7 +142,7 @@ class PriorComparison(Result):
         """One row per kind of tasks, without the worst thousandth of the prompts and over all: means over the lengths."""
         named = {"trimmed": self.trimmed, "all": self.overall}
         frame = pd.concat([each.frame().assign(prompts=name) for name, each in named.items()])
-        medians = dict(zip(("model", "dmmse", "ridge"), self.median_risk.T, strict=True))
+        medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
         few = {f"median_risk_{name}": np.tile(risk, 2) for name, risk in medians.items()}
         return frame.assign(**few, carried_by_few=np.tile(self.carried_by_few, 2))
 
