@@ -87,7 +87,7 @@ class Measured:
     members: tuple[Algorithm, ...]
     relative_risk: float
     null_risk: Float[np.ndarray, " model"]
-    scale: "Scale"
+    scale: Scale
     tests: Mapping[str, IdentityTest]
     function: Scores
     """Of the last prediction: members first, then controls."""
