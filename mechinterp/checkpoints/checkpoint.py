@@ -69,6 +69,10 @@ class Checkpoint(Run):
         sizes = f"d_x={task.d_x}, context_length={task.context_length}"
         return f"Checkpoint({self.name}: {self._heads}{mlps}, {sizes}{step})"
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what was computed from them is made anew."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @property
     def _heads(self) -> str:
         """How many layers of how many heads."""

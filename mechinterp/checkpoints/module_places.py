@@ -1,51 +1,82 @@
 """Where the layers of attention are in a plain torch module, found by names and by running it."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.names import INNER, piece_of
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS
-from mechinterp.models.hooked.followed import Inner
+from mechinterp.checkpoints.heads_outputs import require_heads_outputs
+from mechinterp.models.hooked.followed import SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
+PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
 
 
 def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> list[str]:
-    """Of each layer the name of the module that takes the heads' outputs, in the order in which they run.
+    """For each layer the name of the module that takes the heads' outputs, in the order in which they run.
+
+    A module that runs several times is a layer each time.
 
     Args:
         outputs: Names that are given; none: they are found.
     Raises:
-        ValueError: If a given name is of no module, none is found, or a module does not run once.
+        ValueError: If a given name is of no module, none is found, or a module does not run.
     """
     given = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     known = dict(module.named_modules())
     for name in given:
         if name not in known:
+            if name in dict(module.named_parameters()):
+                raise _is_parameter(name)
             raise ValueError(
                 f"outputs must be names of modules, as {type(module).__name__}.named_modules() gives them, got {name!r}."
             )
-    return _as_they_run(module, given or _outputs(module), inputs)
+    names, ran = given or _outputs(module), _order(module, inputs)
+    for name in names:
+        if name not in ran:
+            raise ValueError(f"{name} must run for a prediction, got 0 times.")
+    return [name for name in ran if name in names]
+
+
+def _order(module: nn.Module, inputs: Tensor) -> list[str]:
+    """Names of all modules in the order in which they run."""
+    ran: list[str] = []
+    handles = [
+        part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+        for name, part in module.named_modules()
+    ]
+    module(inputs)
+    for handle in handles:
+        handle.remove()
+    return ran
 
 
 def _outputs(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules that take the heads' outputs, by the table of names."""
-    names = {
-        name for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention)
-    }
+    modules = dict(module.named_modules())
+    names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
+    # Layers that share a tensor have it under several names.
     pieces = [
-        (name.rpartition(".")[0], piece)
-        for name, _ in module.named_parameters()
-        if name.endswith(".weight") and (piece := piece_of(name)) is not None
+        (name, piece)
+        for name, _ in module.named_parameters(remove_duplicate=False)
+        if (piece := piece_of(name)) is not None and piece.kind == "weight"
+        if not any(name.startswith(f"{attention}.") for attention in names)
     ]
     inner = {(piece.path, piece.layer) for _, piece in pieces if piece.part in INNER}
+    found = [name for name, each in pieces if each.part == "o" and (each.path, each.layer) in inner]
     names |= {
-        name for name, piece in pieces if piece.part == "o" and (piece.path, piece.layer) in inner
+        name.removesuffix(".weight") for name in found if name.removesuffix(".weight") in modules
     }
+    if not names and found:
+        raise _is_parameter(found[0])
     if not names:
         raise ValueError(
             f"outputs must name the modules that take the heads' outputs: a {type(module).__name__} has no "
@@ -54,31 +85,27 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _as_they_run(module: nn.Module, names: Sequence[str], inputs: Tensor) -> list[str]:
-    """The names in the order in which the modules run."""
-    ran: list[str] = []
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-        for name in names
-    ]
-    module(inputs)
-    for handle in handles:
-        handle.remove()
-    for name in names:
-        if ran.count(name) != 1:
-            raise ValueError(f"{name} must run once for a prediction, got {ran.count(name)} times.")
-    return ran
+def _is_parameter(name: str) -> ValueError:
+    last = name.rpartition(".")[2]
+    return ValueError(
+        f"outputs must be modules, got the Parameter {name}: make it an nn.Linear(n_heads * d_head, d_model, bias=False) "
+        f"with the transpose of {last} as its weight, and call self.{last}(z) on the heads' outputs z, side by side."
+    )
 
 
 def places_of(
-    module: nn.Module, names: Sequence[str], heads: int | None, tokens: Tensor
+    module: nn.Module, order: Sequence[str], heads: int | None, tokens: Tensor
 ) -> list[Place]:
-    """Where each layer is, all of as many heads.
+    """Where each block of attention is, in the order in which they first run; all have as many heads.
 
     Raises:
-        ValueError: If heads are not stated or not as many in every layer, or a layer is not in a module of its own.
+        ValueError: If heads are not stated, contradict the module or are not as many in every layer, a layer is not in a
+            module of its own, or what is taken for the heads' outputs is the stream.
     """
-    places = [_place(module, name, names, heads, tokens) for name in names]
+    names, ran = list(dict.fromkeys(order)), Counter(_order(module, tokens))
+    blocks = {name: _block(module, name, names, ran) for name in names}
+    require_heads_outputs(module, blocks, tokens)
+    places = [_place(module, name, blocks[name], heads, tokens) for name in names]
     counts = sorted({place.n_heads for place in places})
     if len(counts) > 1:
         listed = ", ".join(map(str, counts))
@@ -86,52 +113,58 @@ def places_of(
     return places
 
 
-def _place(
-    module: nn.Module, name: str, names: Sequence[str], heads: int | None, tokens: Tensor
-) -> Place:
-    block = _block(module, name, names)
+def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: Tensor) -> Place:
     heads_in, _ = _shapes(module, name, tokens)
     stream_in, stream_out = _shapes(module, block, tokens)
+    inner = _inner(module, name, block)
+    n_heads = _number_of_heads(module, name, inner, heads, tokens)
+    if heads_in[-1] % n_heads:
+        raise ValueError(
+            f"heads must divide the width of the heads' outputs, {heads_in[-1]}, got {n_heads}."
+        )
     return Place(
         output=name,
         block=block,
-        n_heads=_stated_heads(module, name) if heads is None else heads,
+        n_heads=n_heads,
+        d_head=heads_in[-1] // n_heads,
         # Positions may come before prompts.
         heads_turned=heads_in[0] != len(tokens),
         stream_turned=stream_in[0] != len(tokens),
         one_number=stream_out == stream_in[:2],
-        inner=_inner(module, name),
+        inner=inner,
     )
 
 
-def _inner(module: nn.Module, output: str) -> Inner | None:
+def _inner(module: nn.Module, output: str, block: str) -> Inner:
     """What makes queries, keys and values before an output, and the smallest module around them all."""
     if isinstance(module.get_submodule(output), nn.MultiheadAttention):
         return Inner(output, {})
+    alone = Inner(output.rpartition(".")[0], {})
     end = piece_of(f"{output}.weight")
     if end is None:
-        return None
-    projections: dict[str, str] = {}
-    for name, _ in module.named_parameters():
-        piece = piece_of(name) if name.endswith(".weight") else None
-        if piece is None or piece.part not in ("q", "k", "v", "qkv"):
+        return alone
+    modules, projections = dict(module.named_modules()), {}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        piece, before = piece_of(name), name.removesuffix(".weight")
+        if piece is None or piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
             continue
-        before = name.removesuffix(".weight")
         near = (piece.path, piece.layer) == (end.path, end.layer)
         near = near or before.rpartition(".")[0] == output.rpartition(".")[0]
         if near and piece.part in projections:
-            return None  # heads by themselves
+            return alone  # heads by themselves
         if near:
             projections[piece.part] = before
-    if set(projections) not in ({"q", "k", "v"}, {"qkv"}):
-        return None
+    if set(projections) not in PROJECTED:
+        return alone
     paths = zip(*(name.split(".")[:-1] for name in (output, *projections.values())), strict=False)
     shared = takewhile(lambda words: len(set(words)) == 1, paths)
-    return Inner(".".join(words[0] for words in shared), projections)
+    container = ".".join(words[0] for words in shared)
+    around = container == block or not block or container.startswith(f"{block}.")
+    return Inner(container, projections) if around else alone
 
 
 def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, torch.Size]:
-    """The shapes of what enters a part of the module and of what leaves it."""
+    """The shapes of what enters a part of the module and of what leaves it, when it first runs."""
     shapes: list[torch.Size] = []
 
     def note(_: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple | dict) -> None:
@@ -141,27 +174,98 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
     handle = module.get_submodule(name).register_forward_hook(note, with_kwargs=True)
     module(tokens)
     handle.remove()
-    entered, left = shapes
-    return entered, left
+    return shapes[0], shapes[1]
 
 
-def _stated_heads(module: nn.Module, name: str) -> int:
-    for part in (module.get_submodule(name), module.get_submodule(name.rpartition(".")[0]), module):
-        for each in HEAD_KEYS:
-            if type(number := getattr(part, each, None)) is int:
-                return number
-    raise ValueError(f"heads must be given: the module around {name} does not say how many.")
+def _number_of_heads(
+    module: nn.Module, name: str, inner: Inner, heads: int | None, tokens: Tensor
+) -> int:
+    """The number of heads, as its softmax shows it, its modules state it, or the user does.
+
+    Raises:
+        ValueError: If nothing says it, or two of them differ.
+    """
+    attention = module.get_submodule(name)
+    own, says = None, ""
+    if isinstance(attention, nn.MultiheadAttention):
+        own, says = attention.num_heads, f"{name}.num_heads"
+    elif len(seen := _Softmaxes.of(module, inner.container, tokens)) == 1:
+        own, says = seen[0], f"the softmax in {inner.container or type(module).__name__}"
+    elif stated := _stated_heads(module, name):
+        own, says = stated
+    if heads is not None and own not in (None, heads):
+        raise ValueError(f"heads must be {own}, the number in {says}, got {heads}.")
+    if heads is None and own is None:
+        raise ValueError(f"heads must be given: the module around {name} does not say how many.")
+    return heads or own or 0
 
 
-def _block(module: nn.Module, name: str, names: Sequence[str]) -> str:
-    """The largest module around a layer's outputs that has no other layer."""
+def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
+    """The number of heads that an attribute states, and its name."""
+    around = name.rpartition(".")[0]
+    for where, part in ((name, module.get_submodule(name)), (around, module.get_submodule(around))):
+        for key in HEAD_KEYS:
+            if type(number := getattr(part, key, None)) is int:
+                return number, f"{where}.{key}".removeprefix(".")
+    for key in HEAD_KEYS:
+        if type(number := getattr(module, key, None)) is int:
+            return number, key
+    return None
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Notes the number of heads of each softmax over [batch, head, query, key] in a part of a module."""
+
+    def __init__(self, n_prompts: int) -> None:
+        super().__init__()
+        self.n_prompts, self.inside, self.seen = n_prompts, False, list[int]()
+
+    @classmethod
+    def of(cls, module: nn.Module, container: str, tokens: Tensor) -> list[int]:
+        """Numbers of heads of the softmaxes of one run of a part; [0] stands for one that shows none."""
+        mode, part = cls(len(tokens)), module.get_submodule(container)
+        runs: list[int] = []
+
+        def enter(*_: Any) -> None:
+            runs.append(len(mode.seen))
+            mode.inside = len(runs) == 1
+
+        def leave(*_: Any) -> None:
+            mode.inside = False
+
+        handles = part.register_forward_pre_hook(enter), part.register_forward_hook(leave)
+        with mode:
+            module(tokens)
+        for handle in handles:
+            handle.remove()
+        return mode.seen
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """The call itself."""
+        if self.inside and args and func in (*SOFTMAX, F.scaled_dot_product_attention):
+            scores, n = args[0], self.n_prompts
+            if scores.ndim == 4 and len(scores) == n:
+                self.seen.append(scores.shape[1])
+            elif scores.ndim == 3 and len(scores) % n == 0:
+                self.seen.append(len(scores) // n)
+        return func(*args, **(kwargs or {}))
+
+
+def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:
+    """The largest module around a layer's outputs that has no other layer and runs as often."""
     words = name.split(".")
     attention = isinstance(module.get_submodule(name), nn.MultiheadAttention)
     for count in range(1, len(words) + attention):
         outer = ".".join(words[:count])
         alone = not any(other.startswith(f"{outer}.") for other in names if other != name)
-        if alone and not isinstance(module.get_submodule(outer), NOT_CALLED):
+        if (
+            alone
+            and ran[outer] == ran[name]
+            and not isinstance(module.get_submodule(outer), NOT_CALLED)
+        ):
             return outer
-    if len(names) > 1:
+    if len(names) > 1 or ran[name] > 1:
         raise ValueError(f"{name} must lie in a module of its own, which is the layer.")
     return ""

@@ -4,6 +4,7 @@ Its layers of attention are found by their names, in the order in which they run
 """
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -63,6 +64,23 @@ class HookedModule(Run):
     def _after(self, step: int) -> "HookedModule":
         return self.snapshots[step]
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields.
+
+        Raises:
+            ValueError: If `read` or `embed` cannot be pickled.
+        """
+        embed = getattr(self.hooked.embed, "embed", None)
+        for name, function in (("read", self.hooked.read), ("embed", embed)):
+            try:
+                pickle.dumps(function)
+            except (pickle.PicklingError, AttributeError, TypeError):
+                raise ValueError(
+                    f"{name} must be a function that a file defines with def, so that it can be pickled, got {function!r}; or keep "
+                    "the module and the arguments, and call hook_module again."
+                ) from None
+        return dict(vars(self))
+
     def at_length(self, context_length: int) -> "HookedModule":
         """The same module of a task with another context length."""
         assumed = tuple(name for name in self.assumed if name != "context_length")
@@ -94,6 +112,7 @@ class HookedModule(Run):
         return self.hooked.predict(prompts)
 
 
+@torch.inference_mode(False)
 def hook_module(
     module: nn.Module,
     *,
@@ -131,6 +150,7 @@ def hook_module(
     """
     # Here and not above: they need TransformerLens.
     from mechinterp.checkpoints.module_places import layer_names, places_of
+    from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
     assumed = () if task is not None else tuple(each.name for each in fields(TaskConfig))
@@ -140,35 +160,30 @@ def hook_module(
     if position is not None and type(position) is not int:
         raise ValueError(f"position must be an integer, got {position!r}.")
     own = _uncompiled(module).eval()
-    parameter = next(own.parameters(), torch.empty(0))
+    parameter = next(own.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
 
-    def enter(prompts: Prompts) -> Tensor:
-        tokens = _pairs(prompts, task) if embed is None else embed(prompts)
-        if not isinstance(tokens, Tensor):
-            raise ValueError(
-                f"embed must give one tensor, got {type(tokens).__name__}; a module of several inputs goes into one that splits them."
-            )
-        return tokens.to(parameter.device, parameter.dtype)
-
+    enter = _Entry(task, embed, parameter.device, parameter.dtype)
     # As many as no axis of positions is long.
     trial = sample_prompts(task, 2, dtype=parameter.dtype)
     if enter(trial).shape[1] == len(trial):
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
     with torch.no_grad():
         tokens = enter(trial)
-        _require_run(own, tokens)
+        output = _output_of(own, tokens)
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
-        model = ModuleHooks(own, places)
-        model.follow(tokens)
+        outputs = [place.output for place in places]
+        model = ModuleHooks(own, places, [outputs.index(name) for name in names])
+        follow(model, tokens)
         hooked = HookedPredictor(
             model=model,
-            n_layers=len(places),
+            n_layers=len(names),
             n_heads=places[0].n_heads,
             embed=enter,
-            read=partial(_last_entries, d_y=task.d_y) if read is None else read,
+            read=_own_read(output, tokens, task) if read is None else read,
             restarts=False,
             position=position,
+            blocks=tuple(outputs.index(name) for name in names),
         )
         _note_sizes(hooked, trial)
         if position is not None:
@@ -185,25 +200,83 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return own
 
 
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """From prompts to a module's input."""
+
+    task: TaskConfig
+    embed: Callable[[Prompts], Tensor] | None
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, prompts: Prompts) -> Tensor:
+        tokens = _pairs(prompts, self.task) if self.embed is None else self.embed(prompts)
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                f"embed must give one tensor, got {type(tokens).__name__}; a module of several inputs goes into one that splits them."
+            )
+        return tokens.to(self.device, self.dtype)
+
+
 def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
     """Tokens (x, y), the query last, of prompts that are of the task's sizes."""
     require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
     return prompts.tokens
 
 
-def _last_entries(output: Tensor, d_y: int) -> Tensor:
-    """The output itself if it is a prediction, else the last entries at the last position."""
+def _own_read(output: object, tokens: Tensor, task: TaskConfig) -> Callable[[Tensor], Tensor]:
+    """How the prediction is read from an output of this shape.
+
+    Raises:
+        ValueError: If it is no tensor, or it is not known where the prediction is.
+    """
     if not isinstance(output, Tensor):
         raise ValueError(
             f"read must be given for a module whose output is no tensor, got {type(output).__name__}."
         )
-    return output if output.ndim == 2 else output[:, -1, -d_y:]
+    shape, n_prompts = tuple(output.shape), len(tokens)
+    if shape == (n_prompts, task.d_y):
+        return _whole
+    if task.d_y == 1 and shape == (n_prompts,):
+        return _as_column
+    # One number for every token, or for every x.
+    if task.d_y == 1 and shape in (
+        (n_prompts, tokens.shape[1]),
+        (n_prompts, task.context_length + 1),
+    ):
+        return _last_number
+    if len(shape) < 3:
+        raise ValueError(
+            f"read must be given: the output {list(shape)} of {n_prompts} prompts is no prediction [batch, {task.d_y}], and not one "
+            f"number for each of {tokens.shape[1]} positions."
+        )
+    return partial(_last_entries, d_y=task.d_y)
 
 
-def _require_run(module: nn.Module, inputs: Tensor) -> None:
-    """Refuse a module that does not run on what it is given, in its own words."""
+def _whole(output: Tensor) -> Tensor:
+    """The output itself."""
+    return output
+
+
+def _as_column(output: Float[Tensor, " batch"]) -> Float[Tensor, "batch 1"]:
+    """One number for each prompt, as a column."""
+    return output[:, None]
+
+
+def _last_number(output: Float[Tensor, "batch pos"]) -> Float[Tensor, "batch 1"]:
+    """The number at the last position."""
+    return output[:, -1:]
+
+
+def _last_entries(output: Tensor, d_y: int) -> Tensor:
+    """The last entries at the last position."""
+    return output[:, -1, -d_y:]
+
+
+def _output_of(module: nn.Module, inputs: Tensor) -> object:
+    """The module's output; one that does not run on what it is given is refused in its own words."""
     try:
-        module(inputs)
+        return module(inputs)
     except (TypeError, RuntimeError, IndexError, AssertionError) as error:
         raise ValueError(
             f"module must run on the input {list(inputs.shape)} of {len(inputs)} prompts, got: {one_line(error)}; "

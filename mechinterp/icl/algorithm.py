@@ -91,7 +91,7 @@ class Algorithm:
 
     def _per_scalar(self, n_layers: int, value: Callable[[Scalar], float]) -> Tensor:
         values = [value(scalar) for scalar in self.scalars for _ in scalar.layers(n_layers)]
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def predictions(
         self,
@@ -131,7 +131,7 @@ class Algorithm:
 
     def _split(self, scalars: Sequence[float] | Tensor, n_layers: int) -> Sequence[Tensor]:
         """One tensor per scalar."""
-        given = torch.as_tensor(scalars, dtype=torch.float64)
+        given = torch.as_tensor(scalars, dtype=torch.float64, device="cpu")
         counts = [len(scalar.layers(n_layers)) for scalar in self.scalars]
         if given.shape != (sum(counts),):
             raise ValueError(

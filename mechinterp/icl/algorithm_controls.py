@@ -112,9 +112,9 @@ def _least_mean_squares(moments: PromptMoments, n_layers: int, eta: Tensor) -> T
 def _forgetting(moments: PromptMoments, n_layers: int, rate: Tensor, penalty: Tensor) -> Tensor:
     """Recursive least squares: a pair weighs exp(-rate) times as much as the one after it."""
     x, y = moments.prompts.x, moments.prompts.y
-    age = torch.arange(x.shape[1] - 1, -1, -1).to(x)
+    age = torch.arange(x.shape[1] - 1, -1, -1, dtype=x.dtype, device=x.device)
     weighted = x.mT * (-rate * age).exp()
-    identity = torch.eye(x.shape[2]).to(x)
+    identity = torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
     w = torch.linalg.solve(weighted @ x + penalty * identity, weighted @ y)
     return (moments.prompts.x_query[:, None] @ w)[:, 0].expand(n_layers, -1, -1)
 
@@ -122,7 +122,7 @@ def _forgetting(moments: PromptMoments, n_layers: int, rate: Tensor, penalty: Te
 def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
     """Ridge with an intercept that is not penalised."""
     centred, prompts = moments.centred, moments.prompts
-    identity = torch.eye(centred.S.shape[1]).to(centred.S)
+    identity = torch.eye(centred.S.shape[1], dtype=centred.S.dtype, device=centred.S.device)
     w = torch.linalg.solve(centred.S + penalty / moments.n_pairs[..., None] * identity, centred.b)
     query = prompts.x_query[:, None] - prompts.x.mean(1, keepdim=True)
     return (prompts.y.mean(1) + (query @ w)[:, 0]).expand(n_layers, -1, -1)
@@ -131,7 +131,7 @@ def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Te
 def _components(moments: PromptMoments, n_layers: int) -> Tensor:
     """Least squares without the eigenvector of the smallest eigenvalue."""
     phi = 1 / moments.eigenvalues.clamp(min=LEAST_STEP)
-    return filtered(moments, [phi * (torch.arange(phi.shape[1]) > 0)] * n_layers)
+    return filtered(moments, [phi * (torch.arange(phi.shape[1], device=phi.device) > 0)] * n_layers)
 
 
 def _polynomials(moments: PromptMoments, n_layers: int, *coefficients: Tensor) -> Tensor:

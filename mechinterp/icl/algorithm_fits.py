@@ -37,6 +37,7 @@ class AlgorithmFit:
         return f"AlgorithmFit({self.algorithm}: {listed or 'no scalars'}; error {self.error:.3g})"
 
 
+@torch.inference_mode(False)
 def fit_algorithm(
     algorithm: Algorithm,
     moments: PromptMoments,
@@ -108,13 +109,22 @@ def _apart(algorithm: Algorithm, moments: PromptMoments, steps: int) -> list[Ten
         return []
     modes = algorithm.modes(moments)
     least, most = modes[..., 0].quantile(0.1), modes[..., -1].quantile(0.9)
-    angles = (2 * torch.arange(steps, dtype=torch.float64) + 1) * torch.pi / (2 * steps)
+    angles = (
+        (2 * torch.arange(steps, dtype=torch.float64, device=modes.device) + 1)
+        * torch.pi
+        / (2 * steps)
+    )
     return [1 / ((most + least) / 2 + (most - least) / 2 * angles.cos())]
 
 
 def _disturbed(natural: Tensor, count: int) -> Iterator[Tensor]:
     for start in range(1, count + 1 if len(natural) else 1):
-        factors = torch.randn(len(natural), generator=generator_for(0, "init", start))
+        factors = torch.randn(
+            len(natural),
+            generator=generator_for(0, "init", start),
+            dtype=torch.float32,
+            device="cpu",
+        )
         yield natural * (0.5 * factors.double()).exp()
 
 
@@ -174,6 +184,6 @@ def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor
     rest = difference(at)
     u = torch.zeros_like(rest, requires_grad=True)
     (product,) = torch.autograd.grad(rest, at, u, create_graph=True)
-    basis = torch.eye(len(at), dtype=at.dtype)
+    basis = torch.eye(len(at), dtype=at.dtype, device=at.device)
     (columns,) = torch.autograd.grad(product, u, basis, is_grads_batched=True)
     return columns.mT

@@ -79,7 +79,7 @@ def joint_debiased_gd(
     """
     centred = prompts.x - prompts.x.mean(1, keepdim=True)
     seen = einsum(prompts.y, centred, "batch context source, batch context d_x -> batch source d_x")
-    step = torch.as_tensor(theta / prompts.x.shape[1]).to(seen)
+    step = torch.as_tensor(theta / prompts.x.shape[1], dtype=seen.dtype, device=seen.device)
     parts = "batch source d_x, d_y source d_x, batch d_x -> batch d_y"
     return einsum(seen, step, prompts.x_query, parts)
 

@@ -39,6 +39,10 @@ class Prompts:
     beta: Float[Tensor, "batch d_x d_y"]
     """Task vectors."""
 
+    def __post_init__(self) -> None:
+        for name, tensor in vars(self).items():
+            object.__setattr__(self, name, ordinary(tensor))
+
     def __repr__(self) -> str:
         batch, context, d_x = self.x.shape
         return (
@@ -66,6 +70,14 @@ class Prompts:
     def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
         """The same prompts on another device or in another dtype."""
         return Prompts(**{f.name: getattr(self, f.name).to(target) for f in fields(self)})
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor; a copy that can take part in gradients if it was made in torch.inference_mode."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def generator_for(
@@ -111,7 +123,7 @@ def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "
         tensor([[1., 0.],
                 [1., 1.]])
     """
-    mask = torch.zeros(d_x, len(supports))
+    mask = torch.zeros(d_x, len(supports), dtype=torch.float32, device="cpu")
     for response, support in enumerate(supports):
         mask[list(support), response] = 1
     return mask
@@ -128,7 +140,7 @@ def random_support(
                 [3.]])
     """
     # Drawn behind everything else, and in sparse tasks only: those of other tasks keep their bits.
-    order = torch.rand(like.shape, generator=generator, device=like.device)
+    order = torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
     live = order.topk(sparsity, dim=1).indices
     return torch.zeros_like(like).scatter_(1, live, 1.0)
 
@@ -166,7 +178,7 @@ def sample_prompts(
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
     # The numbers that are drawn, covariates and responses made of them, and the tokens.
-    width = torch.empty(0, dtype=dtype).element_size()
+    width = dtype.itemsize
     needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
     require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
     n_tokens = length + 1
@@ -256,7 +268,7 @@ def _pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
     for block in range(-(-task.n_tasks // POOL_BLOCK)):
         generator = generator_for(task.task_seed, "pool", block)
         shape = (POOL_BLOCK, task.d_x, n_vectors)
-        normal = torch.empty(shape, dtype=torch.float64).normal_(generator=generator)
+        normal = torch.empty(shape, dtype=torch.float64, device="cpu").normal_(generator=generator)
         blocks.append(_task_vectors(task, normal, generator))
     return torch.cat(blocks)[: task.n_tasks]
 

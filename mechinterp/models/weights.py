@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
+from mechinterp.icl.prompts import ordinary
 from mechinterp.models.heads import AttentionWeights, identity_keys
 from mechinterp.models.scores import LINEAR
 from mechinterp.models.shapes import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
@@ -38,7 +39,7 @@ class Weights:
     def __post_init__(self) -> None:
         shapes = stacked_shapes(self.model, self.d_x, self.d_y)
         _require_shapes(shapes, self.tensors)
-        object.__setattr__(self, "tensors", {name: self.tensors[name] for name in shapes})
+        object.__setattr__(self, "tensors", {name: ordinary(self.tensors[name]) for name in shapes})
         if math.isnan(self.scale):
             width = self.model.head_width(self.d_x, self.d_y)
             object.__setattr__(self, "scale", width**-0.5)

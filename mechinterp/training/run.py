@@ -81,7 +81,7 @@ class Run(ABC, Generic[Form]):
         self.moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         self.flat.copy_(flat)
         self.weights = views(self.flat, start)
-        self._n_updates = torch.zeros((), device=device)
+        self._n_updates = torch.zeros((), dtype=torch.float32, device=device)
         self.step, self.rows, self.snapshots = 0, {}, {}
         self._record()
 
@@ -236,7 +236,11 @@ class Run(ABC, Generic[Form]):
             return longest
         if self.device.type != "cpu":
             generator = generator_for(train.data_seed, "train", step)
-        return int(torch.randint(train.shortest_context, longest + 1, (), generator=generator))
+        return int(
+            torch.randint(
+                train.shortest_context, longest + 1, (), generator=generator, device="cpu"
+            )
+        )
 
     def _losses(self, name: str) -> Tensor:
         """A loss of the history, [row, model]."""
@@ -266,7 +270,11 @@ class Run(ABC, Generic[Form]):
         if self.step in self.config.train.snapshot_steps:
             self.snapshots[self.step] = self.flat.clone()
         loss = self.loss_sum / n_steps if n_steps else torch.full_like(self.loss_sum, torch.nan)
-        row = {"step": torch.tensor(self.step), "loss": loss, "eval_loss": self._eval_loss()}
+        row = {
+            "step": torch.tensor(self.step, device="cpu"),
+            "loss": loss,
+            "eval_loss": self._eval_loss(),
+        }
         for name, value in (row | self._measured()).items():
             value = value.cpu()[None]
             self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.atomic import delete_leftovers
 from mechinterp.checkpoints.io.errors import CheckpointError
@@ -60,6 +62,7 @@ class TrainingSummary:
     None where training is no sequence of steps."""
 
 
+@torch.inference_mode(False)
 def train_models(
     models: Mapping[str, ExperimentConfig],
     run_folder: str | Path,

@@ -170,7 +170,7 @@ def test_what_cannot_be_followed_is_left_out_and_said(prompts):
     assert not any(
         name in hooked.model.hook_dict for name in map("blocks.0.attn.{}".format, POINTS)
     )
-    with pytest.raises(ValueError, match=r"hook_pattern, .*: no softmax or .* runs once .*\.$"):
+    with pytest.raises(ValueError, match=r"hook_pattern, .*: it has no softmax, and .*\.$"):
         attention_patterns(hooked, prompts)
     turned = hook_module(Turned().double(), heads=HEADS, task=TASK, **LAST)
     assert turned.model.unfollowed == {

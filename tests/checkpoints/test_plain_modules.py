@@ -233,6 +233,13 @@ class Twice(Bare):
         return super().forward(super().forward(x))
 
 
+class Gated(Bare):
+    """Attention whose weights show no number of heads."""
+
+    def forward(self, x):
+        return self.o(torch.sigmoid(self.q(x) @ self.k(x).mT) @ self.v(x))
+
+
 class SideBySide(nn.Module):
     def __init__(self):
         super().__init__()
@@ -284,10 +291,11 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
     ("module", "settings", "message"),
     [
         (nn.Linear(WIDTH, 1), {}, "outputs must name the modules .* a Linear has no"),
-        (Bare(), {}, "heads must be given: the module around o does not say how many"),
-        (Bare(), {"heads": 3}, "heads must divide the width of the heads' outputs, 4, got 3"),
-        (Idle(), {"heads": 2}, "o must run once for a prediction, got 0 times"),
-        (Twice(), {"heads": 2}, "o must run once for a prediction, got 2 times"),
+        (Gated(), {}, "heads must be given: the module around o does not say how many"),
+        (Gated(), {"heads": 3}, "heads must divide the width of the heads' outputs, 4, got 3"),
+        (Bare(), {"heads": 4}, "heads must be 2, the number in the softmax in Bare, got 4"),
+        (Idle(), {"heads": 2}, "o must run for a prediction, got 0 times"),
+        (Twice(), {"heads": 2}, "o must lie in a module of its own, which is the layer"),
         (
             SideBySide(),
             {"heads": 2, "outputs": ["one", "two"]},

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
@@ -90,6 +91,7 @@ class FineTuning(Result):
         save(path, config, self.weights, step=self.checkpoint.step + steps, origin=origin)
 
 
+@torch.inference_mode(False)
 def fine_tune(
     checkpoint: Checkpoint,
     kept: Bool[np.ndarray, "layer head"],

@@ -89,6 +89,7 @@ class HeadGates(Result):
         return heatmaps.layers_by_heads(self.scores[0] - self.scores[2], title=title)
 
 
+@torch.inference_mode(False)
 def learn_gates(
     source: Source,
     prompts: Prompts | None = None,
@@ -132,7 +133,9 @@ def learn_gates(
     predictor = predictor_of(source)
     fitted, measured = halves(prompts)
     alone = ablate_heads(predictor, measured, progress=progress)
-    start = torch.full((predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64)
+    start = torch.full(
+        (predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64, device="cpu"
+    )
 
     def fit(start: Tensor, reward: float, kind: str) -> Tensor:
         told = progress(range(steps), f"fitting gates ({kind})")

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from mechinterp.analysis.stats import require_moderate
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
+from mechinterp.models.hooked.runner import require_runs
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -36,20 +37,28 @@ def single_masks(
     prompts: Prompts,
     *,
     method: str = "zero",
+    runs: str = "one",
     progress: ProgressCallback = no_progress,
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
     """Squared error of the full model on each unit, and what masking each head alone adds to it.
 
+    Args:
+        runs: "all": a head is masked in all runs of its block, and the axis of layers is one of blocks.
     Raises:
-        ValueError: If there are fewer than two units.
+        ValueError: If there are fewer than two units, or runs is neither "one" nor "all".
     """
     predictor = predictor_of(source)
-    masks = [[], *([head] for head in predictor.heads)]
+    require_runs(runs)
+    each = [[head] for head in predictor.heads]
+    if runs == "all":
+        together = (tuple(predictor.hooked.in_all_runs(heads)) for heads in each)
+        each = [list(heads) for heads in dict.fromkeys(together)]
+    masks = [[], *each]
     errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
     if len(errors) < 2:
         raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
     rises = errors[:, 1:] - errors[:, :1]
-    return errors[:, 0], rises.reshape(-1, predictor.n_layers, predictor.n_heads)
+    return errors[:, 0], rises.reshape(len(rises), -1, predictor.n_heads)
 
 
 def layer_shares(

@@ -68,7 +68,8 @@ class HeadAblation(LayerShares, Result):
     effective_heads: Float[np.ndarray, " layer"]
     """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count alike, 0 if none does."""
     effective_heads_sem: Float[np.ndarray, " layer"]
-    """Standard error of `effective_heads`, from resampled prompts (bootstrap); too small where `rise_sem` is."""
+    """Standard error of `effective_heads`, from resampled prompts (bootstrap). It is too wide, by up to a factor of
+    sqrt(3), where all heads of a layer count alike, as the number is at its maximum there; and too small where `rise_sem` is."""
     full_risk: float
     """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     full_risk_sem: float
@@ -174,6 +175,7 @@ def ablate_heads(
     prompts: Prompts | None = None,
     *,
     method: str = "zero",
+    runs: str = "one",
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -184,9 +186,11 @@ def ablate_heads(
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
         method: "zero"; "mean" over the given prompts at each position; or "resample", from another prompt.
+        runs: "one": a head is masked in one layer; "all": in all runs of its block, where blocks run several times, and
+            rows are of blocks.
         progress: Optional progress callback.
     Raises:
-        ValueError: If the method is unknown, there are fewer than two prompts (four to swap), or they are to be
+        ValueError: If the method or `runs` is unknown, there are fewer than two prompts (four to swap), or they are to be
             swapped and odd in number.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that the importance is
@@ -200,7 +204,7 @@ def ablate_heads(
         (1, 2)
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    full, rises = single_masks(source, prompts, method=method, progress=progress)
+    full, rises = single_masks(source, prompts, method=method, runs=runs, progress=progress)
     return HeadAblation(
         method=method,
         median_rise=np.median(rises, axis=0),

@@ -64,7 +64,7 @@ def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> tuple[list[Promp
         return [_with_x(prompts, lambda x: x.flip(-1))], 1 / task.d_x
     generator = generator_for(seed, "init", 3)
     shape = (REFLECTIONS, len(prompts), 1, task.d_x)
-    signs = 2.0 * torch.randint(0, 2, shape, generator=generator).to(prompts.x) - 1
+    signs = 2.0 * torch.randint(0, 2, shape, generator=generator, device="cpu").to(prompts.x) - 1
     return [_with_x(prompts, partial(_with_signs, signs=each)) for each in signs], 1 / task.d_x
 
 

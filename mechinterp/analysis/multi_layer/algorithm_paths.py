@@ -138,4 +138,7 @@ def _read_out(
     """Ridge regression with a small penalty, since entries of a stream may depend on each other."""
     gram = features.mT @ features
     penalty = PENALTY * gram.diagonal().mean().clamp(min=1e-30)
-    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), features.mT @ target)
+    return torch.linalg.solve(
+        gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device),
+        features.mT @ target,
+    )

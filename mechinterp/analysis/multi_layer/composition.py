@@ -113,7 +113,7 @@ def _scores(weights: Weights) -> Float[np.ndarray, "input layer head later_layer
     require_memory(8 * 5 * n_heads * width**2, f"circuits of {n_heads} heads of width {width}")
     OV, reads = _write_and_read(weights)
     scores = torch.stack([_overlap(OV, M) for M in reads])
-    layer = torch.arange(weights.n_layers)
+    layer = torch.arange(weights.n_layers, device="cpu")
     later = layer[:, None, None, None] < layer[:, None]
     return scores.where(later, torch.nan).numpy()
 

@@ -144,7 +144,9 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
     width = weights.model.stream_width(d_x, d_y)
     n_matrices = 4 * weights.n_layers * weights.n_heads
     require_memory(8 * n_matrices * width**2, f"circuits of {n_matrices // 4} heads, width {width}")
-    W_U = tensors.get("unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64)[:, d_x:])
+    W_U = tensors.get(
+        "unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64, device="cpu")[:, d_x:]
+    )
     QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
     read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
     if not reason and "W_in" in tensors:
@@ -185,7 +187,7 @@ def _scales(
     QK: Tensor, OV: Tensor, d_x: int, d_y: int, *, unknown: bool
 ) -> tuple[Float[Tensor, "layer head d_x"], Float[Tensor, "layer head d_y"]]:
     if unknown:
-        nothing = torch.full((*QK.shape[:2], 1), torch.nan, dtype=QK.dtype)
+        nothing = torch.full((*QK.shape[:2], 1), torch.nan, dtype=QK.dtype, device=QK.device)
         return nothing.repeat(1, 1, d_x), nothing.repeat(1, 1, d_y)
     omega = QK[..., :d_x, :d_x].diagonal(dim1=2, dim2=3)
     return omega, OV[..., d_x:, :].diagonal(dim1=2, dim2=3)

@@ -79,6 +79,7 @@ class StepInterventions(Result):
         )
 
 
+@torch.inference_mode(False)  # algorithms are fitted by gradients, which may be off
 def intervene_on_steps(
     source: Source,
     evidence: AlgorithmEvidence | None = None,

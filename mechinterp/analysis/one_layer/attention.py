@@ -82,8 +82,13 @@ class AttentionPatterns(Result):
         if n_heads > MOST_TOLD:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
             told = f"{of_each[best]}, the largest of {n_heads} heads"
+        signed = (
+            " Weights are products of queries and keys without a softmax: some are negative, and they are no distribution."
+            if self.pattern.min() < 0
+            else ""
+        )
         return [
-            f"Attention on {chosen}.",
+            f"Attention on {chosen}.{signed}",
             f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "
             f"{told}.",
         ]
@@ -240,7 +245,9 @@ def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
         return prompts
     with torch.no_grad():
         error = (predictor.predict(prompts) - prompts.y_query_clean).square().mean(1)
-    places = torch.linspace(0, len(prompts) - 1, shown, dtype=torch.float64).round().long()
+    places = (
+        torch.linspace(0, len(prompts) - 1, shown, dtype=torch.float64, device="cpu").round().long()
+    )
     return prompts[error.argsort(stable=True).cpu()[places]]
 
 

@@ -288,7 +288,7 @@ def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_m
     real = not given.is_complex() if isinstance(given, Tensor) else given.dtype.kind in "fiu"
     if not real:
         raise ValueError(f"{name} must hold real numbers, got {given.dtype}.")
-    tensor = torch.as_tensor(given, dtype=torch.float64)
+    tensor = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor

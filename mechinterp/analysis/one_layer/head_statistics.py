@@ -244,7 +244,7 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
     active = torch.from_numpy(groups.share > limits.share)
     blocks, share = groups.blocks[active], torch.from_numpy(groups.share)[active]
     d_x, d_y = groups.blocks.shape[-1], groups.mu.shape[1]
-    identity = torch.eye(d_x, dtype=groups.blocks.dtype)
+    identity = torch.eye(d_x, dtype=groups.blocks.dtype, device="cpu")
     if not blocks.any():
         return Form("scalar", identity, float("nan"), float("nan"), float("nan"))
     common = common_matrix(blocks, share)

@@ -165,7 +165,7 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
 
 def _off_identity(M: torch.Tensor) -> str:
     """How far the matrix of a step is from one step size for all directions."""
-    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype)
+    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
     return f"{float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
 
 

@@ -88,7 +88,7 @@ def _statistics(
     if bare:
         weights = stripped(weights)
     blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
-    common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64))
+    common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64, device="cpu"))
     sizes = {"common": common.scale.abs(), "diagonal": weights.omega.norm(dim=1)}.get(
         form, weights.omega.mean(1).abs()
     )
@@ -141,10 +141,12 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
     d_x = weights.d_x
     blocks = weights.QK[:, :d_x, :d_x]
     if form != "common":
-        identity = torch.eye(d_x, dtype=blocks.dtype)
+        identity = torch.eye(d_x, dtype=blocks.dtype, device="cpu")
         return Form(form, identity, math.nan, math.nan, math.nan).fitted(blocks)
     grouped = blocks.unflatten(0, (-1, n_heads))
-    common = common_matrix(grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype))
+    common = common_matrix(
+        grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype, device="cpu")
+    )
     return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
 
 

@@ -104,6 +104,7 @@ class HeadEdges(Result):
         )
 
 
+@torch.inference_mode(False)
 def attribute_edges(
     source: Source,
     clean: Prompts | None = None,

@@ -339,7 +339,7 @@ def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weig
     from scipy.optimize import minimize  # takes a good part of a start-up
 
     def pulled(point: np.ndarray) -> tuple[float, np.ndarray]:
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             _, energy, gradient = law.energy(point[None])
         return float(energy[0]), gradient[0]
 

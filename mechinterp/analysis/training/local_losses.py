@@ -164,7 +164,9 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
     unknown = "the loss on prompts is not a quadratic in one matrix"
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
-        rows = torch.randint(len(prompts), (len(points), n_prompts), generator=generator)
+        rows = torch.randint(
+            len(prompts), (len(points), n_prompts), generator=generator, device=generator.device
+        )
         gradients = [
             of(point[None], prompts[chosen])[1] for point, chosen in zip(points, rows, strict=True)
         ]

@@ -192,15 +192,15 @@ class _State:
         momentum = self.rng.standard_normal(self.points.shape)
         before = self.energy + np.square(momentum).sum(1) / 2
         points, gradient = self.points, self.gradient
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(n_steps):
                 momentum = momentum - step / 2 * gradient
                 points = points + step * momentum
                 excess, energy, gradient = self.law.energy(points)
                 momentum = momentum - step / 2 * gradient
             change = before - energy - np.square(momentum).sum(1) / 2
-        # What overflows is NaN or infinite here: never accepted.
-        chance = np.where(np.isfinite(change), np.exp(np.minimum(change, 0)), 0.0)
+            # An overflow is NaN or infinite here: never accepted.
+            chance = np.where(np.isfinite(change), np.exp(np.minimum(change, 0)), 0.0)
         return chance, (points, excess, energy, gradient)
 
 
@@ -250,7 +250,7 @@ def langevin_draws(
     points, step = np.repeat(loss.at[None], chains.n_chains, axis=0), langevin.step_size
     excess: list[Float[np.ndarray, " chain"]] = []
     for _ in progress(range(chains.n_warmup + chains.n_draws), "drawing weights"):
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(chains.n_leapfrog):
                 gradient = loss.on_minibatch(points, langevin.batch_size, generator)
                 force = law.n_beta * gradient + law.localisation * (points - loss.at)

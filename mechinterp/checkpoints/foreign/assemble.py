@@ -144,7 +144,7 @@ def _heads(
     else:  # values are what is written
         written = heads["W_V"].shape[2]
         heads |= {n: heads[n][..., list(outputs)] for n in ("W_V", "b_V")}
-        rows = torch.eye(written, dtype=heads["W_V"].dtype)[list(outputs)]
+        rows = torch.eye(written, dtype=heads["W_V"].dtype, device="cpu")[list(outputs)]
         heads["W_O"], heads["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
     factor = (heads["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
     for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
@@ -207,17 +207,28 @@ def _ways(
 ) -> dict[str, Tensor]:
     """Read-in and read-out, of a file without them the columns of x and y, and those of the prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
-    first = ends.get("read_mlp.weight", ends.get("read_in.weight", torch.eye(width)))[inputs]
+    first = ends.get(
+        "read_mlp.weight",
+        ends.get("read_in.weight", torch.eye(width, dtype=torch.float32, device="cpu")),
+    )[inputs]
     read_in = ends["read_in.weight"] if model.d_read_in else first
-    read_out = ends.get("read_out.weight", torch.eye(parts.written)[:, outputs])
+    read_out = ends.get(
+        "read_out.weight", torch.eye(parts.written, dtype=torch.float32, device="cpu")[:, outputs]
+    )
     tensors = {"W_in": stream.placed(read_in, 1, TOKEN)}
     last = MLP if model.d_mlp is not None else ATTENTION
     tensors["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
     if model.d_read_in is not None:
         tensors["W_read"] = first
     if model.biases:
-        tensors["b_in"] = stream.placed(ends.get("read_in.bias", torch.zeros(width)), 0, TOKEN)
-        tensors["unembed.b_U"] = sign * ends.get("read_out.bias", torch.zeros(read_out.shape[1]))
+        tensors["b_in"] = stream.placed(
+            ends.get("read_in.bias", torch.zeros(width, dtype=torch.float32, device="cpu")),
+            0,
+            TOKEN,
+        )
+        tensors["unembed.b_U"] = sign * ends.get(
+            "read_out.bias", torch.zeros(read_out.shape[1], dtype=torch.float32, device="cpu")
+        )
         if model.d_read_in is not None:
             tensors["b_read"] = ends["read_mlp.bias"]
     return tensors
@@ -229,5 +240,7 @@ def _sinusoidal(n_positions: int, width: int) -> Tensor:
     Source:
         Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
     """
-    angle = torch.arange(n_positions)[:, None] * 1e4 ** (-torch.arange(0, width, 2) / width)
+    angle = torch.arange(n_positions, device="cpu")[:, None] * 1e4 ** (
+        -torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    )
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]

@@ -68,7 +68,7 @@ def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -
     """Number of responses of a read-out, which must give the last entries as they are."""
     read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
     d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
-    expected = torch.eye(d_model)[:, d_model - d_y :]
+    expected = torch.eye(d_model, dtype=torch.float32, device="cpu")[:, d_model - d_y :]
     if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
         rule = f"must read the y entries as they are, [d_model, d_y] = {list(expected.shape)} with ones"
         got = f"at y and zeros elsewhere, got another of shape {list(read_out.shape)}"
@@ -88,7 +88,7 @@ def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
     mask = tensors.get(MASK)
     if mask is None or mask.numel() == 0:
         return {}
-    allowed = torch.ones(mask.shape, dtype=torch.bool)
+    allowed = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
     for diagonal, attends in ((-1, False), (0, True)):
         if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
             return {"attend_to_self": attends}

@@ -78,7 +78,7 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
     tensor, count = whole.tensor, len(part)
     if part == "qk":
         n = len(tensor)
-        eye = torch.eye(n, dtype=tensor.dtype).repeat(1, tensor.shape[1] // n)
+        eye = torch.eye(n, dtype=tensor.dtype, device=tensor.device).repeat(1, tensor.shape[1] // n)
         return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
         rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"

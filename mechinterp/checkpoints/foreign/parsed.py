@@ -172,7 +172,7 @@ def _beside(
     mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
     if "norm2.weight" in matrices and not mlp:
         # Two norms around attention alone: those of a layer whose MLP writes zeros.
-        zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype)
+        zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype, device="cpu")
         matrices["mlp_in.weight"] = Matrix("mlp", zeros)
         matrices["mlp_out.weight"] = Matrix("mlp", zeros.mT)
     elif len(mlp) == 1:

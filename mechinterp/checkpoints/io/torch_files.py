@@ -147,7 +147,7 @@ class _Storages:
         if claimed != len(data):
             raise CheckpointError(f"the entry {entry} must have {claimed} bytes, got {len(data)}.")
         if not data:
-            return torch.empty(0, dtype=storage.dtype)
+            return torch.empty(0, dtype=storage.dtype, device="cpu")
         numbers = torch.frombuffer(data, dtype=storage.dtype)
         if self.swapped:
             numbers.untyped_storage().byteswap(storage.dtype)

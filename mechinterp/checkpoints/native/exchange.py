@@ -76,7 +76,7 @@ def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]
     """HookedTransformer's whole state dict but for the mask, whose shape depends on the version."""
     n_heads, d_model, d_head = circuits.W_Q.shape
     per_head = circuits.W_Q.new_zeros(n_heads, d_head, device="cpu")
-    read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype)[:, circuits.d_x :]
+    read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype, device="cpu")[:, circuits.d_x :]
     others = {
         "embed.W_E": torch.zeros_like(read_out.mT).contiguous(),
         "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),

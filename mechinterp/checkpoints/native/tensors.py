@@ -109,7 +109,7 @@ def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
     steps = sorted(snapshots)
     names = snapshots[steps[0]]
     rows = {name: torch.stack([snapshots[step][name] for step in steps]) for name in names}
-    return {STEP: torch.tensor(steps)} | rows
+    return {STEP: torch.tensor(steps, device="cpu")} | rows
 
 
 def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:

@@ -22,12 +22,14 @@ def sample_inputs(
 ) -> tuple[Float[Tensor, "batch pos d"], Float[Tensor, "batch pos d"]]:
     """Two sets of random inputs with more positions than entries, so that no axis passes for another."""
     cfg = model.cfg
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     # No more than the model has positions for, and fewer than n_ctx, as some tools want it.
     n_pos = min(cfg.d_model + 2, most_positions(model), getattr(cfg, "n_ctx", sys.maxsize) - 1)
     # A model with a read-in takes tokens of another width than its stream's.
     shape = (2, BATCH, n_pos, getattr(cfg, "d_token", cfg.d_model))
-    clean, corrupted = torch.randn(*shape, generator=generator).to(cfg.device, cfg.dtype)
+    clean, corrupted = torch.randn(
+        *shape, generator=generator, dtype=torch.float32, device="cpu"
+    ).to(cfg.device, cfg.dtype)
     return clean, corrupted
 
 

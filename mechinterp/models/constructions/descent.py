@@ -50,7 +50,7 @@ def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: i
         von Oswald et al. 2023, arXiv 2212.07677.
     """
     _require_as_many(etas, gammas=gammas)
-    identity = torch.eye(d_x, dtype=torch.float64)
+    identity = torch.eye(d_x, dtype=torch.float64, device="cpu")
     return _descending([identity] * len(etas), etas, gammas)
 
 
@@ -69,7 +69,10 @@ def preconditioned_gd_model(
         Ahn et al. 2023, arXiv 2306.00297, with this form of the matrices.
     """
     _require_as_many(etas, cs=cs)
-    Sigma, identity = covariance.double(), torch.eye(len(covariance), dtype=torch.float64)
+    Sigma, identity = (
+        covariance.double(),
+        torch.eye(len(covariance), dtype=torch.float64, device="cpu"),
+    )
     inverses = [torch.linalg.inv(Sigma + c * identity) for c in cs]
     return _descending(inverses, etas, [0.0] * len(etas))
 
@@ -77,7 +80,9 @@ def preconditioned_gd_model(
 def rotated(weights: Weights, *, seed: int) -> Weights:
     """The same model, with the same predictions, in a random basis of its stream."""
     square, generator = (weights.d_model, weights.d_model), generator_for(seed, "init", 0)
-    R = torch.linalg.qr(torch.randn(square, generator=generator).to(weights.W_Q)).Q
+    R = torch.linalg.qr(
+        torch.randn(square, generator=generator, dtype=torch.float32, device="cpu").to(weights.W_Q)
+    ).Q
     W_in, W_U = weights.reading
     sides = {f"attn.{name}": R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
     reading = {"W_in": W_in @ R, "unembed.W_U": R.mT @ W_U}
@@ -98,7 +103,9 @@ def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
     generator, noisy = generator_for(seed, "init", 0), {}
     for name, tensor in weights.tensors.items():
         size = relative * tensor.square().mean((-2, -1), keepdim=True).sqrt()
-        noisy[name] = tensor + size * torch.randn(tensor.shape, generator=generator).to(tensor)
+        noisy[name] = tensor + size * torch.randn(
+            tensor.shape, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(tensor)
     return weights.with_tensors(noisy)
 
 
@@ -116,14 +123,16 @@ def _descending(
     """Heads that score <x_k, A x_l>, read x and y, and write -gamma into x and -eta into y."""
     n_layers, d_x = len(preconditioners), len(preconditioners[0])
     width = d_x + 1
-    identity = torch.eye(width, dtype=torch.float64)
-    W_Q = torch.zeros(n_layers, 1, width, width, dtype=torch.float64)
+    identity = torch.eye(width, dtype=torch.float64, device="cpu")
+    W_Q = torch.zeros(n_layers, 1, width, width, dtype=torch.float64, device="cpu")
     W_K, W_O = W_Q.clone(), W_Q.clone()
     # The scores are divided by sqrt(d_head).
     W_Q[:, 0, :d_x, :d_x] = torch.stack(list(preconditioners)) * width**0.5
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
-        W_O[layer, 0] = -torch.tensor([gamma] * d_x + [eta], dtype=torch.float64).diag()
+        W_O[layer, 0] = -torch.tensor(
+            [gamma] * d_x + [eta], dtype=torch.float64, device="cpu"
+        ).diag()
     W_V = identity.expand_as(W_Q).clone()
     settings = {"scale": width**-0.5, "reading": (identity, -identity[:, d_x:])}
     return stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, score="linear/L", **settings)

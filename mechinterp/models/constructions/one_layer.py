@@ -36,8 +36,8 @@ def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> At
     if n_heads != len(mu):
         raise ValueError(f"omega and mu must have one entry per head, got {n_heads} and {len(mu)}.")
     omegas, mus = _rows("omega", omega, d_x), _rows("mu", mu, d_y)
-    on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64))
-    on_y = torch.eye(d_model, dtype=torch.float64) - on_x
+    on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64, device="cpu"))
+    on_y = torch.eye(d_model, dtype=torch.float64, device="cpu") - on_x
     scale = d_model**-0.5
     return AttentionWeights(
         W_Q=torch.diag_embed(pad(omegas / scale, (0, d_y))),
@@ -49,7 +49,7 @@ def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> At
 
 
 def _rows(name: str, values: PerHead, width: int) -> Float[Tensor, "head width"]:
-    rows = torch.tensor(values, dtype=torch.float64)
+    rows = torch.tensor(values, dtype=torch.float64, device="cpu")
     if rows.ndim == 1:
         return rows[:, None].expand(-1, width)
     if rows.shape != (len(values), width):

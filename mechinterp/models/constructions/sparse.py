@@ -32,9 +32,9 @@ def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> Weight
     """
     n_layers, y = 1 + len(etas), d_x
     x, reweighted = slice(0, d_x), slice(d_x + 1, 2 * d_x + 1)
-    wide = torch.zeros(n_layers, d_x, 2 * d_x + 1, d_x, dtype=torch.float64)
+    wide = torch.zeros(n_layers, d_x, 2 * d_x + 1, d_x, dtype=torch.float64, device="cpu")
     W_Q, W_K, W_V, W_O = wide.clone(), wide.clone(), wide.clone(), wide.mT.contiguous()
-    identity = torch.eye(d_x, dtype=torch.float64)
+    identity = torch.eye(d_x, dtype=torch.float64, device="cpu")
     # The scores are divided by sqrt(d_head).
     root = d_x**0.5
     W_Q[0, :, x, 0] = identity * root
@@ -44,9 +44,9 @@ def preprocess_then_optimise_model(etas: Sequence[float], *, d_x: int) -> Weight
     W_Q[1:, 0, reweighted] = identity * root
     W_K[1:, 0, reweighted] = identity
     W_V[1:, 0, y, 0] = 1
-    W_O[1:, 0, 0, y] = -torch.tensor(list(etas), dtype=torch.float64)
-    W_U = torch.zeros(2 * d_x + 1, 1, dtype=torch.float64)
+    W_O[1:, 0, 0, y] = -torch.tensor(list(etas), dtype=torch.float64, device="cpu")
+    W_U = torch.zeros(2 * d_x + 1, 1, dtype=torch.float64, device="cpu")
     W_U[y] = -1
-    W_in = torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64)
+    W_in = torch.eye(d_x + 1, 2 * d_x + 1, dtype=torch.float64, device="cpu")
     settings = {"scale": d_x**-0.5, "reading": (W_in, W_U)}
     return stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, score="linear/L", **settings)

@@ -12,7 +12,7 @@ from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.heads import identity_keys
-from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.scores import attention_pattern, readable_keys
 
 
@@ -33,13 +33,13 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = cfg
         self._add_query_and_key()
-        self.W_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
-        self.W_O = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
+        self.W_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_O = nn.Parameter(zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
         if cfg.biases:
-            self.b_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
-            self.b_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
-            self.b_V = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_head))
-            self.b_O = nn.Parameter(torch.zeros(cfg.d_model))
+            self.b_Q = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_K = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_O = nn.Parameter(zeros(cfg.d_model))
         self.hook_attn_in = HookPoint()  # [batch, pos, head, d_model]
         self.hook_q_input = HookPoint()
         self.hook_k_input = HookPoint()
@@ -81,8 +81,8 @@ class Attention(nn.Module):
 
     def _add_query_and_key(self) -> None:
         cfg = self.cfg
-        self.W_Q = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
-        self.W_K = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_Q = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_K = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
 
     def _inputs(self, resid: Tensor, norm: nn.Module) -> list[Tensor]:
         """What queries, keys and values are made of: the stream through the norm, on request a copy for each head.
@@ -132,7 +132,7 @@ class MergedAttention(Attention):
 
     def _add_query_and_key(self) -> None:
         cfg = self.cfg
-        self.W_QK = nn.Parameter(torch.zeros(cfg.n_heads, cfg.d_model, cfg.d_model))
+        self.W_QK = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_model))
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_model"]:  # type: ignore[override]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.attention import Attention, MergedAttention
-from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.layers import ACTIVATIONS, plus
 
 
@@ -19,8 +19,8 @@ class LayerNorm(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.eps = cfg.model.norm_eps
-        self.w = nn.Parameter(torch.ones(cfg.d_model))
-        self.b = nn.Parameter(torch.zeros(cfg.d_model))
+        self.w = nn.Parameter(zeros(cfg.d_model) + 1)
+        self.b = nn.Parameter(zeros(cfg.d_model))
         self.hook_scale = HookPoint()  # [batch, pos, 1]
         self.hook_normalized = HookPoint()  # [batch, pos, d_model]
 
@@ -36,10 +36,10 @@ class MLP(nn.Module):
     def __init__(self, cfg: HookedConfig, d_mlp: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[cfg.model.activation]
-        self.W_in = nn.Parameter(torch.zeros(cfg.d_model, d_mlp))
-        self.W_out = nn.Parameter(torch.zeros(d_mlp, cfg.d_model))
-        self.b_in = nn.Parameter(torch.zeros(d_mlp)) if cfg.biases else None
-        self.b_out = nn.Parameter(torch.zeros(cfg.d_model)) if cfg.biases else None
+        self.W_in = nn.Parameter(zeros(cfg.d_model, d_mlp))
+        self.W_out = nn.Parameter(zeros(d_mlp, cfg.d_model))
+        self.b_in = nn.Parameter(zeros(d_mlp)) if cfg.biases else None
+        self.b_out = nn.Parameter(zeros(cfg.d_model)) if cfg.biases else None
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
 
@@ -117,14 +117,14 @@ class Unembed(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         if cfg.model.d_model is None:
-            W_U = torch.eye(cfg.d_model)[:, cfg.d_x :].clone()
+            W_U = torch.eye(cfg.d_model, dtype=torch.float32, device="cpu")[:, cfg.d_x :].clone()
             self.register_buffer("W_U", W_U, persistent=False)
         else:
-            self.W_U = nn.Parameter(torch.zeros(cfg.d_model, cfg.d_y))
+            self.W_U = nn.Parameter(zeros(cfg.d_model, cfg.d_y))
         if cfg.model.d_model is not None and cfg.biases:
-            self.b_U = nn.Parameter(torch.zeros(cfg.d_y))
+            self.b_U = nn.Parameter(zeros(cfg.d_y))
         else:
-            self.register_buffer("b_U", torch.zeros(cfg.d_y), persistent=False)
+            self.register_buffer("b_U", zeros(cfg.d_y), persistent=False)
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
         return resid @ self.W_U + self.b_U

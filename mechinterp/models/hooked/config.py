@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ SWITCHES = (
     "use_zero_mlp",
     "use_hook_mlp_in",
 )
+
+
+# A model is made in float32 on the processor, whatever torch's defaults are; `to` takes it elsewhere.
+zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
 
 
 def _of_architecture(name: str) -> property:

@@ -7,8 +7,7 @@ out, and left out with a reason where it does not explain that.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +15,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import einsum
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformer_lens.hook_points import HookPoint
 
 PROJECTED = ("hook_q", "hook_k", "hook_v")
 POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern")
 SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
-MASKED = -1e9
-"""Scores at or below it are of masked keys."""
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+PRODUCTS = "batch query head d, batch key head d -> batch head query key"
+AVERAGE = "batch head query key, batch key head d -> batch query head d"
+TINY = 1e-30
+
+
+def _without_last(reads: Tensor) -> Tensor:
+    return torch.cat([reads[:, :-1], torch.zeros_like(reads[:, -1:])], dim=1)
+
+
+def _averaged(reads: Tensor) -> Tensor:
+    return reads / reads.sum(1, keepdim=True).clamp_min(1)
+
+
+LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda ones: ones,
+    "causal": torch.tril,
+    "strict": partial(torch.tril, diagonal=-1),
+    "context": _without_last,
+    "causal, over their number": lambda ones: _averaged(ones.tril()),
+    "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
+}
+"""Which keys attention without a softmax may read: [query, key], made of ones."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,8 @@ class Inner:
 
     container: str
     projections: Mapping[str, str]
-    """By "q", "k" and "v"; or all three in one, by "qkv". Empty for a torch.nn.MultiheadAttention."""
+    """By "q", "k", "v", or "kv", "qkv" where one module makes several. Empty for a torch.nn.MultiheadAttention, and where
+    they are made by no module."""
 
 
 @dataclass(eq=False)
@@ -68,69 +87,23 @@ class Following(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def attach(
-    module: nn.Module, inner: Inner, heads: nn.Module, turned: bool, running: Running
-) -> None:
-    """Catch queries, keys and values of a layer, and note while its attention runs."""
+def attach(module: nn.Module, inner: Inner, runs: Any, turned: bool, running: Running) -> None:
+    """Catch queries, keys and values of the layers of a block, and note while its attention runs."""
     container = module.get_submodule(inner.container)
-    container.register_forward_pre_hook(partial(_enter, running, heads))
+    container.register_forward_pre_hook(partial(_enter, running, runs))
     container.register_forward_hook(partial(_leave, running), always_call=True)
     for part, name in inner.projections.items():
-        module.get_submodule(name).register_forward_hook(partial(_project, heads, part, turned))
+        module.get_submodule(name).register_forward_hook(partial(_project, runs, part, turned))
 
 
-@contextmanager
-def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """What passes some hook points of a layer."""
-    passed: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def note(values: Tensor, hook: HookPoint, to: list[Tensor]) -> None:
-        to.append(values.detach())
-
-    points = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
-    for name, point in points.items():
-        point.add_hook(partial(note, to=passed[name]))
-    try:
-        yield passed
-    finally:
-        for point in points.values():
-            point.remove_hooks()
-
-
-def why_not_followed(passed: Mapping[str, Sequence[Tensor]]) -> tuple[tuple[str, ...], str]:
-    """The hook points that must go, as what passed them does not explain what the heads put out, and why."""
-    if any(len(passed[name]) != 1 for name in ("hook_attn_scores", "hook_pattern")):
-        return POINTS, "no softmax or scaled_dot_product_attention runs once in its attention"
-    if any(len(passed[name]) != 1 for name in PROJECTED):
-        return POINTS, "its queries, keys and values are not put out by modules of the usual names"
-    q, k, v, scores, pattern = (passed[name][0] for name in POINTS)
-    z = passed["hook_z"][0]
-    if not (q.shape[2:] == k.shape[2:] == v.shape[2:] == z.shape[2:]):
-        return POINTS, "its queries, keys and values have not the heads of its outputs"
-    equation = "batch head query key, batch key head d -> batch query head d"
-    if pattern.shape != (len(z), z.shape[2], z.shape[1], v.shape[1]) or not _same(
-        einsum(pattern, v, equation), z
-    ):
-        return POINTS, "what its heads put out is not the average of its values by that softmax"
-    products = einsum(q, k, "batch query head d, batch key head d -> batch head query key")
-    read = (scores > MASKED) & (pattern > 0)
-    s, p = scores[read], products[read]
-    if not _same((s @ p) / (p @ p).clamp_min(1e-30) * p, s):
-        return PROJECTED[:2], "scores are not products of what its queries and keys put out"
-    return (), ""
-
-
-def _same(values: Tensor, expected: Tensor) -> bool:
-    rounding = ROUNDING.get(expected.dtype, 1e-2)
-    largest = expected.abs().max().item() if expected.numel() else 0.0
-    return bool(((values - expected).abs() <= rounding * largest).all())
-
-
-def _enter(running: Running, heads: nn.Module, container: nn.Module, args: tuple) -> None:
-    running.heads = heads
+def _enter(running: Running, runs: Any, container: nn.Module, args: tuple) -> None:
+    running.heads = runs.heads
+    running.heads.passed.clear()
 
 
 def _leave(running: Running, container: nn.Module, args: tuple, output: object) -> None:
+    if running.heads is not None:
+        running.heads.passed.clear()
     running.heads = None
 
 
@@ -141,27 +114,75 @@ def through(heads: Any, name: str, values: Tensor) -> Tensor:
 
 
 def _project(
-    heads: Any, part: str, turned: bool, projection: nn.Module, args: tuple, output: Tensor
+    runs: Any, part: str, turned: bool, projection: nn.Module, args: tuple, output: Tensor
 ) -> Tensor:
     """What a projection puts out, behind the hook point of each of its parts."""
+    heads, width = runs.heads, output.shape[-1]
+    if output.ndim != 3:
+        return output
+    # Several heads may share keys and values: they are then narrower than the queries.
+    queries = heads.n_heads * heads.d_head if "q" in part else 0
+    widths = [queries, (width - queries) // 2, (width - queries) // 2][-len(part) :]
+    if len(part) == 1:
+        widths = [width]
+    elif sum(widths) != width:
+        return output
     pieces = [
         _by_head(heads, f"hook_{each}", values, turned)
-        for each, values in zip(part, output.chunk(len(part), dim=-1), strict=True)
+        for each, values in zip(part, output.split(widths, dim=-1), strict=True)
     ]
     return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
 
 
 def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
-    if values.ndim != 3 or values.shape[-1] % heads.n_heads:
+    """Values of one projection, [batch, pos, head, d_head] at the hook point, where shared ones are repeated.
+
+    What a hook changes in one head alone cannot go through a shared projection: the change is kept, and added to the
+    scores or to the heads' outputs.
+    """
+    n_own, rest = divmod(values.shape[-1], heads.d_head)
+    if rest or not n_own or heads.n_heads % n_own:
         return values
-    parts = values.unflatten(-1, (heads.n_heads, -1))
-    if turned:
-        return through(heads, name, parts.transpose(0, 1)).transpose(0, 1).flatten(-2)
-    return through(heads, name, parts).flatten(-2)
+    parts, times = values.unflatten(-1, (n_own, -1)), heads.n_heads // n_own
+    parts = parts.transpose(0, 1) if turned else parts
+    changed = through(heads, name, parts.repeat_interleave(times, dim=2))
+    own = changed[:, :, ::times]
+    heads.passed[name] = changed
+    if times > 1:
+        heads.passed[f"{name} of one"] = changed - own.repeat_interleave(times, dim=2)
+    return (own.transpose(0, 1) if turned else own).flatten(-2)
+
+
+def behind_values(
+    heads: Any, z: Float[Tensor, "*axes head d_head"]
+) -> Float[Tensor, "*axes head d_head"]:
+    """The heads' outputs with what hooks changed in the values of single heads, or in weights without a softmax."""
+    passed = heads.passed
+    if heads.mask and heads.hook_pattern.fwd_hooks and "hook_q" in passed:
+        q, k, v = (passed[name] for name in PROJECTED)
+        products, expected = linear_attention(q, k, v, heads.mask)
+        factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
+        passed["hook_pattern"] = heads.hook_pattern(factor * products)
+        z = z + einsum(passed["hook_pattern"] - factor * products, v, AVERAGE)
+    if "hook_pattern" in passed and "hook_v of one" in passed and hasattr(heads, "hook_v"):
+        z = z + einsum(passed["hook_pattern"], passed["hook_v of one"], AVERAGE)
+    return z
+
+
+def linear_attention(
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key head d_head"],
+    v: Float[Tensor, "batch key head d_head"],
+    mask: str,
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query head d_head"]]:
+    """Weights of attention without a softmax, q.k under a mask, and the sums of values by them."""
+    reads = LINEAR_MASKS[mask](torch.ones(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device))
+    products = einsum(q, k, PRODUCTS) * reads
+    return products, einsum(products, v, AVERAGE)
 
 
 def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
-    """A softmax over keys through the hook points, [batch, head, query, key]; any other as it is."""
+    """A softmax over keys through the hook points, [batch, head, query, key]; one of other axes as it is."""
     n_heads, shape = heads.n_heads, scores.shape
     if scores.ndim == 3 and len(scores) % n_heads == 0:  # prompts and heads on one axis
         four = scores.unflatten(0, (-1, n_heads))
@@ -169,9 +190,13 @@ def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tens
         four = scores
     else:
         return function(scores, *rest)
+    passed = heads.passed
+    if "hook_k of one" in passed and hasattr(heads, "hook_k"):
+        four = four + heads.factor * einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)
     put_in = through(heads, "hook_attn_scores", four).reshape(shape)
-    pattern = function(put_in, *rest)
-    return through(heads, "hook_pattern", pattern.reshape(four.shape)).reshape(shape)
+    pattern = through(heads, "hook_pattern", function(put_in, *rest).reshape(four.shape))
+    passed["hook_pattern"] = pattern
+    return pattern.reshape(shape)
 
 
 def _attention(

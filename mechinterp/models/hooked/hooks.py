@@ -18,6 +18,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 
 from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.lock import lock_of
 
 FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
 """Points that TransformerLens 4 has in a layer's attention, and HookedTransformer in the layer itself."""
@@ -51,14 +52,21 @@ class CheckedHooks(HookedRootModule):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator["CheckedHooks"]:
-        """A context with these hooks on the model.
+        """A context with these hooks on the model, in which other threads wait.
 
         Raises:
             HookError: If a name is not of a hook point, or of one that is switched off.
         """
         forward, backward = self._on_points(fwd_hooks), self._on_points(bwd_hooks)
-        with super().hooks(forward, backward, reset_hooks_end, clear_contexts):
+        with lock_of(self), super().hooks(forward, backward, reset_hooks_end, clear_contexts):
             yield self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output; a run waits while another thread has hooks on the model."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        with lock_of(self):
+            return super().__call__(*args, **kwargs)
 
     def _on_points(self, hooks: Hooks) -> list[tuple[str | Callable[..., Any], Callable[..., Any]]]:
         return [(name, hook) for pick, hook in hooks for name in self._points(pick)]

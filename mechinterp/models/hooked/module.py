@@ -21,28 +21,28 @@ from mechinterp.models.hooked.followed import (
     Inner,
     Running,
     attach,
-    caught,
-    why_not_followed,
+    behind_values,
 )
 from mechinterp.models.hooked.hooks import CheckedHooks
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer of attention is in a module."""
+    """Where a block of attention is in a module."""
 
     output: str
     """Name of what takes the heads' outputs side by side: a module, or a torch.nn.MultiheadAttention."""
     block: str
     """Name of the layer around it; "" is the whole module."""
     n_heads: int
+    d_head: int
     heads_turned: bool
     """Whether the heads' outputs are [pos, batch, ...]."""
     stream_turned: bool
     one_number: bool
     """Whether what leaves the layer is one number for each position, [batch, pos]."""
-    inner: Inner | None = None
-    """What is in front of the output; None where it is not known."""
+    inner: Inner
+    """What is in front of the output."""
 
 
 @dataclass(eq=False)
@@ -69,33 +69,41 @@ class ModuleHooks(CheckedHooks):
     """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`, and where its attention can be
     followed `blocks.{l}.attn.hook_q`, `hook_k`, `hook_v`, `hook_attn_scores` and `hook_pattern`; `unfollowed` says why not.
 
-    z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only. The module is changed: of a torch.nn.MultiheadAttention the output projection is applied
-    after it.
+    z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only.
+    A block that runs several times has points of its own for each run: layers are numbered in the order in which they run.
+    The module is changed: the output projection of a torch.nn.MultiheadAttention is applied after it.
 
     Raises:
-        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection, or the
-            module does not run on an input of a length that it has not run on before.
+        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection, a block runs
+            more often than at first, or the module does not run on an input of a length that it has not run on before.
     """
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
+    def __init__(self, module: nn.Module, places: Sequence[Place], order: Sequence[int]) -> None:
+        """The module with hooks.
+
+        Args:
+            order: Place of each layer, in the order in which they run.
+        """
         super().__init__()
         self.module = module
         self._lengths: set[int] = set()
-        blocks = [_Block() for _ in places]
         self._running = Running()
         self.unfollowed: dict[int, str] = {}
         """Why points of a layer are left out, by its number."""
-        for place, points in zip(places, blocks, strict=True):
-            _attach(module, place, points)
-            points.attn.n_heads = place.n_heads
-            if place.inner is not None:
-                attach(module, place.inner, points.attn, place.heads_turned, self._running)
+        blocks = [_Block(places[place]) for place in order]
+        self._runs = [
+            _Runs(place.block, [block for at, block in zip(order, blocks, strict=True) if at == n])
+            for n, place in enumerate(places)
+        ]
+        for place, runs in zip(places, self._runs, strict=True):
+            _attach(module, place, runs)
+            attach(module, place.inner, runs, place.heads_turned, self._running)
         self.blocks = nn.ModuleList(blocks)
-        parameter = next(module.parameters(), torch.empty(0))
+        parameter = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         self.cfg = ModuleSizes(  # type: ignore[assignment]
-            len(places), places[0].n_heads, str(parameter.device), parameter.dtype
+            len(order), places[0].n_heads, str(parameter.device), parameter.dtype
         )
         self.eval()
         self.setup()
@@ -103,6 +111,8 @@ class ModuleHooks(CheckedHooks):
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own output."""
         length = inputs.shape[1]
+        for runs in self._runs:
+            runs.now = -1
         try:
             with Following(self._running) if self._followed() else nullcontext():
                 # Hooks that write in place leave the caller's input alone.
@@ -122,100 +132,135 @@ class ModuleHooks(CheckedHooks):
         points = [getattr(b.attn, name, None) for b in self.blocks for name in POINTS]
         return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
 
-    def follow(self, inputs: Tensor) -> None:
-        """Leave out the points within attention that do not explain what the heads put out on these inputs."""
-        for layer, block in enumerate(self.blocks):
-            heads: Any = block.attn
-            with caught(heads, (*POINTS, "hook_z")) as passed:
-                self(inputs)
-            gone, reason = why_not_followed(passed)
-            for name in gone:
-                delattr(heads, name)
-            if reason:
-                self.unfollowed[layer] = reason
-        self.setup()
+
+@dataclass(eq=False)
+class _Runs:
+    """The layers that one block of a module stands for, one for each of its runs."""
+
+    block: str
+    layers: list["_Block"]
+    now: int = -1
+    """Number of the run that goes on."""
+
+    @property
+    def layer(self) -> "_Block":
+        return self.layers[self.now]
+
+    @property
+    def heads(self) -> "_Heads":
+        return self.layer.attn
+
+    def begin(self) -> None:
+        """Go on to the next run.
+
+        Raises:
+            ValueError: If there were only so many on the first input.
+        """
+        self.now += 1
+        if self.now == len(self.layers):
+            raise ValueError(
+                f"{self.block} must run as often as on the first input, {len(self.layers)} times, got one more run."
+            )
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
         super().__init__()
-        self.attn = _Heads()
+        self.attn = _Heads(place.n_heads, place.d_head)
         self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
 
 
 class _Heads(nn.Module):
     projection: nn.Module
-    """Of a torch.nn.MultiheadAttention, in its place."""
+    """Output projection of a torch.nn.MultiheadAttention, in its place."""
     output: tuple[nn.Module]
     """What takes the heads' outputs side by side; in a tuple, being a part of the module already."""
-
-    n_heads: int
     hook_z: HookPoint
 
-    def __init__(self) -> None:
+    def __init__(self, n_heads: int, d_head: int) -> None:
         super().__init__()
+        self.n_heads, self.d_head = n_heads, d_head
+        self.passed: dict[str, Tensor] = {}
+        """Queries, keys, values and pattern of the run that goes on, and what changes of single heads add to them."""
+        self.factor = 1.0
+        """Factor on the products of queries and keys."""
+        self.mask = ""
+        """Which keys attention without a softmax reads, a name of `LINEAR_MASKS`; "" with a softmax."""
         for name in (*POINTS, "hook_z"):
             self.add_module(name, HookPoint())
 
     def written(self, z: Tensor) -> Tensor:
         """What each head writes, [batch, pos, head, width], without the bias, where the heads' outputs are z."""
         (output,) = self.output
-        alone = z[:, :, :, None] * torch.eye(self.n_heads).to(z)[:, :, None]
+        alone = torch.eye(self.n_heads, dtype=z.dtype, device=z.device)[:, :, None]
+        alone = z[:, :, :, None] * alone
         return output(alone.flatten(-2)) - output(torch.zeros_like(z).flatten(-2))[:, :, None]
 
 
 # Partial functions rather than closures, so that a copy of the model runs through its own hook points.
-def _attach(module: nn.Module, place: Place, points: _Block) -> None:
+def _attach(module: nn.Module, place: Place, runs: _Runs) -> None:
     output, block = module.get_submodule(place.output), module.get_submodule(place.block)
-    heads = partial(_through_heads, points.attn.hook_z, place.n_heads, place.heads_turned)
+    heads = partial(_through_heads, runs, place.n_heads, place.heads_turned)
     if isinstance(output, nn.MultiheadAttention):
         # A hook on it also keeps torch from the fused layer, which passes it by.
-        points.attn.projection = output.out_proj
-        points.attn.output = (output.out_proj,)
-        output.out_proj = _identity(output.out_proj)
-        output.register_forward_hook(partial(_project, heads, points.attn))
+        projection, output.out_proj = output.out_proj, _identity(output.out_proj)
+        for layer in runs.layers:
+            layer.attn.projection, layer.attn.output = projection, (projection,)
+        output.register_forward_hook(partial(_project, heads, projection))
     else:
-        points.attn.output = (output,)
+        for layer in runs.layers:
+            layer.attn.output = (output,)
         output.register_forward_pre_hook(partial(_enter, heads))
-    turned, one_number = place.stream_turned, place.one_number
-    before = partial(_through_stream, points.hook_resid_pre, turned, False)
-    after = partial(_through_stream, points.hook_resid_post, turned, one_number)
+    before = partial(_before, runs, place.stream_turned)
+    after = partial(_after, runs, place.stream_turned, place.one_number)
     block.register_forward_pre_hook(partial(_begin, before), with_kwargs=True)
     block.register_forward_hook(partial(_end, after))
 
 
 def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
     """A projection that changes nothing, made without random numbers: somebody's training may go on."""
-    biased, width = projection.bias is not None, len(projection.weight)
-    same = nn.utils.skip_init(
-        NonDynamicallyQuantizableLinear, width, width, bias=biased, dtype=projection.weight.dtype
-    )
+    weight, width = projection.weight, len(projection.weight)
+    factory: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    biased = projection.bias is not None
+    same = nn.utils.skip_init(NonDynamicallyQuantizableLinear, width, width, bias=biased, **factory)
     with torch.no_grad():
-        same.weight.copy_(torch.eye(width))
+        same.weight.copy_(torch.eye(width, **factory))
         if biased:
             same.bias.zero_()
-    return same.to(projection.weight.device).requires_grad_(False).eval()
+    return same.requires_grad_(False).eval()
 
 
-def _through_heads(point: HookPoint, n_heads: int, turned: bool, values: Tensor) -> Tensor:
+def _through_heads(runs: _Runs, n_heads: int, turned: bool, values: Tensor) -> Tensor:
     if values.shape[-1] % n_heads:
         raise ValueError(
             f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
         )
     if values.ndim == 2:  # at the query only
-        return _through_heads(point, n_heads, turned, values[:, None])[:, 0]
+        return _through_heads(runs, n_heads, turned, values[:, None])[:, 0]
     z = values.unflatten(-1, (n_heads, -1))
-    z = point(z.transpose(0, 1)).transpose(0, 1) if turned else point(z)
-    return z.flatten(-2)
+    z = behind_values(runs.heads, z.transpose(0, 1) if turned else z)
+    z = runs.heads.hook_z(z)
+    return (z.transpose(0, 1) if turned else z).flatten(-2)
 
 
-def _project(heads: partial, attn: _Heads, _: nn.Module, args: tuple, output: tuple) -> tuple:
+def _project(
+    heads: partial, projection: nn.Module, _: nn.Module, args: tuple, output: tuple
+) -> tuple:
     values, pattern = output
-    return attn.projection(heads(values)), pattern
+    return projection(heads(values)), pattern
 
 
 def _enter(heads: partial, _: nn.Module, args: tuple) -> tuple:
     return heads(args[0]), *args[1:]
+
+
+def _before(runs: _Runs, turned: bool, values: Tensor) -> Tensor:
+    runs.begin()
+    return _through_stream(runs.layer.hook_resid_pre, turned, False, values)
+
+
+def _after(runs: _Runs, turned: bool, one_number: bool, values: Tensor) -> Tensor:
+    return _through_stream(runs.layer.hook_resid_post, turned, one_number, values)
 
 
 def _through_stream(point: HookPoint, turned: bool, one_number: bool, values: Tensor) -> Tensor:

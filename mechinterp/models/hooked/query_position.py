@@ -103,8 +103,10 @@ def _read_position(
 def _noise_like(values: Tensor, shape: torch.Size) -> Tensor:
     """Gaussian noise as large as the values, the same in every call."""
     size = values.float().square().mean().sqrt().item() or 1.0
-    generator = torch.Generator().manual_seed(0)
-    return (size * torch.randn(shape, generator=generator)).to(values)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return (size * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")).to(
+        values
+    )
 
 
 def _groups(n_pos: int) -> Bool[Tensor, "group pos"]:
@@ -112,6 +114,6 @@ def _groups(n_pos: int) -> Bool[Tensor, "group pos"]:
 
     One position is in one group of each two. Of two positions, some digit puts one into either group.
     """
-    digits = torch.arange((n_pos - 1).bit_length())
-    ones = (torch.arange(n_pos) >> digits[:, None]) % 2 == 1
+    digits = torch.arange((n_pos - 1).bit_length(), device="cpu")
+    ones = (torch.arange(n_pos, device="cpu") >> digits[:, None]) % 2 == 1
     return torch.stack([ones, ~ones], dim=1).flatten(0, 1)

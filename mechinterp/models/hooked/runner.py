@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
+from mechinterp.models.hooked.lock import lock_of
 from mechinterp.models.hooked.masks import (
     Head,
     Values,
@@ -68,6 +69,8 @@ class HookedPredictor:
     """Whether the model can be started and stopped at a layer; if not, each mask takes a run of the whole."""
     position: int | None = -1
     """Position of the stream at which the prediction is read; None: it is found."""
+    blocks: tuple[int, ...] = ()
+    """Block that each layer is a run of, where blocks run several times; empty: each layer is a block."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -92,7 +95,8 @@ class HookedPredictor:
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
-        prediction = self.prediction(self.model(self.inputs(prompts)), prompts)
+        with lock_of(self.model):
+            prediction = self.prediction(self.model(self.inputs(prompts)), prompts)
         return prediction.to(prompts.x.device)
 
     def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
@@ -157,7 +161,8 @@ class HookedPredictor:
             ValueError: If the model has no such hook or does not run through it, or has another number of heads.
         """
         known = [name for name in names if name in self.model.hook_dict]
-        output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
+        with lock_of(self.model):
+            output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
         for name in names:
             if name not in cache:
                 reasons = getattr(self.model, "unfollowed", {})
@@ -190,10 +195,17 @@ class HookedPredictor:
                 f"got {self.n_heads} for {list(z.shape)}."
             )
 
+    def in_all_runs(self, heads: Sequence[Head]) -> list[Head]:
+        """The heads, and the same heads of all other runs of their blocks."""
+        blocks = self.blocks or tuple(range(self.n_layers))
+        every = {(other, head) for layer, head in heads for other in _runs_of(blocks, layer)}
+        return sorted(every)
+
     @property
     def is_hooked(self) -> bool:
         """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
-        return any(point.fwd_hooks for point in self.model.hook_dict.values())
+        with lock_of(self.model):  # those of another thread are not meant
+            return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
 @contextmanager
@@ -202,11 +214,13 @@ def masked(
     heads: Sequence[Head],
     *,
     values: Values | None = None,
+    runs: str = "one",
 ) -> Iterator[None]:
     """A context in which the model runs with these heads masked, and which says so if it did not.
 
     Args:
         values: As in `mask_heads`.
+        runs: "one": a head is masked in its layer alone; "all": in all runs of the block that its layer is a run of.
     Raises:
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
             if a layer with masked heads never ran.
@@ -221,6 +235,8 @@ def masked(
     """
     predictor = hooked_predictor(model)
     require_heads(heads, predictor.n_layers, predictor.n_heads)
+    require_runs(runs)
+    heads = predictor.in_all_runs(heads) if runs == "all" else heads
     by_layer = by_layers(heads)
     fired: set[int] = set()
 
@@ -229,7 +245,8 @@ def masked(
         fired.add(layer)
 
     notes = [(z_name(layer), partial(note, layer)) for layer in by_layer]
-    with predictor.model.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
+    hooked = predictor.model
+    with lock_of(hooked), hooked.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
         yield
     idle = [(layer, head) for layer, head in heads if layer not in fired]
     if idle:
@@ -237,6 +254,20 @@ def masked(
         raise ValueError(
             f"Masking {names} changed nothing: the hook {z_name(idle[0][0])} never fired."
         )
+
+
+def require_runs(runs: str) -> None:
+    """Refuse anything else than "one" or "all".
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if runs not in ("one", "all"):
+        raise ValueError(f"runs must be 'one' or 'all', got {runs!r}.")
+
+
+def _runs_of(blocks: Sequence[int], layer: int) -> list[int]:
+    return [other for other, block in enumerate(blocks) if block == blocks[layer]]
 
 
 def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> HookedPredictor:

@@ -15,7 +15,8 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.blocks import Block, LayerNorm, Unembed
-from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.config import HookedConfig, zeros
+from mechinterp.models.hooked.lock import lock_of
 from mechinterp.models.hooked.names import HookedTransformerNames
 from mechinterp.models.layers import ACTIVATIONS, plus
 from mechinterp.models.tokens import tokens_of
@@ -63,25 +64,26 @@ class ICLTransformer(HookedTransformerNames):
         )
         cfg = self.cfg
         if model.d_model is not None:
-            self.W_in = nn.Parameter(torch.zeros(model.d_read_in or cfg.d_token, cfg.d_model))
-            self.b_in = nn.Parameter(torch.zeros(cfg.d_model)) if model.biases else None
+            self.W_in = nn.Parameter(zeros(model.d_read_in or cfg.d_token, cfg.d_model))
+            self.b_in = nn.Parameter(zeros(cfg.d_model)) if model.biases else None
         if model.d_read_in is not None:
-            self.W_read = nn.Parameter(torch.zeros(cfg.d_token, model.d_read_in))
-            self.b_read = nn.Parameter(torch.zeros(model.d_read_in)) if model.biases else None
+            self.W_read = nn.Parameter(zeros(cfg.d_token, model.d_read_in))
+            self.b_read = nn.Parameter(zeros(model.d_read_in)) if model.biases else None
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         if model.n_positions is not None:
             self.pos_embed = nn.ParameterDict(
-                {"W_pos": nn.Parameter(torch.zeros(model.n_positions, cfg.d_model))}
+                {"W_pos": nn.Parameter(zeros(model.n_positions, cfg.d_model))}
             )
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(model.n_layers)])
         self.ln_final = LayerNorm(cfg) if model.final_norm else nn.Identity()
         self.unembed = Unembed(cfg)
-        self._table = torch.zeros(0, self.cfg.d_token)
+        self._table = zeros(0, self.cfg.d_token)
         self._follow_weights()
         self.setup()
 
     @classmethod
+    @torch.inference_mode(False)
     def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
         """A model with a copy of these weights, in their dtype, in evaluation mode.
 
@@ -224,11 +226,12 @@ class ICLTransformer(HookedTransformerNames):
 
         Within the block the model takes these whole numbers, one for each token, in place of the tokens.
         """
-        before = len(self._table)
-        try:
-            yield tuple(self.to_tokens(each) for each in prompts)
-        finally:
-            self._table = self._table[:before]
+        with lock_of(self):
+            before = len(self._table)
+            try:
+                yield tuple(self.to_tokens(each) for each in prompts)
+            finally:
+                self._table = self._table[:before]
 
     def _vectors(self, input: object) -> Tensor:
         """The tokens, of which some are given by number."""

@@ -36,7 +36,9 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     generator = generator_for(config.seed, "init", 0)
 
     def uniform(fan_in: int, *shape: int) -> Tensor:
-        return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
+        return (
+            2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
+        ) / fan_in**0.5
 
     stack = (model.n_layers, model.n_heads)
     # The order of the draws is part of what a seed means.
@@ -52,10 +54,14 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
         if name.endswith((".mlp.W_in", ".mlp.W_out")):
             tensors[name] = uniform(shape[0], *shape)
         elif name == "pos_embed.W_pos":
-            tensors[name] = 0.02 * torch.randn(*shape, generator=generator)
+            tensors[name] = 0.02 * torch.randn(
+                *shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
         elif name not in tensors:
             is_norm = name.endswith(".w")
-            tensors[name] = torch.ones(*shape) if is_norm else torch.zeros(*shape)
+            tensors[name] = (torch.ones if is_norm else torch.zeros)(
+                *shape, dtype=torch.float32, device="cpu"
+            )
     if model.one_attention:
         # Only y is read: the x columns never count.
         tensors["blocks.0.attn.W_O"][..., : task.d_x] = 0
@@ -78,7 +84,7 @@ class DeepRun(Run[Weights]):
         (config,) = models.values()
         weights = initial_deep_weights(config) if start is None else start
         _require_memory(config, weights)
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         super().__init__(models, weights, zero, device=device, rounded_up=False)
 
     def _loss(self, batch: Batch) -> Float[Tensor, ""]:

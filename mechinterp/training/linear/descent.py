@@ -119,7 +119,7 @@ def _states(
     states = []
     for n_steps, row in zip(np.diff(rows, prepend=0).tolist(), rows.tolist(), strict=True):
         # Weights that overflow on the way are found at its end.
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(n_steps):
                 state = state + rate * velocity(state)
         if not np.abs(state).max() < 1e6:

@@ -43,7 +43,13 @@ class Pack(Run[AttentionWeights]):
             self._parts.append((slice(end, end + sum(sizes)), membership(sizes).to(device)))
             end += sum(sizes)
         start = stack([initial_weights(config) for config in configs])
-        super().__init__(models, start, torch.zeros(len(configs)), device=device, rounded_up=True)
+        super().__init__(
+            models,
+            start,
+            torch.zeros(len(configs), dtype=torch.float32, device="cpu"),
+            device=device,
+            rounded_up=True,
+        )
 
     def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         # The step's own arithmetic, though its gradient is not needed: the same in any pack.

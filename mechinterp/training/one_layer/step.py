@@ -73,8 +73,10 @@ def membership(heads_per_model: Sequence[int]) -> Membership:
                 [1, 2]])
     """
     n_heads = sum(heads_per_model)
-    heads = torch.arange(n_heads).split(list(heads_per_model))
-    owner = torch.repeat_interleave(torch.tensor(heads_per_model), output_size=n_heads)
+    heads = torch.arange(n_heads, device="cpu").split(list(heads_per_model))
+    owner = torch.repeat_interleave(
+        torch.tensor(heads_per_model, device="cpu"), output_size=n_heads
+    )
     slots = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True, padding_value=n_heads)
     return Membership(owner, slots)
 
@@ -158,4 +160,6 @@ def _by_kernel(
 
 
 def _uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:
-    return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
+    return (
+        2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
+    ) / fan_in**0.5

@@ -1,0 +1,155 @@
+"""Which hook points within the attention of a plain module explain what its heads put out; the others are taken off.
+
+The test is an experiment on a trial input: patterns are replaced by random numbers, and the heads' outputs must follow.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from mechinterp.models.hooked.followed import (
+    AVERAGE,
+    LINEAR_MASKS,
+    POINTS,
+    PRODUCTS,
+    PROJECTED,
+    TINY,
+    linear_attention,
+)
+from mechinterp.models.hooked.module import ModuleHooks
+
+MASKED = -1e9
+"""Scores at or below this value belong to masked keys."""
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+Passed = Mapping[str, Sequence[Tensor]]
+
+
+@torch.no_grad()
+def follow(model: ModuleHooks, inputs: Tensor) -> None:
+    """Take off the points within attention that do not explain what the heads put out on these inputs."""
+    for layer in range(len(model.blocks)):
+        heads: Any = model.blocks[layer].attn
+        with caught(heads, (*POINTS, "hook_z")) as passed:
+            model(inputs)
+        gone, reason = _unexplained(model, inputs, heads, passed)
+        for name in gone:
+            delattr(heads, name)
+        if reason:
+            model.unfollowed[layer] = reason
+    model.setup()
+
+
+@contextmanager
+def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """What passes some hook points of a layer."""
+    passed: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def note(values: Tensor, hook: HookPoint, to: list[Tensor]) -> None:
+        to.append(values.detach())
+
+    points = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
+    for name, point in points.items():
+        point.add_hook(partial(note, to=passed[name]))
+    try:
+        yield passed
+    finally:
+        for point in points.values():
+            point.remove_hooks()
+
+
+def _unexplained(
+    model: ModuleHooks, inputs: Tensor, heads: Any, passed: Passed
+) -> tuple[tuple[str, ...], str]:
+    """The hook points that must go, and why."""
+    number = len(passed["hook_pattern"])
+    if number == 0:
+        return _without_softmax(heads, passed)
+    if number > 1:
+        return POINTS, f"its softmax runs {number} times, not once"
+    (pattern,), (z,) = passed["hook_pattern"], passed["hook_z"]
+    if not _is_average(model, inputs, heads, pattern, z):
+        return POINTS, "what its heads put out is not the average of values by that softmax"
+    if not _all_caught(passed):
+        return (
+            PROJECTED,
+            "its queries, keys and values are not put out by modules of the usual names",
+        )
+    q, k, v, scores = (passed[name][0] for name in POINTS[:4])
+    products = einsum(q, k, PRODUCTS)
+    read = (scores > MASKED) & (pattern > 0)
+    s, p = scores[read], products[read]
+    factor = (s @ p) / (p @ p).clamp_min(TINY)
+    gone: tuple[str, ...] = ()
+    if not _same(factor * p, s):
+        gone, reason = PROJECTED[:2], "scores are not products of what its queries and keys put out"
+    if not _same(einsum(pattern, v, AVERAGE), z):
+        reason = f"{reason}, nor" if gone else "the"
+        gone, reason = (
+            (*gone, "hook_v"),
+            f"{reason} values that are averaged are not what its projection puts out",
+        )
+    heads.factor = factor.item()
+    return gone, reason if gone else ""
+
+
+def _all_caught(passed: Passed) -> bool:
+    """Whether queries, keys and values passed once, with the heads of the outputs."""
+    (z,) = passed["hook_z"]
+    each = [passed[name] for name in PROJECTED]
+    return all(len(values) == 1 and values[0].shape[2:] == z.shape[2:] for values in each)
+
+
+def _is_average(
+    model: ModuleHooks,
+    inputs: Tensor,
+    heads: nn.Module,
+    pattern: Float[Tensor, "batch head query key"],
+    z: Float[Tensor, "batch pos head d_head"],
+) -> bool:
+    """Whether the outputs are linear in the pattern, each head's and query's in its own row."""
+    if pattern.shape[:3] != (len(z), z.shape[2], z.shape[1]):
+        return False
+
+    def outputs(weights: Tensor) -> Tensor:
+        heads.hook_pattern.add_hook(lambda values, hook: weights)  # type: ignore[operator, union-attr]
+        with caught(heads, ["hook_z"]) as passed:
+            model(inputs)
+        heads.hook_pattern.remove_hooks()  # type: ignore[operator, union-attr]
+        return passed["hook_z"][0]
+
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    other = torch.rand(pattern.shape, generator=generator, dtype=torch.float64, device="cpu")
+    chosen = torch.rand(pattern.shape[:3], generator=generator, device="cpu", dtype=torch.float64)
+    other, chosen = other.to(pattern), (chosen < 0.5).to(pattern)
+    alone = outputs(other)
+    kept = chosen.transpose(1, 2)[..., None]
+    return _same(outputs(pattern + other), z + alone) and _same(
+        outputs(other * chosen[..., None]), alone * kept
+    )
+
+
+def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
+    """Attention without a softmax: its weights are q.k under a mask, times one number."""
+    if not _all_caught(passed):
+        return POINTS, "no softmax or scaled_dot_product_attention runs in its attention"
+    q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))
+    for mask in LINEAR_MASKS:
+        _, expected = linear_attention(q, k, v, mask)
+        factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
+        if _same(factor * expected, z):
+            heads.mask = mask
+            return ("hook_attn_scores",), ""
+    return POINTS, "it has no softmax, and its heads do not put out sums of values times q.k"
+
+
+def _same(values: Tensor, expected: Tensor) -> bool:
+    rounding = ROUNDING.get(expected.dtype, 1e-2)
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    return bool(((values - expected).abs() <= rounding * largest).all())
