@@ -17,5 +17,5 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def plus(values: Tensor, bias: Tensor | None) -> Tensor:
-    """The values with a bias added, if there is one."""
+    """The values plus the bias, if there is one."""
     return values if bias is None else values + bias

@@ -1,7 +1,7 @@
 """Evaluation prompts: the one rule by which an analysis, a command and the page draw them.
 
-They are drawn in float64 and then brought to the model's dtype, so that a seed and a number of prompts mean
-the same prompts for every model and wherever they are asked for.
+They are drawn in float64 and then converted to the model's dtype, so that a seed and a number of prompts give the
+same prompts for every model.
 """
 
 import torch
@@ -11,9 +11,9 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
 N_PROMPTS, N_HOOKED = 4096, 512
-"""Evaluation prompts if nobody says how many: of models of attention alone, and of others, which take longer."""
+"""Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
 PER_FEATURE = 2
-"""Prompts behind a probe, or a new read-out, for each feature of the stream, at least."""
+"""Smallest number of prompts per feature of the stream for fitting a probe or a new read-out."""
 
 
 def evaluation_prompts(
@@ -25,16 +25,16 @@ def evaluation_prompts(
     context_length: int | None = None,
     new_tasks: bool = False,
 ) -> Prompts:
-    """The prompts as they are, or evaluation prompts of the model's own task in the model's dtype.
+    """The given prompts, or evaluation prompts of the model's own task in the model's dtype.
 
     Args:
         source: A model; or a task, whose prompts are in float64.
-        prompts: None: they are drawn.
-        n_prompts: None: as `usual_number` has it.
+        prompts: Returned unchanged if given; None: drawn here.
+        n_prompts: Number of prompts; None: `usual_number`.
         context_length: Pairs per prompt; None: the task's own.
-        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's.
+        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's.
     Raises:
-        ValueError: If there are none, and the model comes without a task.
+        ValueError: If prompts are not given and the model has no task.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
@@ -64,7 +64,7 @@ def evaluation_prompts(
 
 
 def usual_number(source: Source) -> int:
-    """How many evaluation prompts a model is given if nobody says it, enough for probes of its stream.
+    """Default number of evaluation prompts for a model, enough for probes of its stream.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -77,7 +77,7 @@ def usual_number(source: Source) -> int:
 
 
 def least_number(source: Source) -> int:
-    """How many prompts a probe of the model's stream takes; 0 if its width is not known.
+    """Smallest number of prompts that a probe of the model's stream needs; 0 if the stream's width is unknown.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -93,7 +93,7 @@ def least_number(source: Source) -> int:
 
 
 def _dtype(predictor: Predictor) -> torch.dtype:
-    """That of the model's weights, and no less than float32, in which targets are told apart."""
+    """Dtype of the model's weights, at least float32, so that targets stay distinct."""
     if predictor.weights is not None:
         own = predictor.weights.dtype
     else:

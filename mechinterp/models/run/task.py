@@ -1,16 +1,16 @@
-"""The task that an analysis draws its prompts from: as it is given, or the model's own."""
+"""Task from which an analysis draws its prompts: the given task, or the model's own."""
 
 from mechinterp.config import TaskConfig
 from mechinterp.models.run.predictor import Source, predictor_of
 
 
 def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
-    """The task as it is given, or the model's own.
+    """The given task, or the model's own.
 
     Args:
-        analysis: What needs it, for the message.
+        analysis: Name of the analysis, for the message.
     Raises:
-        ValueError: If there is none, or what is given is no task.
+        ValueError: If the model has no task and none is given, or the argument is not a task.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
@@ -24,7 +24,7 @@ def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConf
 
 
 def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
-    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
+    """Assumed (not stated) fields of the model's own task; empty if another task is given.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -39,9 +39,9 @@ def require_task(task: object, analysis: str) -> None:
     """Refuse prompts, or anything else, in place of a task.
 
     Args:
-        analysis: What needs it, for the message.
+        analysis: Name of the analysis, for the message.
     Raises:
-        ValueError: If it is neither a task nor None.
+        ValueError: If the argument is neither a task nor None.
     """
     if not (task is None or isinstance(task, TaskConfig)):
         raise ValueError(
