@@ -2,7 +2,6 @@
 
 HookedTransformer stores one tensor per layer, "blocks.0.attn.W_Q". Here one tensor "attn.W_Q" has all layers
 along its first axis.
-
 """
 
 from collections.abc import Callable, Mapping

@@ -101,7 +101,7 @@ def counts_positions(model: Module) -> None:
 
 def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ...]) -> None:
     """A sweep of TransformerLens over several kinds of activation runs; few positions suffice."""
-    few = 6 if model.cfg.d_model == 5 else 5  # differs from d_model, so that swapped axes are noticed
+    few = 6 if model.cfg.d_model == 5 else 5  # differs from d_model: swapped axes are noticed
     clean, corrupted = (inputs[:, :few] for inputs in sample_inputs(model))
     cfg = model.cfg
     sizes = {"layer": cfg.n_layers, "pos": clean.shape[1], "head": cfg.n_heads}

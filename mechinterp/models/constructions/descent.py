@@ -91,7 +91,7 @@ def rotated(weights: Weights, *, seed: int) -> Weights:
 
 
 def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
-    """Copy with Gaussian noise on every matrix; its standard deviation is `relative` times the root mean square of the entries.
+    """Copy with Gaussian noise on every matrix, `relative` times the root mean square of its entries.
 
     Heads that are zero stay zero.
 

@@ -20,11 +20,12 @@ def gpt2_predictor(
 
     The backbone is wrapped in place: afterwards it runs through the hooks, and its state_dict has other names.
     Save it before. All parts are put into evaluation mode.
+
     Args:
-        backbone: Hugging Face's model, fed with vectors in place of words.
-            read_in: Map from [.., d_x] to the backbone's width. If it is a Linear, prompts with another d_x are refused.
-            read_in: Map from [.., d_x] to the backbone's width. If it is a Linear, prompts with another d_x are refused.
-            read_out: Map from the backbone's width to [.., d_y].
+        backbone: Hugging Face's model, which gets vectors in place of word embeddings.
+        read_in: Map from [.., d_x] to the backbone's width. If it is a Linear, other values of d_x are refused.
+        read_out: Map from the backbone's width to [.., d_y].
+    Source:
         Garg et al. 2022, arXiv 2208.01066.
     Example:
         >>> from transformers import GPT2Config, GPT2Model

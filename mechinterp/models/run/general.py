@@ -216,7 +216,7 @@ class _Run:
     def masked(
         self, by_layer: dict[int, list[int]], values: Values | None
     ) -> Float[Tensor, "batch row d_model"]:
-        """Stream after the last layer with heads masked. Bitwise equal to the full pass if the masked heads write nothing."""
+        """Stream after the last layer with heads masked; bitwise the full pass if these heads write nothing."""
         end = len(self.layers) - 1
         first = min(by_layer, default=end)
         stream = self.streams[first]

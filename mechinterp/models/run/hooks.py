@@ -19,7 +19,7 @@ from mechinterp.models.hooked.query_position import NoStreamError, query_positio
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.progress import ProgressCallback
 
-CHUNK = 256  # prompts at once; small enough for the CPU cache, and even, because prompts swap in pairs
+CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ def _stacked(
 
 
 def _query_rows(hooked: HookedPredictor, prompts: Prompts, names: Sequence[str]) -> list[int]:
-    """Row of the query in each pattern. Without a known stream it is the last row, if there is one row per input position."""
+    """Row of the query in each pattern: the last row if the stream is unknown and each input position has a row."""
     _, patterns = hooked.activations(prompts, names)
     try:
         return query_positions(hooked, prompts)[:-1]

@@ -127,7 +127,7 @@ class LinearPass:
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
-        """T before the last layer with masked heads from layer `first` on. Outputs in `first` are subtracted from the full T."""
+        """T before the last layer under masks from layer `first` on, whose masked outputs are subtracted from the full T."""
         gone, T = sorted(set(masked[first])), self.T[first]
         if len(gone) < self.weights.n_heads:
             z = self.z[first].unflatten(-1, (self.weights.n_heads, -1))[:, :, gone].flatten(2)
