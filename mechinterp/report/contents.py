@@ -1,4 +1,4 @@
-"""Verdict and sections of the page about one model: what `run_analysis` gives of each of its analyses."""
+"""Verdict and sections of the page about one model, from the results of `run_analysis`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.parts import Section, Toggles
 
 HEIGHT, TOP = 420, 60
-"""Of a figure that does not say how high it is, and of the room above it."""
+"""Default height of a figure, and default height of the margin above it, in pixels."""
 LEAST_PROMPTS, MOST_TOGGLES = 8, 8
 CLASSIFY = ANALYSES["classify"]
 
@@ -34,13 +34,13 @@ def contents_of(
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> tuple[str, str, list[Section]]:
-    """The verdict, a line on the loss beside those of ridge regression and of predicting 0, and the sections.
+    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections.
 
     Args:
-        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
-        analyses: Names of those that get a section, or functions; None: those that suit the model.
+        n_prompts: Number of evaluation prompts; None: each analysis uses its default.
+        analyses: Names or functions of the analyses to show; None: those that suit the model.
     Raises:
-        ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
+        ValueError: If an analysis does not exist or does not take the model, or n_prompts is too small.
     """
     if n_prompts is not None and not one_attention(checkpoint):
         if n_prompts < LEAST_PROMPTS:
@@ -81,7 +81,7 @@ def contents_of(
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
-    """The section with tables and figures whose names no other section has."""
+    """Copy of the section in which tables and figures have names that no other section uses."""
     taken = {key for each in others for key in (*each.tables, *each.figures)}
     own = name.replace("-", "_")
     apart = {
@@ -95,7 +95,7 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 
 def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, Any]:
-    """Number and seed of an analysis' prompts: what is asked for, of many runs no more than its own."""
+    """Number and seed of an analysis' prompts. Slow analyses draw at most their default number."""
     if not analysis.draws_prompts:
         return {}
     if n_prompts is None:
@@ -112,7 +112,7 @@ def _prompts_text(told: Mapping[str, int]) -> str:
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
-    """The analyses that suit a model."""
+    """Names of the analyses that suit a model."""
     taken = (name for name, each in ANALYSES.items() if each.needs(checkpoint))
     return tuple(name for name in taken if ANALYSES[name].on_page(checkpoint))
 
@@ -120,11 +120,11 @@ def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
 def section_of(
     name: str, analysis: Analysis, result: Finding, *, shown: Sequence[str] = (), prompts: str = ""
 ) -> Section:
-    """Sentences, figures and tables of a result, and how it was computed.
+    """Section with the sentences, figures and tables of a result, and its method.
 
     Args:
-        shown: Sentences that the page has already.
-        prompts: Which prompts it was computed on.
+        shown: Sentences that the page already shows.
+        prompts: Description of the prompts.
     Example:
         >>> from mechinterp.analysis.one_layer.circuits import circuits
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -146,7 +146,7 @@ def section_of(
 
 
 def _ready(figure: go.Figure, name: str) -> go.Figure:
-    """The figure with a height and a title of its own."""
+    """Figure with a height, a top margin and a title filled in."""
     layout = figure.layout
     return figure.update_layout(
         height=layout.height or HEIGHT,
@@ -158,7 +158,7 @@ def _ready(figure: go.Figure, name: str) -> go.Figure:
 def with_heads(
     sections: Mapping[str, Section], results: Mapping[str, Finding]
 ) -> dict[str, Section]:
-    """The sections with what they show of several results: cards of heads, and switches for heads."""
+    """Sections with the parts that combine several results: cards of heads, and switches for heads."""
     shown = dict(sections)
     for name in [name for name, result in results.items() if hasattr(result, "cards")][:1]:
         cards: list[Card] = results[name].cards()  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def with_heads(
 
 
 def switches_of(results: Mapping[str, Finding]) -> Toggles | None:
-    """Switches for the heads of one layer of attention, from its subsets of heads and its attention on a few prompts."""
+    """Switches for the heads of one attention layer, from the risks of its subsets and its outputs on a few prompts."""
     attention = results.get("attention")
     subsets = getattr(results.get("ablate"), "subsets", None)
     outputs = getattr(attention, "outputs", None)
