@@ -127,7 +127,7 @@ def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
 
 
 def log_range(values: np.ndarray) -> tuple[float, float] | None:
-    """Ends of a logarithmic axis with room for these values, as powers of ten.
+    """Ends of a logarithmic axis with room for these values, as exponents of ten.
 
     Example:
         >>> log_range(np.array([1.0, 100.0]))

@@ -41,7 +41,8 @@ def save_figure(
     Returns:
         The path.
     Raises:
-        ValueError: If the ending is unknown, a size is not above 0, there is no figure, or kaleido or its browser is missing.
+        ValueError: If the ending is unknown, a size is not above 0, there is no figure, or kaleido or a browser
+            is missing.
     Example:
         >>> save_figure(go.Figure(), "figure.doc")
         Traceback (most recent call last):

@@ -58,8 +58,8 @@ class Algorithm:
     linear_in_scalars: bool = False
     """True: the prediction is linear in the scalars."""
     covariates: Callable[..., Tensor] | None = None
-    """Function of the arguments of `run` that gives the query's x after each layer, [layer, batch, d_x]; None if the layers do
-    not change x."""
+    """Function of the arguments of `run`: the query's x after each layer, [layer, batch, d_x]. None: layers do not
+    change x."""
     by_mode: bool = False
     """True: `step` multiplies each mode of S by a number. It then gets phi(s), [batch, d_x, 1], in place of w = phi(S) b, and
     1 - s phi(s) in place of the gradient."""

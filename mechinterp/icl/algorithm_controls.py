@@ -232,4 +232,4 @@ OF_ANY_DEPTH = tuple(
     for each in (*ALGORITHMS, *CONTROLS)
     if each.has_path and all(scalar.where == "once" for scalar in each.scalars)
 )
-"""Algorithms whose number of scalars does not grow with the layers, so that a function can use any number of their steps."""
+"""Algorithms and controls whose number of scalars does not grow with the layers: a function may use any number of steps."""

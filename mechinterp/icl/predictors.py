@@ -68,7 +68,7 @@ def joint_debiased_gd(
     Args:
         theta: Weight of response m on coordinate i in prediction n; eta for n = m and 0 elsewhere is `debiased_gd`.
     Source:
-        Derived here; `theory.several_tasks` says which theta is best.
+        Derived here; `analyses.lib.theory.several_tasks` gives the best theta.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

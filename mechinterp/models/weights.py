@@ -146,7 +146,7 @@ class Weights:
         return self.with_tensors({"attn.W_O": W_O})
 
     def compact(self) -> "Weights":
-        """Equal model without zero heads, except those that pad a layer to the widest layer's number."""
+        """Equivalent model without zero heads, except those that pad a layer to the widest layer's number."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
         d_head = self.model.head_width(self.d_x, self.d_y)

@@ -12,7 +12,7 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import prompt_bytes
 
 CHUNK_BYTES = 2**24
-"""Size of the random numbers of one chunk, in bytes (a chunk has at least one prompt); 16,710 prompts of the default task."""
+"""Random numbers per chunk, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
 
 
 def batch_chunks(

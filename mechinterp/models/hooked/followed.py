@@ -181,7 +181,7 @@ def linear_attention(
 
 
 def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
-    """Softmax over keys through the hook points, as [batch, head, query, key]; scores of another shape get the plain function."""
+    """Softmax over keys through the hook points, as [batch, head, query, key]; other shapes get the plain function."""
     n_heads, shape = heads.n_heads, scores.shape
     if scores.ndim == 3 and len(scores) % n_heads == 0:  # prompts and heads share one axis
         four = scores.unflatten(0, (-1, n_heads))

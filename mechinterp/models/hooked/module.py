@@ -31,7 +31,7 @@ class Place:
     """Location of an attention block in a module."""
 
     output: str
-    """Name of the module that takes the heads' outputs side by side: an output projection or a torch.nn.MultiheadAttention."""
+    """Name of the module that gets the heads' outputs side by side: output projection or torch.nn.MultiheadAttention."""
     block: str
     """Name of the layer that contains it; "" is the whole module."""
     n_heads: int

@@ -127,7 +127,7 @@ class LinearPass:
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
-        """T before the last layer under masks from layer `first` on, whose masked outputs are subtracted from the full T."""
+        """T before the last layer with masks from layer `first` on; masked outputs of `first` are subtracted."""
         gone, T = sorted(set(masked[first])), self.T[first]
         if len(gone) < self.weights.n_heads:
             z = self.z[first].unflatten(-1, (self.weights.n_heads, -1))[:, :, gone].flatten(2)
@@ -145,7 +145,7 @@ class LinearPass:
     def _reads(
         self, T: Tensor
     ) -> tuple[Float[Tensor, "batch d_model"], Float[Tensor, "batch head d_model"]]:
-        """Query's stream before the last layer, and the weighted sum of streams that each of its heads reads, before W_V."""
+        """Query's stream before the last layer, and each head's weighted sum of streams there, before W_V."""
         T = T.expand(len(self.x_query), -1, -1)
         query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
         # Key-side vectors of the last layer's heads: W_K W_Q^T query.

@@ -17,7 +17,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 @dataclass(frozen=True, eq=False)
 class ByWeights(ByHooks):
-    """Runs from weights: in closed form, as a map of the tokens, or layer by layer. Streams at all positions use hooks."""
+    """Model run from its weights: in closed form, as a map of the tokens, or layer by layer; by hooks if that is not enough."""
 
     weights: Weights
 

@@ -68,7 +68,7 @@ def score_block(QK, query, context, keys, scores):
 
 @compiled()
 def activate(score, slope, peak, values, slopes):
-    """Change scores in place to f and f' (softmax: f only), not yet divided by the sum; returns the inverse of the sum."""
+    """Set f and f' (softmax: f only) of the scores; returns the factor that normalises both."""
     length = values.size // LANES
     whole = fill(0.0)
     if score == SOFTMAX:
