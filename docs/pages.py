@@ -7,8 +7,11 @@ from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
+from docstrings import inner_products
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
@@ -45,23 +48,26 @@ softmax = load("checkpoints/softmax-h2-s0")
 linear = load("checkpoints/linear-separate-s0")
 sparse = load("checkpoints/sparse-h4-noise0.1-s0")
 """
-FIGURES = (
-    "circuits(softmax).plot()",
-    "fit_learners(softmax).plot()",
-    "ablate_subsets(softmax).plot()",
-    "training_dynamics(softmax).plot()",
-    "ablate_heads(sparse).plot()",
-    "ablate_heads(sparse).plot_importance()",
-    "prune(sparse).plot()",
-    "probe_layers(sparse).plot()",
-    "read_out_by_layer(sparse).plot()",
-    "circuits(sparse).plot()",
-    "composition_scores(sparse).plot()",
-    "attention_patterns(softmax).plot()",
-    "attention_entropy(softmax).plot()",
-)
-"""Under headings that are the figures' own titles."""
+FIGURES = {
+    "QK and OV of every head": "circuits(softmax).plot()",
+    "A model beside closed-form learners": "fit_learners(softmax).plot()",
+    "Every subset of heads masked": "ablate_subsets(softmax).plot()",
+    "Heads while they are trained": "training_dynamics(softmax).plot()",
+    "Each head of a deep model masked alone": "ablate_heads(sparse).plot()",
+    "Importance of heads within each layer": "ablate_heads(sparse).plot_importance()",
+    "A pruned model": "prune(sparse).plot()",
+    "What each layer has computed": "probe_layers(sparse).plot()",
+    "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
+    "Circuits of several layers": "circuits(sparse).plot()",
+    "Which heads read what others write": "composition_scores(sparse).plot()",
+    "Which tokens a head attends to": "attention_patterns(softmax).plot()",
+    "Over how many tokens a head spreads": "attention_entropy(softmax).plot()",
+}
+"""The line that makes each figure, by its heading."""
 
+
+PLAIN = {"displayModeBar": False, "responsive": True}
+"""Figures without the tools that would cover their titles."""
 
 WORKER = """
 // Search runs in a worker, which a browser refuses a page that was opened from a folder: there it runs in a hidden frame.
@@ -103,6 +109,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {
         f"reference/{room.replace(' ', '_')}.md": reference(room, *ROOMS[room]) for room in ROOMS
     }
+    pages["index.md"] = front()
     pages["reference/top.md"] = top_level()
     pages["gallery.md"] = gallery()
     pages["plotly.min.js"] = get_plotlyjs()
@@ -116,12 +123,35 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **kwargs: object) -> str:
-    """Pictures of results lie beside the page, and links to other files of the repository become their names."""
+def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
+    """Pictures of results lie beside the page, links to other files of the repository become their names, and terms lead to
+    their definitions."""
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
-    return re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_]+/[^)]*)\)", r"\1 (`\2`)", markdown
+    markdown = re.sub(
+        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_.]+/[^)]*|[A-Z]+\.md)\)", r"\1 (`\2`)", markdown
     )
+    return with_terms(markdown, page.file.src_uri)
+
+
+def with_terms(markdown: str, path: str) -> str:
+    """A page on which each term of words.md, where it first stands as code, is a link to its definition."""
+    if path == "words.md" or path.startswith("reference/"):
+        return markdown
+    words = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
+    terms = {f"`{term}`": slugify(term, "-") for term in re.findall(r"^### (.+)$", words, re.M)}
+    home = "../" * path.count("/") + "words.md"
+    parts = re.split(r"(^```.*?^```$|^#.*?$|\[[^\]]*\]\([^)]*\)|`[^`\n]+`)", markdown, flags=re.M | re.S)
+    for number, part in enumerate(parts):
+        if anchor := terms.pop(part, None):
+            parts[number] = f"[{part}]({home}#{anchor})"
+    return "".join(parts)
+
+
+def front() -> str:
+    """README.md as the first page: its links to pages start here, and those to other files become their names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\[([^\]]+)\]\((?!https?:|docs/)([\w./]+)\)", r"\1 (`\2`)", text)
+    return text.replace("](docs/", "](")
 
 
 def reference(title: str, folder: str, about: str) -> str:
@@ -137,7 +167,7 @@ def reference(title: str, folder: str, about: str) -> str:
         if file.stem == "__init__" or not public(tree):
             continue
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        lines += [f"## {name}", "", ast.get_docstring(tree) or "", ""]
+        lines += [f"## {name}", "", inner_products(ast.get_docstring(tree) or ""), ""]
         for member in public(tree):
             lines += [f"::: {name}.{member}", ""]
     return "\n".join(lines)
@@ -193,11 +223,10 @@ def gallery() -> str:
     exec(SETUP, names)
     lines = ["# Gallery", "", "Each figure is made by the line above it, after", ""]
     lines += ["```python", SETUP.strip(), "```", "", '<script src="plotly.min.js"></script>']
-    for code in FIGURES:
+    for heading, code in FIGURES.items():
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
-        title = figure.layout.title.text
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False)
-        lines += ["", f"## {title}", "", "```python", code, "```", "", drawn]
+        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN)
+        lines += ["", f"## {heading}", "", "```python", code, "```", "", drawn]
     return "\n".join(lines)

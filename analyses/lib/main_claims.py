@@ -1,4 +1,4 @@
-"""The main claims of each paper, for its page in docs/papers, and those that lead README.md's table:
+"""The main claims of each paper, for its page in docs/papers, and those that lead the table of docs/trust.md:
 analyses/claims/main.toml, with the numbers of the records."""
 
 import re
@@ -54,7 +54,7 @@ def rows(results: Path, paper: str = "") -> list[tuple[str, ...]]:
             number = f"{row['what']}: {measured(record, row['show'])}"
             number += f" ({asked(record, row['show'])})"
             link = f"[script](../../analyses/{script}.py)"
-            link = link if paper else f"[{page.partition('_')[0]}](docs/papers/{page}.md)"
+            link = link if paper else f"[{page.partition('_')[0]}](papers/{page}.md)"
             code = f" ({row['code']})" if paper and "code" in row else ""
             claim, holds = row["claim"] + code, holds_in(counted, row.get("of", "models"))
             made.append((claim, holds, number, link))

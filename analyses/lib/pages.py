@@ -1,5 +1,5 @@
-"""The tables that are made from the results of all scripts: those of README.md, of analyses/ and of
-docs/ (tables.toml) and all claims as a CSV file and a page with a search.
+"""The tables that are made from the results of all scripts: those of analyses/ and of docs/ (tables.toml),
+and all claims as a CSV file and a page with a search.
 
 python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
 """
@@ -47,7 +47,7 @@ def claims_page(results: Path) -> str:
 
 
 def main_table(results: Path, *, paper: str = "") -> str:
-    """The main claims of a paper, or of all papers those that lead README.md."""
+    """The main claims of a paper, or of all papers those that lead the table of docs/trust.md."""
     return markdown(main_claims.HEADER, main_claims.rows(results, paper))
 
 
