@@ -67,7 +67,7 @@ FIGURES = {
 
 
 PLAIN = {"displayModeBar": False, "responsive": True}
-"""Figures without the tools that would cover their titles."""
+"""Figures without the toolbar, which would cover what they show."""
 
 WORKER = """
 // Search runs in a worker, which a browser refuses a page that was opened from a folder: there it runs in a hidden frame.
@@ -156,7 +156,7 @@ def front() -> str:
 
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
-    lines = [f"# {title}", "", about, ""]
+    lines = [f"# {title[0].upper()}{title[1:]}", "", about, ""]
     if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
         lines += [
             f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
@@ -227,6 +227,8 @@ def gallery() -> str:
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
+        title = figure.layout.title.text
+        figure.update_layout(title_text="", margin_t=40)
         drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN)
-        lines += ["", f"## {heading}", "", "```python", code, "```", "", drawn]
+        lines += ["", f"## {heading}", "", "```python", code, "```", "", f"{title}.", "", drawn]
     return "\n".join(lines)
