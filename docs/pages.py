@@ -128,7 +128,9 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
     their definitions."""
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
     markdown = re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_.]+/[^)]*|[A-Z]+\.md)\)", r"\1 (`\2`)", markdown
+        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
+        r"\1 (`\2`)",
+        markdown,
     )
     return with_terms(markdown, page.file.src_uri)
 
@@ -140,7 +142,9 @@ def with_terms(markdown: str, path: str) -> str:
     words = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
     terms = {f"`{term}`": slugify(term, "-") for term in re.findall(r"^### (.+)$", words, re.M)}
     home = "../" * path.count("/") + "words.md"
-    parts = re.split(r"(^```.*?^```$|^#.*?$|\[[^\]]*\]\([^)]*\)|`[^`\n]+`)", markdown, flags=re.M | re.S)
+    parts = re.split(
+        r"(^```.*?^```$|^#.*?$|\[[^\]]*\]\([^)]*\)|`[^`\n]+`)", markdown, flags=re.M | re.S
+    )
     for number, part in enumerate(parts):
         if anchor := terms.pop(part, None):
             parts[number] = f"[{part}]({home}#{anchor})"

@@ -12,7 +12,8 @@ from mechinterp import circuits, classify, load, sample_prompts
 
 FILE = Path(__file__).parent / "prompt.svg"
 WIDTH, HEIGHT, CELL = 1040, 285, 22
-POSITIVE, NEGATIVE = (0, 114, 178), (213, 94, 0)  # blue and vermilion, which the colour-blind tell apart
+# Blue and vermilion, which colour-blind readers can tell apart.
+POSITIVE, NEGATIVE = (0, 114, 178), (213, 94, 0)
 SHOWN = 5
 """Pairs of the prompt that are drawn before the dots."""
 
@@ -47,15 +48,17 @@ def prompt(x: float, y: float) -> list[str]:
     query = np.append(drawn.x_query[0].numpy(), 0.0)
     rows = cells(pairs[:SHOWN], x, y, 2.5) + cells(query[None], x, y + CELL * (SHOWN + 1), 2.5)
     length = len(pairs)
-    labels = [text(f"(x{n}, y{n})", x - 12, y + CELL * (n - 0.3), 'text-anchor="end" font-size="12"')
-              for n in range(1, SHOWN + 1)]  # fmt: skip
+    right = 'text-anchor="end" font-size="12"'
+    labels = [
+        text(f"(x{n}, y{n})", x - 12, y + CELL * (n - 0.3), right) for n in range(1, SHOWN + 1)
+    ]
     return [
         text(f"A prompt: {length} pairs and a query", x - 58, y - 38, BOLD),
         text("x", x + CELL * 2.5, y - 8, MIDDLE),
         text("y", x + CELL * 5.5, y - 8, MIDDLE),
         *(*rows, *labels),
         text("⋮", x + CELL * 3, y + CELL * (SHOWN + 0.75), MIDDLE),
-        text("query", x - 12, y + CELL * (SHOWN + 1.7), 'text-anchor="end" font-size="12"'),
+        text("query", x - 12, y + CELL * (SHOWN + 1.7), right),
         text("?", x + CELL * 5.5, y + CELL * (SHOWN + 1.75), f"{MIDDLE} {BOLD}"),
     ]
 
@@ -67,7 +70,10 @@ def heads(x: float, y: float) -> list[str]:
     for head, left in ((0, x), (1, x + 225)):
         qk, ov = found.QK[head], found.OV[head]
         omega, mu = np.diag(qk)[:-1].mean(), ov[-1, 0]
-        lines += [text(f"QK of head {head}", left, y - 8, SMALL), text("OV", left + CELL * 7, y - 8, SMALL)]
+        lines += [
+            text(f"QK of head {head}", left, y - 8, SMALL),
+            text("OV", left + CELL * 7, y - 8, SMALL),
+        ]
         lines += cells(qk, left, y, 0.15) + cells(ov, left + CELL * 7, y, 4.0)
         lines.append(text(f"ω = {omega:+.2f}".replace("-", "−"), left, y + CELL * 6.9))
         lines.append(text(f"μ = {mu:+.2f}".replace("-", "−"), left + CELL * 5.6, y + CELL * 6.9))
@@ -75,22 +81,29 @@ def heads(x: float, y: float) -> list[str]:
         "QK is ω on its diagonal: a head looks for similar x. Its last row meets the query's y, which is 0.",
         "OV is μ at y: a head adds the y that it finds, times μ.",
     )
-    return [*lines, *(text(line, x, y + CELL * (8 + n * 0.85), SMALL) for n, line in enumerate(below))]
+    return [
+        *lines,
+        *(text(line, x, y + CELL * (8 + n * 0.85), SMALL) for n, line in enumerate(below)),
+    ]
 
 
 def formula(x: float, y: float) -> list[str]:
     """What the heads compute together."""
     verdict = classify(load("checkpoints/softmax-h2-s0"), seed=0)
     step = float(verdict.scales.eta[0])
+    words = (
+        "One step of gradient descent",
+        "on the pairs of the prompt, with",
+        "the mean of x removed.",
+        "",
+        f"It explains R² = {verdict.learner.r2:.4f}",
+        "of the model's predictions.",
+    )
     return [
         text("What the model computes", x, y - 38, BOLD),
         text(f"ŷ = {step:.3f} · (1/L) Σₗ yₗ ⟨xₗ − x̄, x⟩", x, y + 14, 'font-size="16"'),
-        *(text(line, x, y + 46 + 19 * n) for n, line in enumerate(
-            ("One step of gradient descent", "on the pairs of the prompt, with", "the mean of x removed.")
-        )),
-        text(f"It explains R² = {verdict.learner.r2:.4f}", x, y + 118),
-        text("of the model's predictions.", x, y + 137),
-    ]  # fmt: skip
+        *(text(line, x, y + 46 + 18 * n) for n, line in enumerate(words) if line),
+    ]
 
 
 def main() -> None:

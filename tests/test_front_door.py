@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mechinterp
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK = "tests/test_task_doubt.py"
@@ -41,7 +43,7 @@ def make(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     options = {"capture_output": True, "text": True, "check": False}
     return subprocess.run(
-        command.split(), cwd=folder, env=environment | offline, timeout=600, **options
+        command.split(), cwd=folder, env=environment | offline, timeout=1800, **options
     )
 
 
@@ -56,6 +58,12 @@ def test_the_first_commands_of_readme_work_in_a_fresh_clone(clone: Path):
     ran = make(tests, clone)
     assert ran.returncode == 0, ran.stdout
     assert "== all passed" in ran.stdout
+
+
+def test_what_is_cited_is_this_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version = {{{mechinterp.__version__}}}" in README
+    assert f"\nversion: {mechinterp.__version__}\n" in citation
 
 
 def test_a_release_needs_a_clean_tree(tmp_path: Path):
