@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: the heading of examples, and inner products that are no HTML tags."""
+"""Docstrings as the site shows them: examples as code, inner products that are no HTML tags, fields in one table."""
 
 import re
 
@@ -11,7 +11,25 @@ def inner_products(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Reads a section "Example:" as one of examples, so that it is shown as code, and keeps inner products."""
+    """Shows a section "Example:" as code, keeps inner products, and lists the fields of a class in its docstring."""
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: object) -> None:
+        fields = [
+            (name, member)
+            for name, member in cls.members.items()
+            if member.is_attribute and member.docstring and "instance-attribute" in member.labels
+        ]
+        if not fields:
+            return
+        lines = [cls.docstring.value if cls.docstring else "", "", "Attributes:"]
+        for name, member in fields:
+            text = inner_products(" ".join(member.docstring.value.split()))
+            lines.append(f"    {name} ({member.annotation}): {text}")
+            cls.del_member(name)
+        style = fields[0][1].docstring
+        cls.docstring = griffe.Docstring(
+            "\n".join(lines), parent=cls, parser=style.parser, parser_options=style.parser_options
+        )
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:

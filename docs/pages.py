@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
+from mechinterp.analysis.registry import ANALYSES
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -210,15 +212,43 @@ def public(tree: ast.Module) -> list[str]:
 
 
 def top_level() -> str:
-    """What `from mechinterp import ...` offers, with links to where it is described."""
-    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers.", ""]
-    rooms = tuple(f"mechinterp.{folder.replace('/', '.')}" for folder, _ in ROOMS.values())
-    for name, home in mechinterp._HOMES.items():
-        lines.append(f"- [`{name}`][{home}.{name}]")
-    for name, home in mechinterp._HOMES.items():
-        if not home.startswith(rooms):
-            lines += ["", f"::: {home}.{name}"]
+    """Tables of the names that `from mechinterp import ...` offers, by task, and of the models that each analysis takes."""
+    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers."]
+    rooms = {f"mechinterp.{folder.replace('/', '.')}": room for room, (folder, _) in ROOMS.items()}
+    homes = mechinterp._HOMES
+    for place, room in rooms.items():
+        names = [name for name, home in homes.items() if home.startswith(f"{place}.")]
+        rows = [f"| [`{name}`][{homes[name]}.{name}] | {first_line(name)} |" for name in names]
+        lines += ["", f"## {room[0].upper()}{room[1:]}", "", *table("Name", "What it is", rows)]
+    lines += ["", "## Which analysis takes which model", ""]
+    lines += ["`mechinterp analyse NAME MODEL` runs any of these.", ""]
+    rows = [
+        f"| `{name}` | {needs(one.needs)} | {needs(one.on_page)} |"
+        for name, one in ANALYSES.items()
+    ]
+    lines += table("Name", "Models that it takes | Shown on the page of", rows)
+    others = [name for name, home in homes.items() if not home.startswith(tuple(rooms))]
+    lines += ["", "## Others"]
+    for name in others:
+        lines += ["", f"::: {homes[name]}.{name}"]
     return "\n".join(lines)
+
+
+def table(first: str, others: str, rows: list[str]) -> list[str]:
+    """A table with these headings."""
+    return [f"| {first} | {others} |", "|---" * (2 + others.count("|")) + "|", *rows]
+
+
+def first_line(name: str) -> str:
+    """What the docstring of a public name says first."""
+    text = (getattr(mechinterp, name).__doc__ or "").strip().split("\n\n")[0]
+    return inner_products(" ".join(text.split())).replace("|", "\\|")
+
+
+def needs(condition: Callable) -> str:
+    """A condition of the registry in words."""
+    text = " ".join((condition.__doc__ or "").split()).rstrip(".")
+    return text[:1].lower() + text[1:]
 
 
 def gallery() -> str:
