@@ -11,10 +11,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, checkpoint, record, records, trained
+from analyses.lib.theory import preconditioning as theory
 from mechinterp import circuits, classify, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.theory import preconditioning as theory
 
 SETTING = {"context_length": 40, "noise_var": 0.1}
 RHOS = (0.3, 0.5, 0.8)

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, record, trained
+from analyses.lib.theory import several_tasks as theory
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import joint_debiased_gd
-from mechinterp.theory import several_tasks as theory
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
 
