@@ -9,7 +9,7 @@ import torch
 
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form, Heads
-from mechinterp.analysis.one_layer.pca_components import Components
+from mechinterp.analysis.one_layer.pca_components import LEARNED, Components
 from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.checkpoints.foreign.options import option
@@ -38,7 +38,7 @@ class Evidence:
     components: Components | None
     """Of one step of linear attention: which principal components of x it uses; None for all other models."""
     bare: bool
-    """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
+    """Whether heads are linear, compare x with x and read y alone; the random weights are then of that kind, too."""
 
 
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
@@ -60,7 +60,7 @@ def model_label(
     if np.isnan(evidence.substitution.r2):
         return "undetermined", "the predictions are all 0, or not finite"
     chance = {name: evidence.p_values[name] for name in STRUCTURE}
-    # Bare heads are a step whatever their weights; what its matrix has learned decides below.
+    # Bare heads are a step whatever their weights are; whether the step does the task decides below.
     if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
         return "unstructured", f"random weights reach as far: {numbers}"
@@ -68,16 +68,7 @@ def model_label(
         missing = ", ".join(map(str, evidence.scales.unserved))
         return "undetermined", f"no head serves response {missing}"
     if evidence.form.kind == "matrix":
-        used = evidence.components
-        if used is not None and used.n_components == 0:
-            why = (
-                f"its step has learned {used.learned.max():.2g} of the component that it uses most"
-            )
-            return "undetermined", f"linear attention; {why}"
-        if evidence.bare and used is not None and used.n_components is None:
-            off = f"its directions are not principal ones, and {_off_identity(evidence.scales.step[0])}"
-            return "undetermined", f"{_linear_sentence(evidence)}; {off}"
-        return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+        return _linear(evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
         return _if_explained("kernel_regression", sentence, evidence, limits)
@@ -169,13 +160,27 @@ def _off_identity(M: torch.Tensor) -> str:
     return f"{float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
 
 
+def _linear(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
+    """Linear heads: a step by some matrix, and a label only where that step has learned the task."""
+    used, task_p = evidence.components, evidence.p_values["task_r2"]
+    if used is not None and used.learned.max() <= LEARNED:
+        why = f"its step has learned {used.learned.max():.2g} of the component that it uses most"
+        return "undetermined", f"linear attention; {why}"
+    pattern, sentence = _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+    if pattern == "linear_gd" and not task_p <= limits.p_value:
+        chance = f"random weights do the task as well: task_r2 p = {task_p:.2g}"
+        return "undetermined", f"{sentence}; {chance}"
+    return pattern, sentence
+
+
 def _linear_sentence(evidence: Evidence) -> str:
     used, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
     if used is None:
         return f"linear attention; one preconditioned step {explained}"
     if used.n_components is None:
         off = f"entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y²"
-        return f"linear attention; one preconditioned step {explained}; {off}"
+        matrix = _off_identity(evidence.scales.step[0])
+        return f"linear attention; one preconditioned step {explained}; {off}, and {matrix}"
     count = f"{used.n_components} of {len(used.learned)} components"
     return f"linear attention; one preconditioned step on {count} {explained}"
 
