@@ -268,7 +268,7 @@ def test_a_leak_above_its_limit_is_not_a_task_head():
     omega = MODE_3.omega.tolist()
     found = classify(diagonal_heads(omega, mu, d_x=6, d_y=2), TWO)
     assert_undetermined(found, "support_leak")
-    assert classify(MODE_3, TWO, thresholds=Thresholds(task_leak=0.04)).pattern != "task_heads"
+    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).pattern != "task_heads"
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ from mechinterp.checkpoints.foreign.readings import Reading, advice
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 
+LIMITS = {"support_leak": "leak", "theta_spread": "omega_spread"}
+"""Thresholds of numbers that have none of their own name."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evidence:
@@ -211,16 +214,16 @@ def _several_tasks(
     uneven = _above(evidence, limits, "omega_spread")
     clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
     explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
-    if clean and leak <= limits.task_leak and not uneven:
+    if clean and leak <= limits.leak and not uneven:
         sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
         return _if_explained("task_heads", sentence, evidence, limits)
     if clean and smallest >= 0.5 and not uneven:
         full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
-        even = full and evidence.scales.theta_spread <= limits.theta_even
+        even = full and evidence.scales.theta_spread <= limits.equal
         pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
         sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
         return _if_explained(pattern, sentence, evidence, limits)
-    if clean and uneven and (leak <= limits.task_leak or smallest >= 0.5):
+    if clean and uneven and (leak <= limits.leak or smallest >= 0.5):
         return "undetermined", uneven
     too_large = _above(evidence, limits, "support_leak", "theta_spread")
     if too_large:
@@ -238,7 +241,7 @@ def _several_tasks(
 def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
     """The first of these numbers that is above its limit, in words."""
     for name in names:
-        value, limit = getattr(evidence.scales, name), getattr(limits, name)
+        value, limit = getattr(evidence.scales, name), getattr(limits, LIMITS.get(name, name))
         if np.isnan(value):
             return f"{name} is not defined"
         if value > limit:
@@ -255,10 +258,11 @@ def _if_explained(
         if not r2 >= limits.substitution_r2:
             why = f"{name}_r2 of {pattern} {_short(r2)} is below {limits.substitution_r2:g}"
             return "undetermined", why
-    if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
-        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"
-        explained = f"idealised heads explain R² = {evidence.substitution.r2:.3f}"
-        return "undetermined", f"{why}, and {explained}, below {limits.clear_r2:g}"
+    clear, r2 = limits.ov_last_entry, evidence.substitution.r2
+    if evidence.alignment < clear and not r2 >= 1 - limits.equal:
+        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {clear:g}"
+        explained = f"idealised heads explain R² = {r2:.3f}, below {1 - limits.equal:g}"
+        return "undetermined", f"{why}, and {explained}"
     return pattern, sentence
 
 
@@ -276,12 +280,11 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
         if value < limit:
             return "unstructured", f"{label} {value:.3f} is below {limit:g}"
     omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
-    least = limits.sign_entry if len(mu) == 1 else limits.task_leak
     for label, values in (("omega", omega), ("mu", mu)):
-        if len(_signs(values, least)) > 1:
+        if len(_signs(values, limits.leak)) > 1:
             return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
-    signs = _signs(omega, least)
-    if signs != _signs(mu, least):
+    signs = _signs(omega, limits.leak)
+    if signs != _signs(mu, limits.leak):
         return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
     return ("positive" if signs == {1} else "negative"), ""
 

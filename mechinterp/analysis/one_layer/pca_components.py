@@ -32,7 +32,7 @@ class Components:
 
 
 def components(
-    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().off_diagonal
+    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().equal
 ) -> Components:
     """The components of y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
 

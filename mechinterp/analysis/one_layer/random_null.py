@@ -107,7 +107,7 @@ def _statistics(
         "ov_last_entry": last_entry,
         "qk_diagonal_best": diagonal.amax(1),
         "ov_last_entry_best": last_entry.amax(1),
-        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
+        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
         "substitution_r2": r2,
         "task_r2": task_r2,
