@@ -272,7 +272,7 @@ def confirming() -> list[Case]:
 
 
 def trained() -> tuple[list[AttentionWeights], list[int]]:
-    """Heads and step of every snapshot of ten softmax models, which analyses/calibration/train.py trained."""
+    """Heads and step of every snapshot of eight softmax models, which analyses/calibration/train.py trained."""
     tensors = load_file(TRAINED)
     names = sorted({name.rpartition("/")[0] for name in tensors})
     weights = [from_circuits(tensors[f"{n}/QK"], tensors[f"{n}/OV"]) for n in names]
