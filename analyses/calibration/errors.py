@@ -1,7 +1,7 @@
 """How often the classifier's labels are wrong: on models whose right label is known.
 
     python -m analyses.calibration.errors               (about a minute on one core)
-    python -m analyses.calibration.errors --thresholds  (five minutes more)
+    python -m analyses.calibration.errors --thresholds  (two minutes more)
 
 Models are built with noise or faults of known size, drawn at random, or snapshots of training (analyses/calibration/models.py).
 The confirming models were drawn after the rules and thresholds were settled; their labels are counted at the defaults. With

@@ -257,10 +257,10 @@ def snapshots(weights: Iterable[AttentionWeights], steps: Iterable[int]) -> Iter
 
 
 def earlier() -> list[Case]:
-    """Every fourth of the built and drawn models that thresholds were set on or compared with, until November 2026."""
+    """Every eighth of the built and drawn models that thresholds were set on or compared with, until November 2026."""
     random = np.random.default_rng(0)
     drawn = built(20, random), leaking(20, random), untrained(400, random, first=100_000)
-    return [*chain(*drawn, near_misses(200, random))][::4]
+    return [*chain(*drawn, near_misses(200, random))][::8]
 
 
 def confirming() -> list[Case]:
