@@ -211,19 +211,19 @@ def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():
             assert len(LAYERED[algorithm.label].numbers) == len(algorithm.scalars)
 
 
-def test_calibration_is_what_the_analyses_counted():
-    counts = pd.read_csv(RESULTS / "calibration_labels.csv").set_index("truth")
-    named = counts.drop(columns=["undetermined", "unstructured"])
-    found = {
-        label: (int(column.sum() - column.get(label, 0)), int(column.sum()))
-        for label, column in named.items()
-    }
-    assert found == {name: (each.wrong, each.named) for name, each in PATTERNS.items()}
-    models = pd.read_csv(RESULTS / "algorithms" / "algorithm_calibration_models.csv")
-    models = models[models["label"].isin(LAYERED)]
-    wrong = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
-    assert {k: (int(v["sum"]), int(v["size"])) for k, v in wrong.iterrows()} == {
-        name: (each.wrong, each.named) for name, each in LAYERED.items()
+@pytest.mark.parametrize(
+    ("file", "labels"),
+    [
+        ("calibration_models.csv", PATTERNS),
+        ("algorithms/algorithm_calibration_models.csv", LAYERED),
+    ],
+)
+def test_calibration_is_what_the_analyses_counted(file: str, labels: dict[str, Label]):
+    models = pd.read_csv(RESULTS / file)
+    models = models[models["label"].isin(labels)]
+    counts = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
+    assert {k: (int(v["sum"]), int(v["size"])) for k, v in counts.iterrows()} == {
+        name: (each.wrong, each.named) for name, each in labels.items()
     }
 
 

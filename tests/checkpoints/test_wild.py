@@ -41,7 +41,9 @@ def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     result = classify(load(file, **sizes), n_prompts=N_PROMPTS)
     assert result.pattern in (true, "undetermined"), result.reason
     assert result.pattern == true or "--" in result.reason, result.reason
-    stated = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
+    # No option says a slope of linear scores; that of the shipped model is 1/L.
+    score = {"linear": "linear/L"}.get(weights.score, weights.score)
+    stated = {"score": score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
     stated |= {"attend_to_self": weights.attend_to_self, **sizes, **hints}
     told = load(file, task={"context_length": task.context_length}, **stated)
     assert_same_circuits(told.weights.circuits, weights)

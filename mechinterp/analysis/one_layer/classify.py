@@ -115,7 +115,7 @@ def _classified_layers(
         best_factor=layered.best_factor,
         best_factor_sem=layered.best_factor_sem,
     )
-    if r2 >= limits.clear_r2:
+    if r2 >= 1 - limits.equal:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {how_well}"
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
@@ -208,7 +208,7 @@ def _classified(
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
     used = None
     if form.kind == "matrix" and task.d_y == 1 and task.supports is None:
-        used = components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
+        used = components(scales.step[0].mT.numpy(), task, limit=limits.equal)
     evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
