@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,10 +81,16 @@ class Checkpoint(Run):
         """The folder's or file's name, printable."""
         return self.outline.name
 
-    @property
+    @cached_property
     def task(self) -> TaskConfig:
-        """The law of its prompts."""
-        return self.config.task
+        """Law of its prompts; fields that neither the file nor the reader stated are assumed."""
+        unsaid = [n.removeprefix("task.") for n in self.assumed if n.startswith("task.")]
+        return self.config.task.assuming({name.removesuffix(".kind") for name in unsaid})
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether this package trained it, so that its task is known."""
+        return "step" not in self.assumed
 
     @property
     def training(self) -> TrainConfig | None:
@@ -98,12 +104,6 @@ class Checkpoint(Run):
         return shortest if self.format == "native" else None
 
     @property
-    def assumed_of_task(self) -> tuple[str, ...]:
-        """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
-        unsaid = {name.removesuffix(".kind") for name in self.assumed}
-        return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
-
-    @property
     def in_words(self) -> str:
         """One line on what the model is, what of it was assumed, and where it comes from."""
         config, model = self.config, self.config.model
@@ -113,12 +113,12 @@ class Checkpoint(Run):
         if model.d_mlp is not None:
             kind += f", MLPs of {model.d_mlp}"
         origin = f"seed {config.seed}, step {self.step}, config {config.id}"
-        if "step" in self.assumed:
+        if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
             origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
-        return f"{self._heads}, {kind}, {self.task.in_words(self.assumed_of_task)}; {origin}"
+        return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 
     @cached_property
     def outline(self) -> Outline:
@@ -199,7 +199,7 @@ class Checkpoint(Run):
             own_weights=lambda: self.weights,
             is_hooked=is_hooked,
             task=self.task,
-            assumed=self.assumed_of_task,
+            trained_here=self.trained_here,
         )
 
     @classmethod

@@ -62,7 +62,7 @@ def model_card(
         version=__version__,
         pattern=answer.pattern,
         verdict="\n\n".join(str(answer.verdict).splitlines()),
-        task=checkpoint.task.in_words(checkpoint.assumed_of_task),
+        task=checkpoint.task.in_words,
         loss=answer.loss,
         trained=_trained(checkpoint),
         source=source or checkpoint.name,

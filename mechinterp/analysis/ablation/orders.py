@@ -139,7 +139,7 @@ def greedy_order(
         method: As in `ablate_heads`.
         progress: Optional progress callback.
     Raises:
-        ValueError: If the method is unknown, there are fewer than four prompts, or halves that are to be
+        ValueError: If the method is unknown, there are fewer than 8 prompts, or halves that are to be
             swapped are odd in number.
     Example:
         >>> from mechinterp import load
@@ -149,7 +149,7 @@ def greedy_order(
         >>> greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk.shape
         (1, 3)
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     chosen_on, measured_on = halves(prompts)
     order = greedy_heads(source, chosen_on, method=method, progress=progress)
     return pruning_curves(source, measured_on, {"greedy": order}, method=method, progress=progress)

@@ -15,7 +15,7 @@ from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -67,9 +67,10 @@ class LayerProbes(Result):
 
 
 def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Each position's own response: with noise to fit to, without it to score against."""
+    """Each position's own response: with noise to fit to, without it, where it is known, to score against."""
     noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
-    clean = torch.cat([prompts.x @ prompts.beta, prompts.y_query_clean[:, None]], dim=1)
+    context = prompts.y if prompts.beta is None else prompts.x @ prompts.beta
+    clean = torch.cat([context, prompts.y_query_clean[:, None]], dim=1)
     return noisy, clean
 
 
@@ -133,7 +134,9 @@ def probe_layers(
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)

@@ -31,7 +31,7 @@ from mechinterp.analysis.stats import halves
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -156,7 +156,9 @@ def probe(
         >>> list(probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).structures)
         ['reweighted x', 'preconditioned x']
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     response = probe_layers(source, prompts, progress=progress)
     structures = {
         name: probe_layers(source, prompts, target=target, progress=progress)

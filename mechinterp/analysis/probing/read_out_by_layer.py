@@ -19,12 +19,17 @@ from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
+from mechinterp.models.run.evaluation import (
+    evaluation_prompts,
+    least_number,
+    stream_width,
+    usual_number,
+)
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")
-LEAST_PROMPTS = 20
 PER_READ_OUT = 4
 """Times the prompts that a probe takes at least: half of them choose the read-out, half measure it."""
 
@@ -149,7 +154,7 @@ def read_out_by_layer(
             fewer than two for each entry the fitted read-out finds less than is there.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are fewer than 20 prompts, the model comes without a task, or it lacks the
+        ValueError: If there are fewer prompts than four times the width of the stream, the model comes without a task, or it lacks the
             hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
@@ -160,16 +165,13 @@ def read_out_by_layer(
         ['input', 'L0H0', 'after L0', 'L1H0', 'after L1']
     """
     predictor = predictor_of(source)
-    if predictor.task is None:
-        raise ValueError("read_out_by_layer needs a model that comes with a task, got none.")
     if n_prompts is None:
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
-    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed)
-    if len(prompts) < LEAST_PROMPTS:
-        raise ValueError(
-            f"read_out_by_layer needs at least {LEAST_PROMPTS} prompts, got {len(prompts)}."
-        )
-    targets = _targets(predictor, prompts)
+    # Half of them are fitted to.
+    fitted = 2 * stream_width(predictor)
+    task = task_for(predictor, None, "read_out_by_layer", prompts)
+    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
+    targets = _targets(predictor, prompts, task.posterior_penalty)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
     rows = []
@@ -202,11 +204,10 @@ def own_read_outs(
     return read if same else None
 
 
-def _targets(predictor: Predictor, prompts: Prompts) -> dict[str, np.ndarray]:
-    assert predictor.task is not None
+def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> dict[str, np.ndarray]:
     with torch.no_grad():
         predicted = predictor.predict(prompts)
-    best = ridge(prompts.to(torch.float64), penalty=predictor.task.posterior_penalty)
+    best = ridge(prompts.to(torch.float64), penalty=penalty)
     values = (prompts.y_query, predicted, best)
     return {n: v.double().numpy(force=True) for n, v in zip(TARGETS, values, strict=True)}
 
