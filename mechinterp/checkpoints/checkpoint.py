@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ from mechinterp.models.weights import AnyWeights, Weights, as_weights
 if TYPE_CHECKING:
     from mechinterp.models.hooked.transformer import ICLTransformer
     from mechinterp.models.run.predictor import Predictor
+
+
+CARD = "README.md"
+"""File of the model card, which hubs show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,12 +219,18 @@ class Checkpoint(Run):
         """
         return load(folder)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
+    def save_pretrained(self, folder: str | Path, *, card: str | None = None) -> None:
+        """Write a folder with config.json, model.safetensors, what goes with them, and the model card README.md.
 
+        Args:
+            card: Text of the card; None: that of `model_card`; empty: none is written.
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
         """
+        if card is None:
+            # The card says what `classify` finds, floors above.
+            hub = import_module("mechinterp.report.hub")
+            card = hub.model_card(self, source=Path(folder).absolute().name)
         save(
             folder,
             self.config,
@@ -230,6 +241,9 @@ class Checkpoint(Run):
             assumed=self.assumed,
             origin=self.origin,
         )
+        if card:
+            with writing(Path(folder)):
+                (Path(folder) / CARD).write_text(card, encoding="utf-8")
 
 
 def checkpoint_of(source: object, purpose: str) -> Checkpoint:

@@ -281,5 +281,5 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:
-        checkpoint.save_pretrained(out)
+        checkpoint.save_pretrained(out, card="")
     return sorted(file for file in out.rglob("*") if file.is_file())

@@ -79,7 +79,7 @@ def _estimated(prompts: Prompts) -> dict[str, Any]:
     floor = 1e-6 * max(float(np.trace(moment)), 1e-30)
     matrix = (moment + moment.T) / 2 + floor * np.eye(len(moment))
     beta_var = max(float(prompts.y.square().mean()) / float(np.trace(matrix)), 1e-30)
-    covariance = CovarianceConfig(kind="matrix", matrix=matrix.tolist())
+    covariance = CovarianceConfig(kind="matrix", matrix=tuple(map(tuple, matrix.tolist())))
     noise_var = _best_penalty(prompts) * beta_var
     return {"covariance": covariance, "beta_var": beta_var, "noise_var": noise_var}
 

@@ -1,6 +1,5 @@
 """A model for the Hugging Face hub: its card, and the upload of folder and card."""
 
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
@@ -10,7 +9,6 @@ from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.display import counted
 from mechinterp.version import __version__
 
-CARD = "README.md"
 CARD_TEXT = """---
 license: {licence}
 library_name: mechinterp
@@ -112,9 +110,8 @@ def push_to_hub(
     hub = hub_library()
     api = hub.HfApi(token=token)
     with TemporaryDirectory() as folder:
-        checkpoint.save_pretrained(folder)
         card = model_card(checkpoint, source=repository, licence=licence)
-        Path(folder, CARD).write_text(card, encoding="utf-8")
+        checkpoint.save_pretrained(folder, card=card)
         try:
             api.create_repo(repository, private=private, exist_ok=True)
             commit = api.upload_folder(

@@ -89,7 +89,7 @@ def test_every_position_and_layer(prompts):
     np.testing.assert_allclose(found.risk[0, :2], 0.1, atol=0.04)
     frame = found.to_frame()
     assert list(frame["pos"]) == [0, 39, 40] * 2
-    assert repr(found).startswith("LayerProbes(risk ")
+    assert repr(found).startswith("LayerProbes(excess risk ")
     assert len(found.plot().data) == 3
 
 
@@ -205,7 +205,7 @@ def test_the_input_is_as_good_as_raw_x(few):
     assert found.log_area[2] == pytest.approx(0, abs=1e-9)
     assert list(found.to_frame().columns) == ["features", "step", "risk", "risk_sem"]
     assert list(found.area_frame()["features"]) == ["raw x", "reweighted x", "input"]
-    assert repr(found).startswith("DescentCurves(least risk: raw x ")
+    assert repr(found).startswith("DescentCurves(least excess risk: raw x ")
     assert len(found.plot().data) == 3
 
 

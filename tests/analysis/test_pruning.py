@@ -165,7 +165,7 @@ def test_the_heads_needed_are_the_fewest_within_the_ratio(many: Prompts):
     for ratios, needed in (([1, 1.5, 3], 1), ([1, 3, 1.5], 0), ([1, 3, 3], 2)):
         assert replace(found, ratio=np.array([ratios], dtype=float)).needed("all") == needed
     assert found.needed("all", ratio=1e9) == 0
-    assert f"twice the risk at most: all {found.needed('all')} of 2)" in repr(found)
+    assert f"twice the excess risk at most: all {found.needed('all')} of 2)" in repr(found)
 
 
 def test_an_order_must_name_every_head_once(many: Prompts):

@@ -70,7 +70,7 @@ def prune(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
-    """The model without the heads that a rule lets go, its risk and that with a new read-out.
+    """The model without the heads that a rule lets go, its excess risk and that with a new read-out.
 
     Heads are scored by zero ablation. `kept` is chosen on all prompts: measure it on others. The risks are
     cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's

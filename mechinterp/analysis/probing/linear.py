@@ -33,10 +33,10 @@ class LayerProbes(Result):
     positions: tuple[int, ...]
     """Positions in the prompt, from 0; the last is the query's."""
     risk: Float[np.ndarray, "layer pos"]
-    """Mean squared error of the probe on prompts it was not fitted to, against the target without noise."""
+    """Excess risk of the probe, on prompts it was not fitted to: its mean squared error against the target without noise."""
     risk_sem: Float[np.ndarray, "layer pos"]
     r2: Float[np.ndarray, "layer pos"]
-    """1 - risk over the mean square of the target without noise."""
+    """1 - excess risk over the mean square of the target without noise."""
     r2_sem: Float[np.ndarray, "layer pos"]
     control_r2: Float[np.ndarray, "layer pos"]
     """The same for targets of other prompts, dealt out at random: what a probe finds where there is nothing."""
@@ -46,7 +46,7 @@ class LayerProbes(Result):
 
     def __repr__(self) -> str:
         risks = " ".join(f"{risk:.3g}" for risk in self.risk[:, -1])
-        return f"LayerProbes(risk {risks} at position {self.positions[-1]})"
+        return f"LayerProbes(excess risk {risks} at position {self.positions[-1]})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer and position."""
@@ -54,7 +54,7 @@ class LayerProbes(Result):
         return frame_of(self, *names, layer=range(len(self.risk)), pos=self.positions)
 
     def plot(self) -> go.Figure:
-        """Risk of the probe over layers, a curve per position."""
+        """Excess risk of the probe over layers, a curve per position."""
         names = [f"position {pos}" for pos in self.positions]
         return figures.lines(
             np.arange(len(self.risk)),

@@ -91,7 +91,7 @@ class Probing(Result):
         return {"probes": probes, **self.descent.tables()}
 
     def figures(self) -> dict[str, go.Figure]:
-        """R^2 and risk of the probes, then descent."""
+        """R^2 and excess risk of the probes, then descent."""
         return {
             "probe_r2": self.plot_r2(),
             "probe_risk": self.plot(),
@@ -109,7 +109,7 @@ class Probing(Result):
         }
 
     def plot(self) -> go.Figure:
-        """Risk of the probe of the response after each layer."""
+        """Excess risk of the probe of the response after each layer."""
         return self.response.plot()
 
     def plot_r2(self) -> go.Figure:

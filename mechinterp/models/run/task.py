@@ -22,6 +22,11 @@ def task_for(
         >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
         'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
     """
+    if isinstance(task, Prompts):
+        raise ValueError(
+            "task must be a TaskConfig, a dict of its fields or a JSON file, got Prompts; "
+            f"given prompts of {analysis} are its argument prompts=."
+        )
     own = None if is_learner(source) else predictor_of(source).task
     law = None if task is None else as_task(task, own)
     if prompts is not None:
