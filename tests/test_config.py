@@ -411,7 +411,10 @@ def test_json_holds_every_field():
     fields_of_json = json.loads(ExperimentConfig().to_json())
     every = json.loads(json.dumps(asdict(ExperimentConfig())))
     covariance = every["task"]["covariance"]
-    assert (covariance.pop("scale"), covariance.pop("matrix")) == (1, [])  # written where they are set
+    assert (covariance.pop("scale"), covariance.pop("matrix")) == (
+        1,
+        [],
+    )  # written where they are set
     assert fields_of_json == every
     matrix = TaskConfig(d_x=2, covariance=CovarianceConfig(scale=2))
     assert ExperimentConfig.from_json(ExperimentConfig(task=matrix).to_json()).task == matrix

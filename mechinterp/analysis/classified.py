@@ -13,9 +13,8 @@ from mechinterp.display import Result
 from mechinterp.icl.given import PromptsTask, no_law
 
 LEFT_OUT = (
-    "Left out, as they need the law of the prompts: the best step size, the solution manifold, components, longer "
-    "contexts, a wide spread of x, and identities of y, the query and rotated x; ridge regression has the penalty "
-    "that is best on these prompts."
+    "Left out, as the law of the prompts is not known: {parts}. Ridge regression has the penalty that is best on "
+    "these prompts; task= (--task) states the law."
 )
 
 
@@ -38,6 +37,8 @@ class Classified(Result):
     trained_here: bool = False
     """Whether this package trained the model, so that its task is not in doubt."""
 
+    needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
+    """Parts that need the law of the prompts."""
     heads_title: ClassVar[str]
     """Above the lines of the heads of a model, or of many of its kind."""
 
@@ -81,7 +82,7 @@ class Classified(Result):
     @property
     def left_out(self) -> str:
         """A sentence on the parts that need a law of given prompts; empty where it is known."""
-        return LEFT_OUT if no_law(self.task) else ""
+        return LEFT_OUT.format(parts=self.needs_law) if no_law(self.task) else ""
 
     @property
     def loss_text(self) -> str:

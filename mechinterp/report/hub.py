@@ -52,16 +52,21 @@ def model_card(
         >>> print(card.splitlines()[-9])
         | trained | 500,001 steps of 256 prompts at learning rate 0.001, seed 0 |
     """
-    answer = classify(checkpoint, seed=seed)
+    try:
+        answer = classify(checkpoint, seed=seed)
+        said = (answer.pattern, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
+    except ValueError as error:  # such as predictions that overflow
+        said = ("not classified", str(error), "not known")
+    pattern, verdict, loss = said
     return CARD_TEXT.format(
         licence=licence,
         name=checkpoint.name,
         architecture=_architecture(checkpoint),
         version=__version__,
-        pattern=answer.pattern,
-        verdict="\n\n".join(str(answer.verdict).splitlines()),
+        pattern=pattern,
+        verdict=verdict,
         task=checkpoint.task.in_words,
-        loss=answer.loss,
+        loss=loss,
         trained=_trained(checkpoint),
         source=source or checkpoint.name,
     )

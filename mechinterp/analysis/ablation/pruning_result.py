@@ -132,7 +132,9 @@ class Pruning(Result):
         )
         few = " and ".join(name for name, each in self.by_rule.items() if each.carried_by_few)
         if few:
-            told.append(f"Of {few} one prompt in a hundred carries most of the excess risk as it is.")
+            told.append(
+                f"Of {few} one prompt in a hundred carries most of the excess risk as it is."
+            )
         often = self.pruned["best-later"].chosen.max(1) if "best-later" in self.pruned else ()
         layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
         if layers:

@@ -46,8 +46,8 @@ LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
 N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 LEFT_OUT = (
-    "Left out, as they need the law of the prompts: longer contexts and the posterior mean under a pool; ridge has "
-    "the penalty that is best on these prompts."
+    "Left out, as the law of the prompts is not known: longer contexts, the posterior mean under a pool. Ridge has the "
+    "penalty that is best on these prompts; task= states the law."
 )
 
 

@@ -72,8 +72,8 @@ DEPTHS = (1, 2, 3, 5, 6)
 SPREAD = 3.0
 """Standard errors that hardly a resample goes beyond."""
 LEFT_OUT = (
-    "Left out, as they need the law of the prompts: twice the length, a covariance with a wide spread, "
-    "and identities of scaled or added y, added queries and rotated x; task= states it."
+    "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, and identities other "
+    "than the order of pairs; task= (--task) states the law."
 )
 HALF = 0.5
 """Most of a learner in what an algorithm leaves of a function."""

@@ -43,6 +43,9 @@ class LayeredClassification(Classified):
     "unstructured"; "undetermined" for a single layer.
     """
 
+    needs_law: ClassVar = (
+        "longer prompts, a wide spread of x, identities other than the order of pairs"
+    )
     heads_title: ClassVar = """Heads: what the excess risk rises by when one is masked
   head                    rise (y²)  share of its layer's rises"""
 
@@ -123,7 +126,8 @@ class LayeredClassification(Classified):
         if self.algorithm is None:
             return told
         # The first says why, as the verdict does where there is no label.
-        return told + sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
+        further = sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
+        return told + [each for each in further if each != self.algorithm.left_out]
 
     def tables(self) -> dict[str, Table]:
         """Heads, and the tables of the algorithm."""
