@@ -102,7 +102,7 @@ def test_a_task_is_as_good_as_its_fields(tmp_path):
         lambda: load(file, n_heads=2, task="noise_var=0.1")
     )
     assert "d_x must be the weights' 5, got 4" in refusal(
-        lambda: load(file, n_heads=2, task=TaskConfig(d_x=4))
+        lambda: load(file, n_heads=2, task=TaskConfig(d_x=4, d_y=1))
     )
     assert "task is only for files that do not state theirs" in refusal(
         lambda: load(SHIPPED, task=task)

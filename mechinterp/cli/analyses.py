@@ -116,7 +116,7 @@ def show(
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
 
-    with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
+    with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         result = run_analysis(
             name,
@@ -129,7 +129,7 @@ def show(
             settings=settings,
         )
     if asked.as_json:
-        say_json(to_json(analysis_of(name)[0], checkpoint, result))
+        say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
         say_of(path, to_text(analysis_of(name)[0], result, wide=asked.wide))
 
@@ -172,7 +172,7 @@ def prune(
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
-    paths = (path,) if out is None else (path, out)
+    paths = (path, *asked.files) if out is None else (path, *asked.files, out)
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         if checkpoint.config.model.n_layers == 1:

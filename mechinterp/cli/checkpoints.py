@@ -56,10 +56,10 @@ def classify(
     with progress_bars(quiet=asked.quiet) as progress:
         for path in progress(all_paths, "classifying"):
             try:
-                with about_paths(path):
+                with about_paths(path, *asked.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = _classified(checkpoint, asked)
-                    documents.append(to_json("classify", checkpoint, result) | numbers)
+                    documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))

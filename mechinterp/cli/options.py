@@ -25,6 +25,8 @@ from mechinterp.cli.training import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
@@ -78,9 +80,24 @@ class Asked:
     wide: WideOption = False
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The file of prompts, which messages may be about."""
+        return () if self.prompts is None else (self.prompts,)
+
+    @property
     def given(self) -> "Prompts | None":
         """The prompts of the file; None: they are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
+
+    @property
+    def note(self) -> dict[str, object]:
+        """Field of the JSON document that says on which prompts of a file it rests."""
+        if self.prompts is None:
+            return {}
+        known = {"beta", "y_query_clean"} & set(arrays_of(self.prompts))
+        from mechinterp.analysis.registry import NO_TARGET
+
+        return {"prompts": {"file": str(self.prompts), "note": "" if known else NO_TARGET}}
 
     def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
         """The prompts of the file, or those that an analysis draws by the same options."""
@@ -101,30 +118,45 @@ def prompts_of(file: Path) -> "Prompts":
     Raises:
         ValueError: If it is no .npz file, an array is missing or unknown, or the shapes do not fit.
     """
-    import zipfile
-
-    import numpy as np
-
     from mechinterp.icl.prompts import Prompts
 
-    needed, known = NAMES[:4], ", ".join(NAMES)
+    found = arrays_of(file)
     try:
-        if file.suffix != ".npz" or not file.is_file():
-            raise ValueError(f"must be an existing .npz file of the arrays {known}")
-        with np.load(file, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-        for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
-            what = "is missing" if name in needed else f"is none of {known}"
-            raise ValueError(f"array {name} {what}; it holds {', '.join(found) or 'none'}")
         given = Prompts.from_arrays(**found)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split()).removesuffix(".")
-        raise ValueError(f"{file}: no prompts ({reason}).") from None
-    if given.beta is None and "y_query_clean" not in found:
+    except ValueError as error:
+        raise ValueError(f"{file}: no prompts ({str(error).removesuffix('.')}).") from None
+    if not {"beta", "y_query_clean"} & found.keys():
         from mechinterp.analysis.registry import NO_TARGET
 
         complain(f"{file}: {NO_TARGET}.")
     return given
+
+
+def arrays_of(file: Path) -> "dict[str, np.ndarray]":
+    """Arrays of a file of prompts, by name.
+
+    Raises:
+        ValueError: If it is no .npz file of numbers, or an array is missing or unknown.
+    """
+    import zipfile
+
+    import numpy as np
+
+    needed, known = NAMES[:4], ", ".join(NAMES)
+    wrong = f"{file}: must be an .npz file of the arrays {known}"
+    if file.suffix != ".npz" or not file.is_file():
+        raise ValueError(f"{wrong}, got {'another file' if file.exists() else 'nothing'}.")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile):
+        raise ValueError(
+            f"{wrong}, got a file that is none, or holds other than numbers."
+        ) from None
+    for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
+        what = "is missing" if name in needed else "is unknown"
+        raise ValueError(f"{wrong}; {name} {what}, it holds {', '.join(found) or 'none'}.")
+    return found
 
 
 def by_name(given: dict[str, object]) -> None:

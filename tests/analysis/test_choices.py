@@ -128,4 +128,4 @@ def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
     assert f"heads kept: {few.refit_risk:.3g} with a new read-out; risk " in repr(few)
     clear = prune(model, prompts, rule=lambda rise: np.array([[True, False]]))
     assert not clear.carried_by_few
-    assert "heads kept: risk " in repr(clear)
+    assert "heads kept: excess risk " in repr(clear)

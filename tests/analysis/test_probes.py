@@ -139,7 +139,7 @@ def test_targets(few):
 
 def test_fewer_prompts_than_features_are_refused(few):
     model = random_model(1)
-    rule = "A probe of 5 features needs more .* of 6 it is fitted to 4"
+    rule = r"prompts must be >= 10, since 5 numbers are fitted to them, got 6\."
     with pytest.raises(ValueError, match=rule):
         probe_layers(model, few[:6])
 

@@ -92,7 +92,7 @@ def test_risks_are_those_of_the_masked_model(make, many):
     assert found.refit_ratio_sem >= within[1] * (1 - 1e-9)
     assert found.refit_risk < found.risk
     assert list(found.to_frame().columns) == ["layer", "head", "kept", "chosen", "rise"]
-    assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
+    assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: excess risk ")
     as_it_is, refit = (trace.y.tolist() for trace in found.plot().data)
     assert as_it_is == [found.full_risk, found.risk]
     assert refit == [found.full_refit_risk, found.refit_risk]

@@ -9,7 +9,7 @@ import torch
 from mechinterp import classify
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
 from mechinterp.icl.predictors import debiased_gd, ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts
@@ -137,6 +137,6 @@ def test_covariances_of_another_scale_and_of_any_matrix():
     np.testing.assert_allclose(x.T @ x / len(x), Sigma, atol=5 * 0.007)
     for matrix in ([[1, 2], [2, 1]], [[1, 0.5], [0.4, 1]], [[1, 0]], []):
         with pytest.raises(ValueError, match=re.escape("task.covariance.matrix must be a symm")):
-            TaskConfig(d_x=2, covariance={"kind": "matrix", "matrix": matrix})
+            as_task({"d_x": 2, "covariance": {"kind": "matrix", "matrix": matrix}})
     with pytest.raises(ValueError, match=r"matrix must hold d_x = 3 rows, got 2\.$"):
         TaskConfig(d_x=3, covariance=full.covariance)

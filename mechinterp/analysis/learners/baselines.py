@@ -24,7 +24,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Learner, Source, learner_of
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of
 from mechinterp.models.run.task import task_for
 
 STEPS = 128
@@ -100,8 +100,8 @@ def baselines(
     Args:
         source: A model, or a function from prompts to predictions.
         prompts: None: `n_prompts` of the task are drawn, by `seed`.
-        task: Law of the prompts; None: the model's own. Of given prompts it is then not known, so that no pool is
-            compared with. A function of prompts has none.
+        task: Law of the prompts; None: the model's own. It decides which prompts are drawn, and whether there is a
+            pool to compare with.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
@@ -114,9 +114,10 @@ def baselines(
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    law = task_for(source, task, "baselines", prompts)
-    drawn_from = source if task is None and prompts is None else law
-    prompts = evaluation_prompts(drawn_from, n_prompts=n_prompts, seed=seed, fitted=1)
+    given = prompts is not None and is_learner(source) and task is None
+    law = None if given else task_for(source, task, "baselines")
+    drawn_from = source if law is None or task is None else law
+    prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     predictions = learner_of(source)(prompts).double()
     require_moderate(predictions)
     own = _errors(predictions, prompts)

@@ -16,6 +16,7 @@ from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
@@ -139,6 +140,7 @@ def read_out_by_layer(
     source: Source,
     prompts: Prompts | None = None,
     *,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -149,6 +151,8 @@ def read_out_by_layer(
     chosen on the even prompts and which is measured on the odd ones.
 
     Args:
+        task: Law of the prompts; None: the model's own. Of given prompts it is then not known, and ridge regression has
+            the penalty that is best on them.
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
             fewer than two for each entry the fitted read-out finds less than is there.
@@ -169,9 +173,9 @@ def read_out_by_layer(
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
     # Half of them are fitted to.
     fitted = 2 * stream_width(predictor)
-    task = task_for(predictor, None, "read_out_by_layer", prompts)
+    law = task_for(predictor, task, "read_out_by_layer", prompts)
     prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
-    targets = _targets(predictor, prompts, task.posterior_penalty)
+    targets = _targets(predictor, prompts, law.posterior_penalty)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
     rows = []
