@@ -24,6 +24,10 @@ POOL_BLOCK = 1024
 """Task vectors of a pool that are drawn at once."""
 
 
+class NoTaskVectorsError(ValueError):
+    """Given prompts come without the task vectors that an analysis needs."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prompts:
     """A batch of regression prompts."""
@@ -139,10 +143,10 @@ class Prompts:
         """The task vectors, which must be known.
 
         Raises:
-            ValueError: If they are not; it names the purpose.
+            NoTaskVectorsError: If they are not; it names the purpose.
         """
         if self.beta is None:
-            raise ValueError(f"{purpose} needs the task vectors of the prompts; pass beta.")
+            raise NoTaskVectorsError(f"{purpose} needs the task vectors of the prompts; pass beta.")
         return self.beta
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Prompts":

@@ -15,7 +15,7 @@ from mechinterp.analysis.registry import ANALYSES, NO_TARGET, Analysis, analysis
 from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
@@ -65,7 +65,7 @@ def contents_of(
     for name, analysis in list(shown.items()):
         try:
             results[name] = run(analysis)
-        except NoStreamError as error:
+        except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
@@ -80,9 +80,12 @@ def contents_of(
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        names, why = ", ".join(left_out), next(iter(left_out.values()))
-        text, method = f"{names}: {why}", "These read the stream between layers."
-        listed.append(Section("Left out", text, method))
+        reasons = {
+            why: ", ".join(n for n, each in left_out.items() if each == why)
+            for why in left_out.values()
+        }
+        text = " ".join(f"{names}: {why}" for why, names in reasons.items())
+        listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
 
 
