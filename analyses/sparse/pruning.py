@@ -124,7 +124,7 @@ def cost_records(
 
 def noise_records(claims: list[Record]) -> list[Record]:
     """C16: whether C11 to C13 hold at each noise variance."""
-    asked = [one for one in claims if one.tag == "second hand"]
+    asked = [one for one in claims if one.said_by == "second hand"]
     made = []
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]
