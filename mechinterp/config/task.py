@@ -3,8 +3,9 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from mechinterp.fields import MAX_SIZE, Rules, build, set_checked
 
@@ -96,6 +97,24 @@ def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:
     return bool(symmetric and np.linalg.eigvalsh(full).min() > near)
 
 
+T = TypeVar("T")
+
+
+def _noting_what_is_passed(cls: type[T]) -> type[T]:
+    """The class, which notes which fields are passed; `==`, `hash`, the id and JSON do not see it."""
+    own = cls.__init__
+
+    @wraps(own)
+    def init(self: T, *values: object, **named: object) -> None:
+        positional = (each.name for each in fields(cls)[: len(values)])  # type: ignore[arg-type]
+        object.__setattr__(self, "_given", frozenset([*positional, *named]))
+        own(self, *values, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_noting_what_is_passed
 @dataclass(frozen=True)
 class TaskConfig:
     """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
@@ -131,17 +150,11 @@ class TaskConfig:
     before: InitVar["TaskConfig | None"] = field(default=None, kw_only=True)
     """The task that `dataclasses.replace` changes: what was assumed of it stays assumed."""
 
-    def __new__(cls, *values: object, **named: object) -> "TaskConfig":
-        """Notes which fields are passed; `==`, `hash`, the id and JSON do not see it."""
-        task = super().__new__(cls)
-        positional = (each.name for each in fields(cls)[: len(values)])
-        object.__setattr__(task, "_given", frozenset([*positional, *named]))
-        return task
-
     def __post_init__(self, before: "TaskConfig | None") -> None:
         set_checked(self, "task")
         if before is not None:
-            changed = {n for n in self.given if getattr(self, n, 0) != getattr(before, n, 0)}
+            passed = self.given - {"before"}
+            changed = {n for n in passed if getattr(self, n) != getattr(before, n)}
             object.__setattr__(self, "_given", before.given | changed)
         object.__setattr__(self, "before", self)  # dataclasses.replace reads it here
         rules = Rules("task", self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mechinterp.analysis.one_layer.head_statistics import Form, Heads, spread_over_heads
 from mechinterp.analysis.one_layer.thresholds import Thresholds
-from mechinterp.config import TaskConfig
+from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.scores import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
@@ -120,7 +120,8 @@ def _optimal_step(task: TaskConfig) -> float:
     if task.covariance.kind != "identity" or task.supports is not None:
         return float("nan")
     ratio = task.noise_var / task.signal_var
-    return debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    return step / task.covariance.scale
 
 
 def nearest_on_manifold(
@@ -135,7 +136,7 @@ def nearest_on_manifold(
         omega: Mean omega of each active head, of both signs; unit 1/x^2.
         mu: mu of each active head.
     Returns:
-        gamma in 1/x^2 and the distance; NaN unless x is isotropic and mu is not 0, with omega of both signs.
+        gamma in 1/x^2 and the distance; NaN unless the covariance of x is the identity and mu is not 0, with omega of both signs.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.6)-(4.7); the projection is derived here.
     Example:
@@ -147,7 +148,7 @@ def nearest_on_manifold(
         (0.13, 0.0)
     """
     both_signs = (omega > 0).any() and (omega < 0).any()
-    if task.covariance.kind != "identity" or not both_signs or not mu.any():
+    if task.covariance != CovarianceConfig() or not both_signs or not mu.any():
         return float("nan"), float("nan")
     mu_at = partial(
         manifold_mu,
