@@ -111,8 +111,7 @@ def intervene_on_steps(
     """
     predictor = predictor_of(source)
     task = task_for(predictor, task, "intervene_on_steps", prompts)
-    if isinstance(task, PromptsTask):
-        prompts = task.prompts.to(torch.float64)
+    if prompts is not None:
         n_prompts = len(prompts)
     # Images of the prediction so far, of x as changed and of x, fitted to half of the prompts.
     require_number(n_prompts, 2 * (task.d_y + 2 * task.d_x))
