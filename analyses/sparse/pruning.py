@@ -75,7 +75,8 @@ def to_single(
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
     masks = [crossed.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
-    return choices.ratio(errors.refitted(masks).T, single), float(median)
+    refitted, fits = errors.refitted(masks)
+    return choices.ratio(refitted.T, single, fits), float(median)
 
 
 def often(found: rules.Pruning) -> str:

@@ -100,7 +100,7 @@ def test_one_layer_ends_with_the_loss_that_classify_has():
 
 
 def test_too_few_prompts_are_refused(few: Prompts):
-    with pytest.raises(ValueError, match=r"prompts must be >= 20, .*, got 8\.$"):
+    with pytest.raises(ValueError, match=r"prompts must be >= 10, .*, got 8\.$"):
         read_out_by_layer(gradient_descent_model([ETA], d_x=4), few[:8])
     with pytest.raises(ValueError, match=r"needs a task for a model that comes without one"):
         read_out_by_layer(random_gpt2())

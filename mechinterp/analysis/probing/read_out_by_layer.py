@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
-from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
+from mechinterp.analysis.probing.linear import by_folds
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskLike
@@ -32,7 +32,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")
 PER_READ_OUT = 4
-"""Times the prompts that a probe takes at least: half of them choose the read-out, half measure it."""
+"""Prompts of a read-out, in multiples of the least number that a probe takes."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,12 +55,13 @@ class ReadOutByLayer(Result):
     """1 - own_loss over the mean square of the target."""
     own_r2_sem: Float[np.ndarray, "target place"]
     fitted_loss: Float[np.ndarray, "target place"]
-    """The same of a ridge read-out that is fitted to one half of the prompts, on the other half."""
+    """Mean squared distance from the target of a ridge read-out, on prompts that it was not fitted to, unit y^2."""
     fitted_loss_sem: Float[np.ndarray, "target place"]
+    """Standard error of fitted_loss, over prompts and over the fit."""
     fitted_r2: Float[np.ndarray, "target place"]
     fitted_r2_sem: Float[np.ndarray, "target place"]
     penalty: Float[np.ndarray, "target place"]
-    """Penalty of the fitted read-out, chosen on the first half, in units of the features' mean square."""
+    """Penalty of the fitted read-out, in units of the features' mean square."""
     COLUMNS: ClassVar = {
         "target": "What is read: y, the model's prediction, or that of ridge regression.",
         "place": "The stream at the query that is read: the input, before a layer plus what one head adds, or after a layer.",
@@ -147,19 +148,19 @@ def read_out_by_layer(
 ) -> ReadOutByLayer:
     """What a linear read-out of the stream at the query finds after each layer, and after each head's output is added.
 
-    The model's own read-out (the logit lens) is as it is; the fitted one is a ridge regression whose penalty and weights are
-    chosen on the even prompts and which is measured on the odd ones.
+    The model's own read-out (the logit lens) is used as it is. The fitted one is a ridge regression: it is fitted to four
+    fifths of the prompts and measured on the fifth left out, with the penalty that has the least error.
 
     Args:
+        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         task: Law of the prompts; None: the model's own. Of given prompts it is then not known, and ridge regression has
             the penalty that is best on them.
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
             fewer than two for each entry the fitted read-out finds less than is there.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are fewer prompts than four times the width of the stream, the model comes without a task, or it lacks the
-            hooks on its streams.
+        ValueError: If there are fewer prompts than 8 or twice the width of the stream, the model comes without a task, or
+            it lacks the hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
     Example:
@@ -171,10 +172,8 @@ def read_out_by_layer(
     predictor = predictor_of(source)
     if n_prompts is None:
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
-    # Half of them are fitted to.
-    fitted = 2 * stream_width(predictor)
-    law = task_for(predictor, task, "read_out_by_layer", prompts)
-    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
+    law, width = task_for(predictor, task, "read_out_by_layer", prompts), stream_width(predictor)
+    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=width)
     targets = _targets(predictor, prompts, law.posterior_penalty)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
@@ -182,9 +181,9 @@ def read_out_by_layer(
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
         own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
-        for target in targets.values():
+        for target, fitted in zip(targets, by_folds(features, *targets), strict=True):
             as_is = [np.nan] * 4 if own is None else loss_and_r2(own, target)
-            rows.append([*as_is, *_fitted(features, target)])
+            rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
     values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
     columns = dict(zip([*names, "penalty"], values, strict=True))
@@ -208,12 +207,12 @@ def own_read_outs(
     return read if same else None
 
 
-def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> dict[str, np.ndarray]:
+def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> list[np.ndarray]:
+    """The values of `TARGETS` on the prompts."""
     with torch.no_grad():
         predicted = predictor.predict(prompts)
     best = ridge(prompts.to(torch.float64), penalty=penalty)
-    values = (prompts.y_query, predicted, best)
-    return {n: v.double().numpy(force=True) for n, v in zip(TARGETS, values, strict=True)}
+    return [v.double().numpy(force=True) for v in (prompts.y_query, predicted, best)]
 
 
 def _places(
@@ -229,12 +228,3 @@ def _places(
                 places[layer, head] = streams[layer] + written[layer][:, head]
         places[layer + 1, -1] = streams[layer + 1]
     return places
-
-
-def _fitted(
-    features: Float[np.ndarray, "prompt feature"], target: Float[np.ndarray, "prompt d_y"]
-) -> list[float]:
-    """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
-    _, penalty = best_by_folds(features[::2], target[::2])
-    (weights,) = fit_ridge(features[::2], target[::2], [penalty])
-    return [*loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]
