@@ -1,7 +1,9 @@
 """Configs: a trip through JSON changes nothing, and nothing that cannot be done is accepted."""
 
+import copy
 import json
 import math
+import pickle
 import re
 from dataclasses import asdict, fields, replace
 
@@ -424,3 +426,14 @@ def test_the_shortest_context_is_no_longer_than_the_longest():
     message = "train.shortest_context must be <= task.context_length = 40, got 41."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         override(ExperimentConfig(), "model.context_only=true", "train.shortest_context=41")
+
+
+def test_a_task_remembers_what_was_passed_and_nothing_else_sees_it():
+    task = TaskConfig(4, noise_var=0.1)
+    assert task.given == {"d_x", "noise_var"}
+    assert replace(task, d_y=2).given == {"d_x", "noise_var", "d_y"}
+    assert copy.deepcopy(task).assumed == pickle.loads(pickle.dumps(task)).assumed == task.assumed
+    same = task.assuming(())
+    assert (same, hash(same), repr(same)) == (task, hash(task), repr(task))
+    assert ExperimentConfig(task=same).id == ExperimentConfig(task=task).id
+    assert ExperimentConfig(task=same).to_json() == ExperimentConfig(task=task).to_json()
