@@ -26,7 +26,7 @@ from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchan
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
 from mechinterp.checkpoints.shipped import shipped_path
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike, task_fields
 
 FORMATS = ("native", *NAMED)
 """What `load` reads."""
@@ -37,7 +37,7 @@ TARGETS = ("native", FORMAT, "npz")
 def load(
     path: str | Path,
     *,
-    task: Mapping[str, object] | TaskConfig | None = None,
+    task: TaskLike | None = None,
     format: str | None = None,
     d_x: int | None = None,
     d_y: int | None = None,
@@ -61,8 +61,8 @@ def load(
 
     Args:
         path: A local path; if nothing lies there, the name of a shipped model, such as "softmax-h2-s0".
-        task: A TaskConfig, or some of its fields; the setting of the paper that the format belongs to stands for
-            those left out.
+        task: A TaskConfig, a dict of its fields or a JSON file; fields that nobody passed are those of the paper that
+            the format belongs to, and stand in `assumed`.
         format: One of `FORMATS`, where the names do not tell.
         n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
         scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
@@ -187,7 +187,9 @@ def _hints(given: Mapping[str, object]) -> Hints:
         ValueError: If it is out of range.
     """
     task = given.get("task")
-    hints = Hints(**{**given, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
+    if isinstance(task, TaskConfig):
+        task = {name: value for name, value in asdict(task).items() if name in task.given}
+    hints = Hints(**{**given, "task": None if task is None else task_fields(task)})  # type: ignore[arg-type]
     if hints.format is not None and hints.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
     return hints
@@ -279,5 +281,5 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:
-        checkpoint.save_pretrained(out)
+        checkpoint.save_pretrained(out, card="")
     return sorted(file for file in out.rglob("*") if file.is_file())

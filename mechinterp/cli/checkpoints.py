@@ -56,10 +56,10 @@ def classify(
     with progress_bars(quiet=asked.quiet) as progress:
         for path in progress(all_paths, "classifying"):
             try:
-                with about_paths(path):
+                with about_paths(path, *asked.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = _classified(checkpoint, asked)
-                    documents.append(to_json("classify", checkpoint, result) | numbers)
+                    documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
             except (ValueError, OSError) as error:
                 documents.append({"path": str(path), "error": str(error)})
                 complain(str(error))
@@ -95,12 +95,17 @@ def _steps(
 
 
 def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
-    from mechinterp.analysis.one_layer.classify import classify as classified
 
-    task = None  # the checkpoint's own, of which it is known what is assumed
-    if asked.context_length not in (None, checkpoint.task.context_length):
-        task = replace(checkpoint.task, context_length=asked.context_length)
-    return classified(checkpoint, task, n_prompts=asked.n_prompts, seed=asked.seed or 0)
+    from mechinterp.analysis.registry import run_analysis
+
+    return run_analysis(  # type: ignore[return-value]
+        "classify",
+        checkpoint,
+        prompts=asked.given,
+        context_length=asked.context_length,
+        n_prompts=asked.n_prompts,
+        seed=asked.seed,
+    )
 
 
 def _show_classification(

@@ -59,13 +59,13 @@ OPTIONS: Mapping[str, Any] = {
 def hints_of(**given: Any) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.checkpoints.io.atomic import read_task
+    from mechinterp.config import task_fields
 
     task, rows = given.pop("task", None), given.pop("model", None)
     joins = (row.partition("=") for row in rows or ())
     flags = {"true": True, "false": False}
     model = {name: flags.get(value.lower(), value) for name, _, value in joins} or None
-    return Hints(task=None if task is None else read_task(task), model=model, **given)
+    return Hints(task=None if task is None else task_fields(task), model=model, **given)
 
 
 hints_of.__signature__ = Signature(  # type: ignore[attr-defined]

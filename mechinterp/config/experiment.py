@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 from mechinterp.config.model import ModelConfig
-from mechinterp.config.task import TaskConfig
+from mechinterp.config.task import CovarianceConfig, TaskConfig
 from mechinterp.config.train import TrainConfig
 from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
@@ -114,7 +114,7 @@ class ExperimentConfig:
     @property
     def id(self) -> str:
         """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
-        values = asdict(self)
+        values = self.to_dict()
         default = ExperimentConfig()
         for section, names in LATER_FIELDS.items():
             for name in names:
@@ -125,7 +125,16 @@ class ExperimentConfig:
 
     def to_json(self) -> str:
         """The config as sorted, indented JSON."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    def to_dict(self) -> dict:
+        """All fields, nested; the scale and the matrix of the covariance only where they are set."""
+        values = asdict(self)
+        covariance, default = values["task"]["covariance"], CovarianceConfig()
+        for name in ("scale", "matrix"):
+            if covariance[name] == getattr(default, name):
+                del covariance[name]
+        return values
 
     @classmethod
     def from_json(cls, text: str) -> "ExperimentConfig":

@@ -131,7 +131,7 @@ def test_classification_document(checkpoint: Checkpoint):
     assert sum(head["share"] for head in document["heads"]) == pytest.approx(1)
 
     evidence = document["evidence"]
-    assert (evidence["task"], evidence["best_factor"]) == (found.task.in_words(), found.best_factor)
+    assert (evidence["task"], evidence["best_factor"]) == (found.task.in_words, found.best_factor)
     assert evidence["best_factor"] == pytest.approx(1, abs=4 * evidence["best_factor_sem"])
     assert set(evidence) == {
         *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal"),

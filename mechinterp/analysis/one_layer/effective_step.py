@@ -107,4 +107,5 @@ def _optimal_step(task: TaskConfig) -> float:
     if task.covariance.kind != "identity" or task.supports is not None:
         return float("nan")
     ratio = task.noise_var / task.signal_var
-    return debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    return step / task.covariance.scale

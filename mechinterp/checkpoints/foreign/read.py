@@ -4,7 +4,7 @@ What neither the file nor the reader says is assumed: `Checkpoint.assumed` holds
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -201,7 +201,7 @@ class _Source:
         weights, form, step = case.weights(), self.form, self.stored.step
         config = ExperimentConfig(task=case.task, model=weights.model)
         kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
-        values = flatten(asdict(config)).items()
+        values = flatten(config.to_dict()).items()
         assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
         closed = {**form.settled, **given}
         usual = [n for n in form.usual if n not in closed]
