@@ -17,7 +17,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import ACTIVATIONS, plus
+from mechinterp.models.layers import ACTIVATIONS, plus, rotated
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -162,8 +162,9 @@ class _Layer:
         """What each head has averaged, at the rows."""
         model, scale = self.weights.model, self.weights.scale
         read = self._normed("ln1", stream) if model.norm == "before" else stream
-        q = scale * self._projected(read[:, self.rows], "Q")
-        return self.attend(q, self._projected(read, "K"), self._projected(read, "V"), model)
+        q, k = self._projected(read[:, self.rows], "Q"), self._projected(read, "K")
+        q = scale * rotated(q, model, first=k.shape[1] - q.shape[1])
+        return self.attend(q, rotated(k, model), self._projected(read, "V"), model)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
