@@ -16,6 +16,7 @@ LATER_FIELDS = {
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
         *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
+        "rms_norm",
     ),
     "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm", "warm_up"),
 }

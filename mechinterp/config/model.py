@@ -44,7 +44,9 @@ class ModelConfig:
     final_norm: bool = False
     """Whether a layer norm stands before the read-out."""
     norm_eps: float = 1e-5
-    """What layer norms add to the variance."""
+    """What norms add to the variance, or to the mean square."""
+    rms_norm: bool = False
+    """Whether norms divide by the root mean square alone; False: they subtract the mean first."""
     d_mlp: int | None = None
     """Hidden width of the MLP of each layer; None: no MLP."""
     activation: str = "relu"
@@ -66,8 +68,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         set_checked(self, "model")
         rules = Rules("model", self)
-        sizes = ("n_layers", "n_heads", "d_head", "d_model", "d_mlp", "n_positions", "d_read_in")
-        sizes = (*sizes, "rotary_dim")
+        sizes: tuple[str, ...] = ("n_layers", "n_heads", "d_head", "d_model", "d_mlp")
+        sizes += ("n_positions", "d_read_in", "rotary_dim")
         rules.at_least(1, *sizes)
         rules.at_most(MAX_SIZE, *sizes)
         rules.at_least(0, "norm_eps")

@@ -1,4 +1,4 @@
-"""Activations, biases and rotary positions as plain functions."""
+"""Activations, biases, norms and rotary positions as plain functions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +22,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def plus(values: Tensor, bias: Tensor | None) -> Tensor:
     """The values with a bias added, if there is one."""
     return values if bias is None else values + bias
+
+
+def normed(
+    stream: Float[Tensor, "*axes d_model"],
+    w: Float[Tensor, " d_model"],
+    b: Float[Tensor, " d_model"],
+    model: ModelConfig,
+) -> Float[Tensor, "*axes d_model"]:
+    """The stream through a layer norm, or a root-mean-square norm, with its factors and biases."""
+    if model.rms_norm:
+        return F.rms_norm(stream, w.shape, w, model.norm_eps) + b
+    return F.layer_norm(stream, w.shape, w, b, model.norm_eps)
 
 
 def rotated(

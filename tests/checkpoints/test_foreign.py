@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
 from tests.checkpoints.files import assert_refused, hugging_face, loaded, saved
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,
     arrays,

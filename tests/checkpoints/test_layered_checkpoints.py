@@ -15,11 +15,12 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
 from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
 

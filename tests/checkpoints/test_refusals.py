@@ -19,9 +19,10 @@ from mechinterp.checkpoints.foreign.names import KNOWN
 from mechinterp.checkpoints.foreign.options import COLUMNS, Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import FORMATS, load
+from mechinterp.checkpoints.load import FORMATS
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import SCORES
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
     LAYER_NAMES,
     attention_module,

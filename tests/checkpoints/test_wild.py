@@ -13,9 +13,9 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import load
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, linear_layers, matrices
 from tests.conftest import sampled

@@ -91,8 +91,10 @@ class HookedConfig:
 
     @property
     def normalization_type(self) -> str | None:
-        """ "LN" where there are layer norms."""
-        return "LN" if self.model.norm is not None or self.model.final_norm else None
+        """ "LN" where there are layer norms, "RMS" for those of the root mean square."""
+        if self.model.norm is None and not self.model.final_norm:
+            return None
+        return "RMS" if self.model.rms_norm else "LN"
 
     @property
     def positional_embedding_type(self) -> str | None:
