@@ -162,8 +162,8 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         closed: Names of choices that the file or the reader settles.
     """
     turns = form.turns and not parts.merged and not parts.has("positions.weight")
-    again = "passes" in chosen and chosen["residual"] and len(parts.layers) <= MOST_LAYERS
-    possible = {"positions": turns, "passes": again, "rms_norm": parts.bare_norms}
+    again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
+    possible = {"positions": turns, "passes": bool(again), "rms_norm": parts.bare_norms}
     return [
         {**chosen, **change}  # type: ignore[dict-item]
         for change in REFINED

@@ -38,6 +38,8 @@ AGAIN = 4
 """How many times as many for the readings that are near the best."""
 MOST_REFINED = 8
 """Readings, the best first, of which refinements are tried."""
+ROUNDS = 3
+"""How often a refined reading is changed in one choice, as long as that is better."""
 MOST_NEAR = 4
 """Readings of each score that are compared again."""
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
@@ -131,6 +133,10 @@ def tried(
     if refined:
         every = [*look.cases, *refined]
         look = _looked_at(every, _n_prompts(every, 1))
+        best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
+        if look.cases[best] in refined:
+            found = _improved(look.cases[best], cases, make, look.count)
+            look = _looked_at([*look.cases, *found], look.count) if found else look
     readings = _ranked(look, open_ones)
     rest: list[Reading] = []
     hopeful = any(each.loss < 1 - MARGIN for each in readings)
@@ -181,6 +187,29 @@ def _refinements(
         with suppress(ValueError):  # heads of odd width cannot be turned
             refined.append(make(case.parts, said))
     return refined
+
+
+def _improved(
+    case: Case, cases: Sequence[Case], make: Callable[[Parts, Said], Case], count: int
+) -> list[Case]:
+    """Better readings on the way from a refined case, one choice changed at a time.
+
+    Which norm or activation predicts can depend on the refinement, so that the best reading without it may be another.
+    """
+    values = {n: dict.fromkeys(each.said.get(n) for each in cases) for n in open_choices(cases)}
+    better: list[Case] = []
+    for _ in range(ROUNDS):
+        near = []
+        for name, value in ((n, v) for n, vs in values.items() for v in vs if v != case.said[n]):
+            with suppress(ValueError):
+                near.append(make(case.parts, {**case.said, name: value}))
+        look = _looked_at([case, *near], count)
+        best = look.cases[min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))]
+        if best is case:
+            break
+        case = best
+        better.append(case)
+    return better
 
 
 def _mean(errors: Errors) -> float:
