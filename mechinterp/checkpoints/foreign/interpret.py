@@ -36,7 +36,7 @@ N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
 AGAIN = 4
 """How many times as many for the readings that are near the best."""
-MOST_REFINED = 8
+MOST_REFINED = 24
 """Readings, the best first, of which refinements are tried."""
 ROUNDS = 3
 """How often a refined reading is changed in one choice, as long as that is better."""
@@ -135,7 +135,7 @@ def tried(
         look = _looked_at(every, _n_prompts(every, 1))
         best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
         if look.cases[best] in refined:
-            found = _improved(look.cases[best], cases, make, look.count)
+            found = _improved(look.cases[best], every, make, look.count)
             look = _looked_at([*look.cases, *found], look.count) if found else look
     readings = _ranked(look, open_ones)
     rest: list[Reading] = []
@@ -196,7 +196,12 @@ def _improved(
 
     Which norm or activation predicts can depend on the refinement, so that the best reading without it may be another.
     """
-    values = {n: dict.fromkeys(each.said.get(n) for each in cases) for n in open_choices(cases)}
+    names = [
+        n
+        for n in open_choices(cases)
+        if n in case.said and not n.startswith(("rotary", "positions"))
+    ]
+    values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
     better: list[Case] = []
     for _ in range(ROUNDS):
         near = []
