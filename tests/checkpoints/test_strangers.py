@@ -193,12 +193,14 @@ def test_sizes_and_positions_of_the_task_are_found_too(tmp_path: Path):
 def test_settings_that_contradict_or_are_impossible_are_refused(tmp_path: Path):
     assert settled({"n_head": 4, "num_heads": 4, "use_rope": True}) == {"n_heads": 4, "positions": "rotary"}  # fmt: skip
     for raw, words in (
-        ({"n_head": 4, "num_heads": 2}, "several numbers of heads"),
         ({"n_heads": "two"}, "n_heads must be an integer"),
         ({"pos_encoding": "alibi"}, "alibi"),
     ):
         with pytest.raises(ValueError, match=words):
             settled(raw)
+    two = saved(tmp_path, {"model": STATE, "config": {"n_head": 4, "num_heads": 2}})
+    assert_refused("n_head = 4, num_heads = 2", read, two)
+    assert read(two, n_heads=2).config.model.n_heads == 2
     (tmp_path / "config.json").write_text('{"n_heads": 4}')
     assert_refused("n_heads must be 2", read, saved(tmp_path, {"model": STATE, "n_heads": 2}))
 

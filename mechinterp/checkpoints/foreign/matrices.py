@@ -174,7 +174,9 @@ def number_of_heads(
         n_heads = 1
     n_heads = settle("n_heads", n_heads, hints.n_heads)
     if n_heads is None:
-        raise ValueError("n_heads is not in the file; give --n-heads (n_heads=).")
+        several = settings.get("several_heads")
+        why = "is not in the file" if several is None else f"must be one number, got {several}"
+        raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
     return n_heads
 
 

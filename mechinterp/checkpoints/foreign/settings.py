@@ -95,6 +95,8 @@ def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
     """Settings by the names of this package; those that are not known are left out.
 
+    Several numbers of heads are `several_heads`, a text.
+
     Raises:
         ValueError: If one has no possible value, or would make it another model.
     Example:
@@ -113,7 +115,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
             known[name] = different.pop()
         elif different and name == "n_heads":
             listed = ", ".join(f"{key} = {value}" for key, value in read.items())
-            raise ValueError(f"states several numbers of heads, {listed}; give --n-heads (n_heads=).")  # fmt: skip
+            known["several_heads"] = listed
     if known.pop("rotary", None):
         known["positions"] = "rotary"
     if isinstance(first := known.pop("norm_first", None), bool):
