@@ -5,14 +5,11 @@ The names of __init__.pyi are loaded when they are first used, so that `import m
 
 from pathlib import Path
 
-from mechinterp.moved import find_moved_modules
 from mechinterp.rooms import names_of, stub_homes
 from mechinterp.version import __version__
 
 _HOMES = stub_homes(Path(__file__).with_suffix(".pyi"))
 __all__ = ["__version__", *_HOMES]
-
-find_moved_modules()
 
 __getattr__ = names_of(__name__, _HOMES)
 

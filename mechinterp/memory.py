@@ -1,8 +1,8 @@
-"""Memory that prompts and a model's run over them take, held against what is there before any is asked for.
+"""Estimates of the memory that prompts and a model's run over them need, and the memory that is available.
 
-These are the only estimates of it. What is larger than CHUNK_BYTES goes in chunks whose size follows from the
-model and the prompts alone, so that results depend on no machine; what does not fit in the smallest chunk is
-refused with both numbers.
+Runs larger than CHUNK_BYTES are split into chunks. The size of a chunk follows from the model and the prompts alone, so
+that results do not depend on the machine. A run whose smallest chunk does not fit is refused with both numbers. Training
+estimates the memory of its snapshots and packs itself (`training.jobs`, `training.batches`).
 """
 
 import os
@@ -16,13 +16,13 @@ if sys.platform != "win32":
     import resource
 
 CHUNK_BYTES = 2**28
-"""Of what a model makes of prompts that run together."""
+"""Largest size of the activations of one chunk of prompts, in bytes."""
 UNLIMITED = 2**62
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def prompt_bytes(task: TaskConfig, *, context_length: int | None = None, width: int = 4) -> int:
-    """Bytes of the random numbers behind a prompt.
+    """Bytes of the random numbers that one prompt needs.
 
     Args:
         width: Bytes of a number.
@@ -35,7 +35,7 @@ def prompt_bytes(task: TaskConfig, *, context_length: int | None = None, width: 
 
 
 def one_layer_bytes(*, n_heads: int, d_model: int, n_tokens: int, width: int) -> int:
-    """What a prompt takes where only the query attends: per head scores, pattern and slope, per token its copy.
+    """Bytes per prompt of a model of one layer: scores, pattern and slope of each head, and a copy of the tokens.
 
     Example:
         >>> one_layer_bytes(n_heads=2, d_model=6, n_tokens=41, width=4)
@@ -54,7 +54,7 @@ def token_map_bytes(
     n_tokens: int,
     width: int,
 ) -> int:
-    """What a prompt takes in linear attention: its tokens and their second moment, and a map for each layer."""
+    """Bytes per prompt in linear attention: tokens, their second moment, and a map for each layer."""
     columns = n_heads * d_head
     maps = n_layers * d_token * (d_model + 2 * columns)
     layer = d_token * (6 * columns + 2 * d_model) + 2 * columns * d_model
@@ -64,7 +64,7 @@ def token_map_bytes(
 def layers_bytes(
     *, n_layers: int, n_heads: int, d_head: int, d_model: int, d_mlp: int, n_tokens: int, width: int
 ) -> int:
-    """What a prompt takes where every token attends: six squares of scores per head, and the streams that are kept."""
+    """Bytes per prompt of a model of several layers: six squares of scores per head, and the streams that are kept."""
     columns = n_heads * d_head
     layer = n_tokens * (4 * columns + 4 * d_model + 3 * d_mlp)
     kept = n_layers * n_tokens * (d_model + columns)
@@ -72,7 +72,7 @@ def layers_bytes(
 
 
 def together(per_prompt: int, what: str, *, most: int = UNLIMITED) -> int:
-    """How many prompts run together: an even number, since some swap in pairs.
+    """Number of prompts in a chunk: even, since resample ablation swaps prompts in pairs.
 
     Raises:
         ValueError: If not even two fit.
@@ -85,7 +85,7 @@ def together(per_prompt: int, what: str, *, most: int = UNLIMITED) -> int:
 
 
 def chunks(n_prompts: int, size: int) -> list[slice]:
-    """Prompts by so many.
+    """Slices of `size` prompts each.
 
     Example:
         >>> chunks(5, 4)
@@ -95,27 +95,27 @@ def chunks(n_prompts: int, size: int) -> list[slice]:
 
 
 def require_memory(needed: int, what: str) -> None:
-    """Refuse what takes more memory than there is; what is no larger than a chunk is not looked at.
+    """Refuse a computation that needs more memory than is available; sizes up to one chunk always pass.
 
     Raises:
-        ValueError: With the bytes that are needed and those that are there.
+        ValueError: With the bytes needed and the bytes available.
     """
     if needed <= CHUNK_BYTES:
         return
     available = available_memory()
     if needed > available:
         raise ValueError(
-            f"{what} must fit into memory: {needed} bytes are needed, {available} bytes are there."
+            f"{what} must fit into memory: {needed} bytes are needed, {available} bytes are available."
         )
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take: of the machine, its control group and its own limit."""
+    """Bytes that this process can still allocate: the least of machine, control group and process limit."""
     return max(0, min(_of_machine(), _of_control_group(), _of_process()))
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes."""
+    """Peak memory of this process so far, in bytes."""
     # On Linux a process starts with the ru_maxrss of the one that started it.
     if peak := re.search(r"VmHWM:\s+(\d+) kB", _read(Path("/proc/self/status"))):
         return 1024 * int(peak[1])

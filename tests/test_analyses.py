@@ -2,13 +2,14 @@
 records."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from analyses.__main__ import main
-from analyses.lib import check, numbers, pages
+from analyses.lib import check, main_claims, numbers, pages
 from analyses.lib.measured import module_of, scripts, shipped, shipped_config
 from analyses.lib.records import Record, agree, all_records, digest, load, seal, span, written_by
 from tests.conftest import sampled
@@ -93,9 +94,41 @@ def test_the_files_of_all_claims_are_those_of_the_results(file: Path):
 
 
 def test_cells_of_the_main_tables_are_short():
-    for line in pages.main_table(RESULTS).splitlines()[2:]:
+    for line in pages.main_table(RESULTS, page="README.md", paper="all").splitlines()[2:]:
         for cell in line.strip("| ").split(" | "):
             assert len(cell.split()) <= 12, cell
+
+
+MAIN = [(page, row) for page, rows in main_claims.main().items() for row in rows]
+
+
+@pytest.mark.parametrize(("page", "row"), MAIN, ids=[row["clause"] for _, row in MAIN])
+def test_count_and_number_of_a_main_row_are_those_of_one_clause(page: str, row: dict):
+    script, record = next(one for one in all_records(RESULTS) if one[1].id == row["clause"])
+    line = next(
+        one
+        for one in pages.main_table(RESULTS, page="x.md", paper=page).splitlines()
+        if row["claim"] in one
+    )
+    _, count, number, _, _, more = line.strip("| ").split(" | ")
+    assert f"(analyses/{script}.py)" in more
+    if re.match(r"\d+ of \d+", count) and "share" not in record.values:
+        holding = sum(record.holds(v, record.errors.get(k, 0.0)) for k, v in record.values.items())
+        assert count.startswith(f"{holding} of {len(record.values)} ")
+    if "show" in row:
+        ends = (min(record.values.values()), max(record.values.values()))
+        low, high = (f"{end:{row['show']}}".replace("-", "−", end < 0) for end in ends)
+        assert high in number
+        assert low in number.replace("up to", low)
+    else:
+        assert set(record.values.values()) <= {0.0, 1.0}
+
+
+def test_a_main_row_of_two_clauses_is_refused():
+    row = {"claim": "", "what": "", "show": ".3f"}
+    main_claims.check(row | {"clause": "softmax-step-r2"})
+    with pytest.raises(ValueError, match=r"a row of main\.toml must have claim, clause, what"):
+        main_claims.check(row | {"models": "softmax-both-signs", "number": "softmax-step-r2"})
 
 
 # Their quick runs take longer than a few seconds.
@@ -143,7 +176,7 @@ def test_a_name_that_is_no_script_is_refused(capsys: pytest.CaptureFixture[str])
 
 def record(relation: str, bound: float | tuple[float, float], *values: float) -> Record:
     named = {f"s{seed}": value for seed, value in enumerate(values)}
-    asked = {"relation": relation, "bound": bound, "tag": "paper"}
+    asked = {"relation": relation, "bound": bound, "said_by": "paper", "bound_by": "ours"}
     return Record(id="softmax-O1a", statement="", values=named, **asked)
 
 
@@ -198,10 +231,13 @@ def test_a_check_names_the_records_that_differ():
 
 
 def test_records_say_what_is_wrong_with_them():
-    good = {"id": "softmax-O1a", "statement": "", "relation": "below", "bound": 1, "tag": "ours"}
+    good = {"id": "softmax-O1a", "statement": "", "relation": "below", "bound": 1}
+    good |= {"said_by": "ours", "bound_by": "ours"}
     for bad, message in (
         ({"relation": "about"}, "relation must be one of"),
-        ({"tag": "third hand"}, "by must be one of"),
+        ({"said_by": "third hand"}, "said_by must be one of paper, second hand, ours, got third"),
+        ({"bound_by": "second hand"}, "bound_by must be one of paper, ours, got second hand"),
+        ({"changed": [{"when": "2026-11-22"}]}, "changed of softmax-O1a must have when, was"),
         ({"errors": {"s0": 1.0}}, "must belong to its values"),
     ):
         with pytest.raises(ValueError, match=message):

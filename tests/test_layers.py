@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -11,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import mechinterp
-from mechinterp import moved
 from tests.conftest import python
 from tests.test_doors import deep_softmax, gpt2_file
 
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
 FLOORS = (
-    *("version", "moved", "rooms", "fields", "progress", "config", "presets", "memory"),
+    *("version", "rooms", "fields", "progress", "config", "presets", "memory"),
     *("paper", "display", "figures", "heatmaps"),
     *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
 )
@@ -187,11 +185,3 @@ def test_start_up_is_light(module: str):
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     # Without the import hook of the tests, as a user starts it.
     assert python("-c", code).done().out.strip() == "[]"
-
-
-@pytest.mark.parametrize(("old", "new"), sorted(moved.MOVED.items()))
-def test_an_old_name_of_a_module_is_the_module_of_today(old, new):
-    sys.modules.pop(f"mechinterp.{old}", None)
-    with pytest.warns(DeprecationWarning, match=f"mechinterp.{new} now"):
-        module = import_module(f"mechinterp.{old}")
-    assert module is import_module(f"mechinterp.{new}")

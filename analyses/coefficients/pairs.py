@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from analyses.lib import SETTING, Measured, checkpoint
+from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
 from mechinterp.analysis.training.sampler import Chains, LocalLoss
 from mechinterp.config import override
 from mechinterp.models.weights import Weights
-from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 from mechinterp.training.one_layer.pack import Pack
 
 STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}

@@ -1,7 +1,7 @@
 """What every script of a figure or table imports."""
 
-from analyses.lib.measured import RESULTS, SETTING, Measured, checkpoint, shipped
+from analyses.lib.measured import RESULTS, SETTING, Measured, checkpoint, failures, shipped, trained
 from analyses.lib.records import Record, claims, record, records
 
 __all__ = ["RESULTS", "SETTING", "Measured", "Record", "checkpoint", "claims", "record"]
-__all__ += ["records", "shipped"]
+__all__ += ["failures", "records", "shipped", "trained"]

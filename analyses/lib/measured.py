@@ -1,5 +1,4 @@
-"""What the scripts of figures and tables share: the shipped checkpoints, and writing what was
-measured."""
+"""Shared code of the scripts: shipped checkpoints, failed trainings, and the files of results."""
 
 import argparse
 import json
@@ -27,11 +26,13 @@ from mechinterp.config.experiment import from_dict
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "analyses" / "results"
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
+ROSE = 1.5
+"""A training failed if its last evaluation loss is above this many times the least it had reached."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a script found."""
+    """Results of a script: data, figures and records."""
 
     data: pd.DataFrame
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
@@ -45,9 +46,39 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 def shipped(pattern: str) -> list[str]:
-    """Names of shipped checkpoints that match, those of fewer heads and smaller seeds first."""
+    """Names of the shipped checkpoints that match, sorted by number of heads and by seed."""
     found = (file.parent.name for file in (ROOT / "checkpoints").glob(f"{pattern}/config.json"))
     return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
+
+
+def losses(name: str) -> pd.Series:
+    """Evaluation loss of a shipped model by step; empty where the checkpoint has no history."""
+    history = checkpoint(name).history
+    if history is None:
+        return pd.Series(dtype=float)
+    return history.groupby("step").eval_loss.first().dropna()
+
+
+def failed(name: str) -> bool:
+    """Whether the training of a shipped model failed: its loss had been far lower."""
+    loss = losses(name)
+    return len(loss) > 0 and bool(loss.iloc[-1] > ROSE * loss.min())
+
+
+def trained(pattern: str) -> list[str]:
+    """Shipped checkpoints that match, without failed trainings; claims count these."""
+    return [name for name in shipped(pattern) if not failed(name)]
+
+
+def failures(pattern: str) -> pd.DataFrame:
+    """Failed trainings among the shipped checkpoints that match: first, least and last loss."""
+    paths = {name: losses(name) for name in shipped(pattern) if failed(name)}
+    rows = [
+        {"model": name, "first": loss.iloc[0], "least": loss.min(), "at": loss.idxmin()}
+        | {"last": loss.iloc[-1], "ratio": loss.iloc[-1] / loss.min()}
+        for name, loss in paths.items()
+    ]
+    return pd.DataFrame(rows)
 
 
 def scripts() -> list[str]:

@@ -88,15 +88,19 @@ def number(name: str) -> str:
 def _number(name: str) -> str:
     """A number as Python formats it.
 
-    `show` is a format for the one value there is; "range" before it is from the least to the most,
-    "each" and "list" all of them, "sorted" in order, "most", "least", "sum" and "mean" one of these, "count" how many; "±" before
-    it adds the standard error, with a format of its own if there is a second one.
+    `show` is a format for a single value. A word before it takes several: "range" from least to
+    most, "each" and "list" all, "sorted" all in order, "most", "least", "sum", "mean" or "median"
+    one of these. "count" is their number, "holding" the number that satisfies the record's bound.
+    "±" adds the standard error, with a format of its own if there is a second one.
     """
     group, _, key = name.partition(".")
     source = sources()[group][key]
     values, errors = measured(source)
     values = values * source.get("times", 1)
     how, *formats = source["show"].split()
+    if how == "holding":
+        record = records()[source["record"]]
+        return f"{len(record.holding)} of {record.n}"
     if how == "count":
         return f"{len(values):,}"
     if how == "range":

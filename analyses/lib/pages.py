@@ -1,5 +1,5 @@
-"""The tables that are made from the results of all scripts: those of README.md, of analyses/ and of
-docs/ (tables.toml) and all claims as a CSV file and a page with a search.
+"""Tables made from the results of all scripts: those of pages (tables.toml), and all claims as a CSV
+file and as a page with a search.
 
 python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
 """
@@ -18,14 +18,15 @@ from analyses.lib.records import Record, all_records
 from analyses.lib.result_tables import from_csv, markdown
 
 HERE = Path(__file__).parents[1]
-HEADER = ("id", "claim", "script", "models", "asked", "measured", "verdict", "by")
+HEADER = ("id", "claim", "said by", "script", "models")
+HEADER += ("bound", "bound by", "measured", "verdict", "changed")
 
 
 def row(script: str, record: Record) -> tuple[str, ...]:
     """The cells of one record."""
     claim = f"{record.statement}: {record.quantity}" if record.quantity else record.statement
-    what = (record.models, record.asked, record.measured, record.judged, record.tag)
-    return (record.id, claim, f"{script}.py", *what)
+    bound = (record.criterion, record.bound_by, record.measured, record.judged, record.moves)
+    return (record.id, claim, record.source, f"{script}.py", record.models, *bound)
 
 
 def all_claims(results: Path) -> pd.DataFrame:
@@ -46,9 +47,10 @@ def claims_page(results: Path) -> str:
     return page.replace("HEAD", head).replace("BODY", body)
 
 
-def main_table(results: Path, *, paper: str = "") -> str:
-    """The main claims of a paper, or of all papers those that lead README.md."""
-    return markdown(main_claims.HEADER, main_claims.rows(results, paper))
+def main_table(results: Path, *, page: str, paper: str) -> str:
+    """The main claims of a paper, or where it is "all" those that lead, with links from a page."""
+    chosen = "" if paper == "all" else paper
+    return markdown(main_claims.HEADER, main_claims.rows(results, page, chosen))
 
 
 FILES: dict[Path, Callable[[Path], str]] = {
@@ -63,16 +65,21 @@ def tables() -> dict[Path, dict[str, Callable[[Path], str]]]:
     """The functions of results that make the tables of each page, by the name of their marks."""
     every = tomllib.loads((HERE / "tables.toml").read_text(encoding="utf-8"))
     return {
-        HERE.parent / page: {name: made_by(source) for name, source in sources.items()}
+        HERE.parent / page: {name: made_by(source, page) for name, source in sources.items()}
         for page, sources in every.items()
     }
 
 
-def made_by(source: str | dict) -> Callable[[Path], str]:
+def made_by(source: str | dict, page: str) -> Callable[[Path], str]:
+    """The function of results that makes one table of a page."""
     if isinstance(source, str):
         module, _, name = source.partition(":")
         return getattr(import_module(f"analyses.{module}"), name)
-    return partial(main_table if "paper" in source else from_csv, **source)
+    return (
+        partial(main_table, page=page, **source)
+        if "paper" in source
+        else partial(from_csv, **source)
+    )
 
 
 def replaced(text: str, name: str, table: str) -> str:

@@ -1,10 +1,9 @@
-"""Claims, which analyses/claims/*.toml hold, and their records: what was measured, and the verdict
-that follows from the two.
+"""Claims from analyses/claims/*.toml, and records: measured values, from which a verdict follows.
 
-The script F/S.py writes its records into results/F_S.records.json, with where they come from: the
-script, the package's version and commit, the checkpoints' ids and seeds, and the sha256 of the
-script's CSV files and of the records themselves. The tables of the pages are made from these files
-(`pages.py`).
+The script F/S.py writes its records into results/F_S.records.json: ids and measured values, without
+statements and bounds. The file also has their origin: script, version and commit of the package,
+ids and seeds of the checkpoints, and the sha256 of the script's CSV files and of the records.
+`pages.py` makes all tables from these files.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ import math
 import operator
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +29,7 @@ RELATIONS = {
     "equal to": operator.eq,
     "between": lambda value, bound: bound[0] <= value <= bound[1],
 }
-TAGS = ("paper", "second hand", "ours")
+SAID_BY, BOUND_BY = ("paper", "second hand", "ours"), ("paper", "ours")
 CLAIMS = Path(__file__).parents[1] / "claims"
 PAPERS = ("softmax", "linear", "sparse")
 
@@ -64,11 +63,17 @@ class Claim:
     relation: str
     """A key of RELATIONS."""
     bound: Bound
-    """What each value is compared with; two numbers for "between"."""
+    """Number that each value is compared with; two numbers for "between"."""
     margin: float = 0
-    """By how many of its standard errors a value must hold."""
-    tag: str
-    """Who says so: the paper, a second hand's account of it, or ours."""
+    """Number of standard errors by which a value must hold."""
+    said_by: str
+    """Who makes the claim: the paper, somebody's account of the paper, or this project."""
+    where: str = ""
+    """Section, equation, figure or table of the paper, where it is known."""
+    bound_by: str
+    """Whose number the bound is: the paper's, or this project's."""
+    changed: tuple[Mapping[str, str], ...] = ()
+    """What moved after a measurement: `when`, what it `was`, what it is `now`, and `why`."""
     paper: str = ""
     """The paper's own number, where it has one."""
     models: str = ""
@@ -81,20 +86,39 @@ class Claim:
             raise ValueError(
                 f"relation must be one of {', '.join(RELATIONS)}, got {self.relation}."
             )
-        if self.tag not in TAGS:
-            raise ValueError(f"by must be one of {', '.join(TAGS)}, got {self.tag}.")
+        for name, known in (("said_by", SAID_BY), ("bound_by", BOUND_BY)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
+                )
+        object.__setattr__(self, "changed", tuple(self.changed))
+        for change in self.changed:
+            if set(change) != {"when", "was", "now", "why"}:
+                raise ValueError(
+                    f"changed of {self.id} must have when, was, now, why; got {', '.join(change)}."
+                )
 
     def holds(self, value: float, error: float = 0.0) -> bool:
-        """Whether a value is what is asked, by the margin. What is not a number never is."""
+        """Whether a value satisfies the relation, by the margin. NaN never does."""
         compare = RELATIONS[self.relation]
         return all(compare(value + side * self.margin * error, self.bound) for side in (-1, 1))
 
     @property
-    def asked(self) -> str:
+    def criterion(self) -> str:
         """The relation and its bound, as text."""
         ends = self.bound if isinstance(self.bound, tuple) else (self.bound,)
-        asked = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
-        return f"{asked} by {self.margin:g} s.e." if self.margin else asked
+        text = f"{self.relation} {' and '.join(f'{end:g}' for end in ends)}"
+        return f"{text} by {self.margin:g} s.e." if self.margin else text
+
+    @property
+    def source(self) -> str:
+        """Who makes the claim, and where in the paper, as text."""
+        return f"{self.said_by}, {self.where}" if self.where else self.said_by
+
+    @property
+    def moves(self) -> str:
+        """What moved after a measurement, as text."""
+        return "; ".join("{when}: {was} -> {now} ({why})".format(**one) for one in self.changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +130,12 @@ class Record(Claim):
     errors: Mapping[str, float] = field(default_factory=dict)
     """Standard errors of those values that have one."""
     over: Mapping[str, int | str] = field(default_factory=dict)
-    """What the standard errors are over: prompts, seeds, and how models or heads were selected."""
+    """What the standard errors are over: prompts, seeds, and how models or heads were selected. `failed`
+    is the number of failed trainings, which have no value."""
     text: str = ""
     """What was measured in words, where `values` do not say it."""
     note: str = ""
-    """What the verdict has to be read with, such as fewer seeds than asked."""
+    """Remark that belongs to the verdict, such as too few seeds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,8 +168,10 @@ class Record(Claim):
 
     @property
     def judged(self) -> str:
-        """The verdict with its note."""
-        return f"{self.verdict} ({self.note})" if self.note else self.verdict
+        """The verdict with its note and the number of failed trainings."""
+        notes = [self.note] if self.note else []
+        notes += [f"{self.over['failed']} trainings failed"] if "failed" in self.over else []
+        return f"{self.verdict} ({', '.join(notes)})" if notes else self.verdict
 
     @property
     def measured(self) -> str:
@@ -157,22 +184,23 @@ class Record(Claim):
         return f"{ends} ± {max(self.errors.values()):.1g}" if self.errors else ends
 
     def to_json(self) -> dict:
-        """The fields, and what follows from them."""
-        derived = {"n": self.n, "n_hold": len(self.holding), "verdict": self.verdict}
-        return asdict(self) | derived
+        """What was measured, with the claim's id; the claim itself stands in analyses/claims."""
+        return {name: getattr(self, name) for name in ("id", *MEASURED)}
+
+
+MEASURED = tuple(name for name in Record.__annotations__)
 
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Every claim by its id, those of a paper together."""
+    """All claims by id, in the order of the files."""
     found = {}
     for paper in PAPERS:
         rows = tomllib.loads((CLAIMS / f"{paper}.toml").read_text(encoding="utf-8"))
         for id, row in rows.items():
             if not id.startswith(f"{paper}-"):
                 raise ValueError(f"ids of {paper}.toml must start with {paper}-, got {id}.")
-            tag, models = row.pop("by"), row.pop("setting", "")
-            found[id] = Claim(id=id, tag=tag, models=models, **row)
+            found[id] = Claim(id=id, models=row.pop("setting", ""), **row)
     return found
 
 
@@ -185,7 +213,7 @@ def record(
     text: str = "",
     note: str = "",
 ) -> Record:
-    """What was measured of a claim.
+    """A record of the claim with this id.
 
     Args:
         values: By model, a number or a number and its standard error.
@@ -206,7 +234,7 @@ def record(
 
 
 def records(prefix: str, measured: Mapping[str, Values], **about) -> list[Record]:
-    """Records of several claims, by the rest of their ids; `about` as in `record`."""
+    """Records of several claims, by their ids without the prefix; `about` as in `record`."""
     return [record(f"{prefix}{name}", values, **about) for name, values in measured.items()]
 
 
@@ -259,10 +287,9 @@ def written_by(file: str) -> str:
 
 
 def load(file: Path) -> list[Record]:
-    """The records of a file."""
-    names = Record.__dataclass_fields__
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return [Record(**{name: row[name] for name in names}) for row in content["records"]]
+    """Records of a file, each joined with its claim."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["records"]
+    return [record(row["id"], **{name: row[name] for name in MEASURED}) for row in rows]
 
 
 def all_records(folder: Path) -> list[tuple[str, Record]]:

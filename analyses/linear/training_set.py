@@ -1,5 +1,5 @@
-"""Finite training sets: descent on them rests near the levels of the population, nearer to the
-set's own.
+"""Finite training sets: descent rests near the levels of the population, and nearer to those of the
+set itself.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4, in the published code's setting of figure 3: 5
 separate heads of rank one from N(0, 0.01^2), full-batch descent at rate 0.02 without 1/N on 80,000
@@ -51,7 +51,9 @@ def measure(quick: bool) -> Measured:
         for level, one in (off[size].mean() / off[size].sem()).items()
     }
     large, small = (off[size].abs().to_numpy() for size in SIZES)
+    large_own, small_own = (named(own[size].abs().to_numpy(), "set", "rest") for size in SIZES)
     asked = {"first": named(large[:, 0], "set"), "later": named(large[:, 1:], "set", "rest")}
-    asked |= {"bias": bias, "end": named(small[:, 4], "set"), "own": nearer}
+    asked |= {"bias": bias, "end": named(small[:, 4], "set"), "nearer": nearer}
+    asked |= {"own": large_own, "own-small": small_own}
     claims = records("linear-19-", asked, over={"sets": len(sets)})
     return Measured(data, claims=claims)

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import SETTING, Measured, Record, records
+from analyses.lib.theory.approximate_loss import loss_gradients
 from mechinterp import figures
-from mechinterp.theory.approximate_loss import loss_gradients
 from mechinterp.theory.two_heads import late_mu, two_head_flow
 
 START, SCALES, TIMES = 1e-3, ("mu", "omega"), (6.0, 8.0, 12.0, 30.0, 100.0)

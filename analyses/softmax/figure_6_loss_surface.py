@@ -10,10 +10,10 @@ import pandas as pd
 import torch
 
 from analyses.lib import SETTING, Measured, Record, records
+from analyses.lib.theory.approximate_loss import approximate_loss, corrected_loss
 from mechinterp import TaskConfig, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.models.constructions.one_layer import diagonal_heads
-from mechinterp.theory.approximate_loss import approximate_loss, corrected_loss
 
 
 def measure(quick: bool) -> Measured:

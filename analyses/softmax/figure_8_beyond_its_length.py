@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, checkpoint, records
+from analyses.lib.theory.softmax import linear_attention_risk
 from mechinterp import TaskConfig
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
-from mechinterp.theory.softmax import linear_attention_risk
 
 # Near 40 in single steps, so that the least loss is found.
 NEAR = (*range(36, 40), *range(41, 50))

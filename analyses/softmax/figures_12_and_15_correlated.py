@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, checkpoint, record, records, shipped
+from analyses.lib import Measured, checkpoint, record, records, trained
+from analyses.lib.theory import preconditioning as theory
 from mechinterp import circuits, classify, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.theory import preconditioning as theory
 
 SETTING = {"context_length": 40, "noise_var": 0.1}
 RHOS = (0.3, 0.5, 0.8)
@@ -95,7 +95,7 @@ def pages(rho: float) -> dict[str, go.Figure]:
 
 
 def measure(quick: bool) -> Measured:
-    names = [name for rho in RHOS for name in shipped(f"kms-{rho}-h2-s*")]
+    names = [name for rho in RHOS for name in trained(f"kms-{rho}-h2-s*")]
     n_prompts = 10_000 if quick else 200_000
     over = {"selection": "pairs labelled preconditioned_gd"}
     data = pd.DataFrame([pair_row(name, n_prompts) for name in names])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, checkpoint, record, records, shipped
+from analyses.lib import Measured, Record, checkpoint, record, records, trained
 from analyses.softmax.setting import circuit_pages
 from mechinterp import classify
 from mechinterp.analysis.one_layer.classification import Classification
@@ -38,7 +38,7 @@ Measure = Callable[[Classification], float]
 
 def labels(n_heads: int, convention: str) -> dict[str, Classification]:
     """Labels of all seeds."""
-    return {name: classify(checkpoint(name)) for name in shipped(f"{convention}-h{n_heads}-s*")}
+    return {name: classify(checkpoint(name)) for name in trained(f"{convention}-h{n_heads}-s*")}
 
 
 def eta(name: str) -> float:
@@ -142,7 +142,7 @@ def losses(convention: str) -> Record:
     """The best seed's loss by number of heads."""
     best = []
     for n_heads in range(1, 5):
-        names = shipped(f"{convention}-h{n_heads}-s*")
+        names = trained(f"{convention}-h{n_heads}-s*")
         best.append(np.min([checkpoint(n).history["eval_loss"].iloc[-1] for n in names]))
     return record(
         f"softmax-M-loss{SUFFIX[convention]}",

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from analyses.lib import Measured, Record, checkpoint, records, shipped
+from analyses.lib import Measured, Record, checkpoint, records, trained
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import circuits, milestones
 
@@ -23,14 +23,14 @@ def of_heads(values: np.ndarray) -> dict[str, float]:
 
 def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
     """Circuits at snapshots, and how early the pattern is there."""
-    with_dummy = [n for n in shipped("softmax-h[348]-s*") if "dummy" in label(n).labels]
+    with_dummy = [n for n in trained("softmax-h[348]-s*") if "dummy" in label(n).labels]
     frames, pages = [], {}
     for name in (TWO, with_dummy[0]):
         for step in STEPS:
             found = circuits(checkpoint(name).snapshots[step])
             frames.append(found.to_frame().assign(model=name, step=step, part="snapshots"))
             pages |= circuit_pages(name, step)
-    early = {name: checkpoint(name).snapshots[2000] for name in shipped("softmax-h2-s*")}
+    early = {name: checkpoint(name).snapshots[2000] for name in trained("softmax-h2-s*")}
     clear = {name: circuits(weights).qk_diagonal.min() for name, weights in early.items()}
     asked = {"early-pattern": clear, "O1e-some": {"models": len(with_dummy)}}
     return pd.concat(frames), pages, records("softmax-", asked)
@@ -43,13 +43,13 @@ def measure(quick: bool) -> Measured:
     scales["peak"] = milestones(moved).peak_step
     asked = {f"two-heads-{name}": of_heads(values) for name, values in scales.items()}
     asked["two-heads-sum"] = {TWO: sums}
-    singles = {name: circuits(checkpoint(name)) for name in shipped("softmax-h1-s*")}
+    singles = {name: circuits(checkpoint(name)) for name in trained("softmax-h1-s*")}
     omega = {name: abs(found.omega_mean[0]) for name, found in singles.items()}
     mu = {name: abs(found.mu[0, 0]) for name, found in singles.items()}
     smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
     asked |= {"S1-smoother": smoothers, "S1-omega": omega, "S1-mu": mu}
     asked |= {"S1-theory-omega": omega, "S1-theory-mu": mu}
-    four = {name: dynamics(name) for name in shipped("softmax-h4-s*")}
+    four = {name: dynamics(name) for name in trained("softmax-h4-s*")}
     groups = {name: abs(found.group_mu[-20:].mean(0)) for name, found in four.items()}
     for column, sign in enumerate(("positive", "negative")):
         asked[f"four-heads-{sign}"] = {name: sums[column] for name, sums in groups.items()}

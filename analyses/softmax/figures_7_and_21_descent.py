@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import SETTING, Measured, checkpoint, records
+from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp import figures, training_dynamics
-from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
 
 FOUR = {"d_x": 5, "context_length": 40, "noise_var": 0.01}

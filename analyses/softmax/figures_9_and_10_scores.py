@@ -6,7 +6,7 @@ Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
 
 import pandas as pd
 
-from analyses.lib import Measured, record, shipped
+from analyses.lib import Measured, failures, record, trained
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import milestones
 from mechinterp.analysis.training.milestones import PATTERNS as PARTS
@@ -28,20 +28,22 @@ def moved(family: str, name: str) -> dict[str, object]:
 
 
 def measure(quick: bool) -> Measured:
-    names = [name for pattern in PATTERNS for name in shipped(pattern)]
+    names = [name for pattern in PATTERNS for name in trained(pattern)]
     paired = {name for name in names if label(name).pattern == "debiased_gd"}
     data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).pattern) for n in names])
     pages = {}
     for name in (one for one in names if one.endswith("s0")):
         pages |= circuit_pages(name) | scale_pages(name)
-    chosen = [(family, n) for family, pattern in FAMILIES.items() for n in shipped(pattern)]
+    chosen = [(family, n) for family, pattern in FAMILIES.items() for n in trained(pattern)]
     rows = [moved(*one) for one in chosen if label(one[1]).pattern == "debiased_gd"]
     training = pd.DataFrame(rows)
     heights = training.groupby("family", sort=False).overshoot.agg(["min", "max"]).itertuples()
     text = "; ".join(f"{family} {low:.1f} to {high:.1f}" for family, low, high in heights)
     diagonal = {n: label(n).circuits.qk_diagonal.min() for n in names if n in paired}
+    signs = {name: float(name in paired) for name in names}
+    apart = sum(len(failures(pattern)) for pattern in PATTERNS)
     claims = [
-        record("softmax-scores-signs", {name: float(name in paired) for name in names}),
+        record("softmax-scores-signs", signs, over={"failed": apart}),
         record("softmax-scores-diagonal", diagonal, over={"selection": "models of both signs"}),
         record("softmax-A2", {}, text=text),
     ]

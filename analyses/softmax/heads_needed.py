@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, checkpoint, record, shipped
+from analyses.lib import Measured, checkpoint, record, trained
+from analyses.lib.theory import several_tasks as theory
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import joint_debiased_gd
-from mechinterp.theory import several_tasks as theory
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
 
@@ -37,7 +37,7 @@ def step_of(name: str) -> np.ndarray:
 def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
     """Losses beside that of the best step of rank H - 1, and how far theta is from the best of any
     rank."""
-    names = shipped(f"{convention}-h{n_heads}-s*")
+    names = trained(f"{convention}-h{n_heads}-s*")
     task = checkpoint(names[0]).config.task
     moments = moments_of(task)
     best, theta = theory.joint_step(moments), theory.joint_step_of_rank(moments, n_heads - 1)

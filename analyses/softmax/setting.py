@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import plotly.graph_objects as go
 
-from analyses.lib import checkpoint, shipped
+from analyses.lib import checkpoint, trained
 from mechinterp import circuits, classify, training_dynamics
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.training.over_training import TrainingDynamics
@@ -31,17 +31,17 @@ def dynamics(name: str) -> TrainingDynamics:
 
 def single() -> list[str]:
     """Models of one head."""
-    return shipped("softmax-h1-s*")
+    return trained("softmax-h1-s*")
 
 
 def several() -> list[str]:
     """Models of two heads and more."""
-    return shipped("softmax-h[2348]-s*")
+    return trained("softmax-h[2348]-s*")
 
 
 def paired(pattern: str = "softmax-h[2348]-s*") -> list[str]:
     """Models that ended with heads of both signs, as a debiased step."""
-    return [name for name in shipped(pattern) if label(name).pattern == "debiased_gd"]
+    return [name for name in trained(pattern) if label(name).pattern == "debiased_gd"]
 
 
 def active(name: str, least: float = 0.3) -> np.ndarray:

@@ -8,7 +8,7 @@ He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m anal
 import numpy as np
 import pandas as pd
 
-from analyses.lib import Measured, Record, checkpoint, record, records, shipped
+from analyses.lib import Measured, Record, checkpoint, record, records, trained
 from analyses.softmax.setting import BOTH_SIGNS
 from mechinterp import TaskConfig, classify, fit_learners
 from mechinterp.analysis.learners.fits import LEARNERS
@@ -45,7 +45,7 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
 
 def measure(quick: bool) -> Measured:
     scale = 100 if quick else 1
-    models = {name: checkpoint(name) for name in shipped("softmax-h*-s*")}
+    models = {name: checkpoint(name) for name in trained("softmax-h*-s*")}
     losses = shared_losses(models, TaskConfig(), n_prompts=1_000_000 // scale, seed=1)
     rows = [row(model, n_prompts=100_000 // scale) for model in models.values()]
     data = pd.DataFrame(rows).assign(loss=losses.loss[0], loss_sem=losses.loss_sem[0])

@@ -3,7 +3,7 @@ over the context length, beside debiased GD.
 
 He et al. 2025, arXiv 2503.12734, table 1 and figure 11; C0 = f'(0). Losses of the table share 200,000
 prompts, those of the figure 20,000 per length. There debiased GD takes each model's own step, 2 C0
-omega mu, or the best one. Run: python -m analyses softmax/table_1_and_figure_11_scores (two minutes;
+omega mu, or the best one. Failed trainings are rows of their own and count in no clause. Run: python -m analyses softmax/table_1_and_figure_11_scores (two minutes;
 --quick fewer prompts)
 """
 
@@ -11,12 +11,13 @@ from functools import partial
 
 import pandas as pd
 
-from analyses.lib import SETTING, Measured, Record, checkpoint, record, records, shipped
+from analyses.lib import SETTING, Measured, Record, checkpoint, failures, record, records, trained
+from analyses.lib.theory.softmax import debiased_risk
 from mechinterp import TaskConfig, classify
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero
-from mechinterp.theory.softmax import debiased_risk, debiased_step_size
+from mechinterp.theory.softmax import debiased_step_size
 
 FAMILIES, SLOPES = ("affine", "square"), (0.5, 0.8, 1.0)
 SCORES = ("softmax", "tanh", *(f"{family}-{C}" for family in FAMILIES for C in SLOPES))
@@ -64,7 +65,7 @@ def measure(quick: bool) -> Measured:
     n_prompts = 10_000 if quick else 200_000
     best = debiased_risk(eta, **SETTING)
     for score in SCORES:
-        names = shipped(f"{score}-h2-s[0-2]")
+        names = trained(f"{score}-h2-s[0-2]")
         models = {"step": partial(debiased_gd, eta=eta)} | {n: checkpoint(n) for n in names}
         found = shared_losses(models, TaskConfig(), n_prompts=n_prompts)
         frame = pd.DataFrame([row(name) for name in names]).assign(score=score)
@@ -73,8 +74,11 @@ def measure(quick: bool) -> Measured:
         made += score_records(score, frames[-1], n_prompts)
     data = pd.concat(frames)
     both = {row.model: float(row.pattern == "debiased_gd") for row in data.itertuples()}
-    claims, more = [record("softmax-A1-signs", both), *order_records(data), *made], figure_11(quick)
-    data = pd.concat([data.assign(part="table 1"), more.data.assign(part="figure 11")])
+    apart = pd.concat([failures(f"{score}-h2-s[0-2]") for score in SCORES])
+    signs = record("softmax-A1-signs", both, over={"failed": len(apart)})
+    claims, more = [signs, *order_records(data), *made], figure_11(quick)
+    parts = {"table 1": data, "figure 11": more.data, "failed training": apart}
+    data = pd.concat([rows.assign(part=part) for part, rows in parts.items()])
     return Measured(data, more.figures, [*claims, *more.claims])
 
 

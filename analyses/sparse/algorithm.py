@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, record
+from analyses.lib.theory.sparse import best_ridge_risk, ols_risk
 from analyses.sparse import setting as at
 from analyses.sparse.setting import SMALL, WIDE, best, draw, ratio
 from mechinterp import Prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl import sparse_predictors as learners
-from mechinterp.theory.sparse import best_ridge_risk, ols_risk
 
 TASKS = {"wide": WIDE, "wide, L 64": replace(WIDE, context_length=64), "small": SMALL}
 TASKS |= {

@@ -75,7 +75,8 @@ def to_single(
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
     masks = [crossed.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
-    return choices.ratio(errors.refitted(masks).T, single), float(median)
+    refitted, fits = errors.refitted(masks)
+    return choices.ratio(refitted.T, single, fits), float(median)
 
 
 def often(found: rules.Pruning) -> str:
@@ -124,7 +125,7 @@ def cost_records(
 
 def noise_records(claims: list[Record]) -> list[Record]:
     """C16: whether C11 to C13 hold at each noise variance."""
-    asked = [one for one in claims if one.tag == "second hand"]
+    asked = [one for one in claims if one.said_by == "second hand"]
     made = []
     for noise in (0.1, 0.4, 0.8):
         names = [(one, name) for one in asked for name in one.values if f"noise{noise}-" in name]

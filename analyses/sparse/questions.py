@@ -46,7 +46,7 @@ def risks(model: ICLTransformer, prompts: Prompts, gone: list[Head] | None = Non
 
 def refit_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np.ndarray:
     """The same with a new read-out."""
-    return refit_errors(model, prompts, gone)
+    return refit_errors(model, prompts, gone)[0]
 
 
 def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:

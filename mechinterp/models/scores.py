@@ -1,9 +1,9 @@
 """Attention score functions: how scores become attention weights.
 
-This is the one place that knows them. Most are weights f(s_i) / sum_j f(s_j) of an average; linear and
-rectified attention have weights C s_i and C max(s_i, 0), which do not add up to 1. A score of -inf is a
-masked key: its weight is exactly 0, and a query all of whose keys are masked gets a row of zeros with
-finite gradients.
+Most weights are averages f(s_i) / sum_j f(s_j). Linear and rectified attention have the weights C s_i and C max(s_i, 0),
+which do not add up to 1. A score of -inf masks a key: its weight is exactly 0. A query without readable keys gets a row
+of zeros with finite gradients. The compiled training steps (`training.one_layer.kernel`, `training.general.kernel`) have
+softmax, linear and relu/L of their own; tests compare them with this file.
 """
 
 import torch

@@ -77,10 +77,12 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 
 def _trained(checkpoint: Checkpoint) -> str:
-    """Steps, batch and step size where this package trained it."""
+    """Steps, batch and step size of a training run of this package; else what the checkpoint states."""
     train, seed = checkpoint.config.train, checkpoint.config.seed
-    if checkpoint.format != "native" or checkpoint.origin or not checkpoint.step:
-        return "by other code, or from other weights than random ones"
+    if checkpoint.origin:
+        return "; ".join(f"{name}: {value}" for name, value in checkpoint.origin.items())
+    if checkpoint.format != "native" or not checkpoint.step:
+        return "not recorded in the file"
     return (
         f"{checkpoint.step:,} steps of {train.batch_size:,} prompts at learning rate "
         f"{train.learning_rate:g}, seed {seed}"

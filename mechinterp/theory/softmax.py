@@ -11,18 +11,6 @@ import numpy as np
 Gamma = TypeVar("Gamma", float, np.ndarray)
 
 
-def vanilla_step_size(*, d_x: int, context_length: int, noise_var: float) -> float:
-    """Risk-minimising step size of one gradient step from zero: 1 / (1 + (d + 1 + s^2 d) / L).
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, (D.28)-(D.29); checked by Monte Carlo in tests/theory.
-    Example:
-        >>> round(vanilla_step_size(d_x=5, context_length=40, noise_var=0.1), 4)
-        0.8602
-    """
-    return 1 / (1 + (d_x + 1 + noise_var * d_x) / context_length)
-
-
 def debiased_step_size(*, d_x: int, context_length: int, noise_var: float) -> float:
     """Risk-minimising step size of one debiased gradient step: 1 / (1 + (1 + s^2) d / L).
 
@@ -33,36 +21,6 @@ def debiased_step_size(*, d_x: int, context_length: int, noise_var: float) -> fl
         0.8791
     """
     return 1 / (1 + (1 + noise_var) * d_x / context_length)
-
-
-def vanilla_risk(eta: float, *, d_x: int, context_length: int, noise_var: float) -> float:
-    """Exact risk, noise included, of y_hat = (eta/L) sum_l y_l <x_l, x_query>.
-
-    1 + s^2 - 2 eta + eta^2 (1 + (d + 1 + s^2 d) / L), in units of the signal variance.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, (D.28).
-    Example:
-        >>> round(vanilla_risk(0.8602, d_x=5, context_length=40, noise_var=0.1), 4)
-        0.2398
-    """
-    return 1 + noise_var - 2 * eta + eta**2 * (1 + (d_x + 1 + noise_var * d_x) / context_length)
-
-
-def debiased_risk(eta: float, *, d_x: int, context_length: int, noise_var: float) -> float:
-    """Exact risk, noise included, of y_hat = (eta/L) sum_l y_l <x_l - mean(x), x_query>.
-
-    1 + s^2 - 2 eta (1 - 1/L) + eta^2 (L - 1)(L + d + s^2 d) / L^2, in units of the signal variance.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, eq. (4.11); the risk is derived here from Wishart moments.
-    Example:
-        >>> round(debiased_risk(0.8791, d_x=5, context_length=40, noise_var=0.1), 4)
-        0.2429
-    """
-    length = context_length
-    quadratic = (length - 1) * (length + d_x + noise_var * d_x) / length**2
-    return 1 + noise_var - 2 * eta * (1 - 1 / length) + eta**2 * quadratic
 
 
 def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float) -> Gamma:
@@ -85,73 +43,3 @@ def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float
     with np.errstate(over="ignore"):  # of a huge gamma mu is 0
         curvature = (1 + noise_var) * np.sinh(d_x * gamma**2) / context_length
     return gamma / (2 * (gamma**2 + curvature))
-
-
-def linear_attention_risk(
-    *, trained_length: int, context_length: int, d_x: int, noise_var: float
-) -> float:
-    """Risk of linear attention with the fixed factor 1/L, best at one length and tested at another.
-
-    Its step size grows with the length of the context, so that its risk turns up beyond the trained one.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, eq. (5.1) and figure 8; the closed form is derived here.
-    Example:
-        >>> setting = {"trained_length": 40, "d_x": 5, "noise_var": 0.1}
-        >>> [round(linear_attention_risk(context_length=L, **setting), 3) for L in (40, 100)]
-        [0.24, 1.724]
-    """
-    eta = vanilla_step_size(d_x=d_x, context_length=trained_length, noise_var=noise_var)
-    scaled = eta * context_length / trained_length
-    return vanilla_risk(scaled, d_x=d_x, context_length=context_length, noise_var=noise_var)
-
-
-def gd_risk_limit(ratio: float, *, noise_var: float) -> float:
-    """Risk of the best gradient step for d, L -> infinity with d/L = ratio: s^2 + (1+s^2) r / (1 + (1+s^2) r).
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, Theorem 4.2 (iii).
-    Example:
-        >>> round(gd_risk_limit(0.2, noise_var=3.0), 4)
-        3.4444
-    """
-    total = (1 + noise_var) * ratio
-    return noise_var + total / (1 + total)
-
-
-def bayes_risk_limit(ratio: float, *, noise_var: float) -> float:
-    """Risk of the Bayes predictor (ridge) for d, L -> infinity with d/L = ratio.
-
-    (s^2 + (r-1)/r + sqrt(4 s^2 + (s^2 + (1-r)/r)^2)) / 2, from the Marchenko-Pastur law.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, Theorem 4.2 (iii).
-    Example:
-        >>> round(bayes_risk_limit(0.2, noise_var=3.0), 4)
-        3.4051
-    """
-    shift = (1 - ratio) / ratio
-    root = np.sqrt(4 * noise_var + (noise_var + shift) ** 2)
-    return float((noise_var - shift + root) / 2)
-
-
-def ridge_risk(
-    *, d_x: int, context_length: int, noise_var: float, n_draws: int, rng: np.random.Generator
-) -> tuple[float, float]:
-    """Risk of the Bayes predictor, s^2 + s^2 E tr(X X^T + d s^2 I)^-1, and its standard error.
-
-    The expectation over contexts is taken by Monte Carlo.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, section 4.3.
-    Example:
-        >>> setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-        >>> risk, sem = ridge_risk(n_draws=2000, rng=np.random.default_rng(0), **setting)
-        >>> abs(risk - 0.1144) < 4 * sem + 1e-4
-        True
-    """
-    x = rng.standard_normal((n_draws, context_length, d_x))
-    gram = x.transpose(0, 2, 1) @ x + d_x * noise_var * np.eye(d_x)
-    traces = np.trace(np.linalg.inv(gram), axis1=1, axis2=2)
-    sem = traces.std(ddof=1) / n_draws**0.5
-    return float(noise_var * (1 + traces.mean())), float(noise_var * sem)

@@ -61,8 +61,8 @@ def test_of_two_equal_heads_each_is_chosen_half_of_the_time():
         errors += ~half * alone[kind] / SPLITS
     assert found.full_risk == pytest.approx(RHO**2, rel=1e-12)
     assert found.ratio == pytest.approx(errors.mean(), rel=1e-12)
-    # Between the heads on all prompts: half of the difference of their risks.
-    between = (KEPT_B.mean() - KEPT_A.mean()) / 2
+    # Between the heads on all prompts: half of the difference of their risks, squared, is the variance V; V / 2 counts.
+    between = (KEPT_B.mean() - KEPT_A.mean()) / 2 / 2**0.5
     within = errors.std(ddof=1) / (2 * HALF) ** 0.5
     assert found.ratio_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
     assert found.risk_sem == pytest.approx(np.hypot(within, between), rel=1e-12)
@@ -96,9 +96,12 @@ def test_an_error_is_that_of_choices_that_a_prompt_had_no_part_in():
     assert choices.crossed(errors).tolist() == [2.0, 2.0, 4.0, 4.0]
     assert choices.risk(errors)[0] == 3.0
     flat = np.array([[2.0] * 4, [4.0] * 4])
-    # SEM of 2, 2, 4, 4, and 1 between the choices.
-    assert choices.risk(flat)[1] == pytest.approx((1 / 3 + 1) ** 0.5, rel=1e-12)
-    assert choices.ratio(flat, np.full(4, 2.0)) == pytest.approx((1.5, (1 / 3 + 1) ** 0.5 / 2))
+    # SEM of 2, 2, 4, 4, half of the variance 1 between the choices, and the mean error 2 of the fits.
+    assert choices.risk(flat)[1] == pytest.approx((1 / 3 + 1 / 2) ** 0.5, rel=1e-12)
+    expected = (1 / 3 + 1 / 2 + 4) ** 0.5
+    fits = np.array([1.0, 3.0])
+    assert choices.risk(flat, fits)[1] == pytest.approx(expected, rel=1e-12)
+    assert choices.ratio(flat, np.full(4, 2.0), fits) == pytest.approx((1.5, expected / 2))
 
 
 def test_halves_are_halves():

@@ -3,12 +3,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from analyses.lib.theory.softmax import debiased_risk
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.theory.softmax import debiased_risk, debiased_step_size
+from mechinterp.theory.softmax import debiased_step_size
 
 TASK = TaskConfig()
 

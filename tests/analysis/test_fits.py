@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.predictors import (
@@ -18,7 +19,6 @@ from mechinterp.icl.predictors import (
 )
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.training.general.trainer import initial_deep_weights
 
 TASK = TaskConfig()

@@ -47,13 +47,15 @@ def test_cross_validation_finds_a_linear_map_and_nothing_in_noise():
     generator = np.random.default_rng(0)
     x = generator.standard_normal((500, 6))
     W = generator.standard_normal((6, 1))
-    prediction, penalty = cross_validated(x, x @ W + 2)
-    np.testing.assert_allclose(prediction, x @ W + 2, atol=1e-6)
-    assert penalty == PENALTIES[0]
     noise = generator.standard_normal((500, 1))
-    prediction, penalty = cross_validated(x, noise)
-    assert penalty == PENALTIES[-1]
-    assert np.square(prediction - noise).mean() > 0.99 * noise.var()
+    found, nothing = cross_validated(x, x @ W + 2, noise)
+    np.testing.assert_allclose(found.prediction, x @ W + 2, atol=1e-6)
+    assert found.penalty == PENALTIES[0]
+    assert nothing.penalty == PENALTIES[-1]
+    assert np.square(nothing.prediction - noise).mean() > 0.99 * noise.var()
+    # Targets are fitted together as they are alone.
+    (alone,) = cross_validated(x, noise)
+    np.testing.assert_allclose(nothing.prediction, alone.prediction, rtol=1e-9)
 
 
 def test_predictions_never_see_their_own_target():
@@ -61,7 +63,7 @@ def test_predictions_never_see_their_own_target():
     x, y = generator.standard_normal((40, 3)), generator.standard_normal((40, 1))
     changed = y.copy()
     changed[7] += 100
-    one, other = (fit[0] for fit in (cross_validated(x, y), cross_validated(x, changed)))
+    one, other = (fit.prediction for fit in cross_validated(x, y, changed))
     fold = np.arange(40) % 5 == 7 % 5
     # Only the choice of the penalty may tell them apart; with one fold's weights fixed it does not.
     assert np.abs(other[fold] - one[fold]).max() < 1

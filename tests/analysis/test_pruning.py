@@ -77,8 +77,8 @@ def test_risks_are_those_of_the_masked_model(make, many):
         crossed[~half] += masked_errors(model, many, [gone])[~half, 0] / 2
         # By hand: a ridge regression on the stream of the masked model, cross-validated.
         stream = streams(model, many, heads=gone)[-1, :, 0]
-        prediction, _ = cross_validated(stream, many.y_query.numpy())
-        errors = np.square(prediction - many.y_query_clean.numpy()).mean(1)
+        (fitted,) = cross_validated(stream, many.y_query.numpy())
+        errors = np.square(fitted.prediction - many.y_query_clean.numpy()).mean(1)
         refitted[~half] += errors[~half] / 2
     np.testing.assert_allclose(found.chosen, np.mean(kept, axis=0), rtol=1e-12)
     full = masked_errors(model, many, [[]])[:, 0]

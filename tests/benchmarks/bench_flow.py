@@ -9,9 +9,9 @@ import numpy as np
 import plain
 import pytest
 
+from analyses.lib.theory.linear_dynamics import learning_rate_time
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_dynamics import learning_rate_time
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.linear.flow import flow

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory import linear_dynamics as dynamics
+from analyses.lib.theory import linear_jumps as bounds
 from mechinterp.analysis.training.plateaus import Plateaus, crossings, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import one_step_pcr, pcr
 from mechinterp.icl.prompts import Prompts
-from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import Heads, SeparateHeads, merged_heads, separate_heads
@@ -134,7 +135,7 @@ def test_13_jumps_come_when_the_initial_weights_foretell(init, tolerance):
     for seed, found in zip(SEEDS, all_plateaus(init), strict=True):
         assert found.predicted.mode.tolist() == [0, 1, 2, 3]
         errors.append(np.abs(found.predicted.time / found.crossing_time - 1))
-        bound = jumping.first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
+        bound = bounds.first_jump_bound(separate_heads(5, 4, std=init, seed=seed), FOUND)
         assert bound < found.crossing_time[0]
     assert np.median(errors, axis=0).max() < tolerance
 
@@ -177,7 +178,7 @@ def test_15_with_long_contexts_plateaus_are_the_projected_task():
 def test_16_heads_of_rank_two_rest_long_only_where_two_divides():
     inits = (1e-2, 1e-3)
     expected = [
-        np.diff([jumping.residence_in_head(FOUND, a, a + 1, scale=s) for s in inits])[0]
+        np.diff([bounds.residence_in_head(FOUND, a, a + 1, scale=s) for s in inits])[0]
         for a in (0, 2)
     ]
     for seed in range(5):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyses.lib.theory.sparse import best_ridge_risk, ols_risk
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -24,7 +25,6 @@ from mechinterp.icl.sparse_predictors import (
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
-from mechinterp.theory.sparse import best_ridge_risk, ols_risk
 
 SMALL = TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs", noise_var=0.4)
 WIDE = TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25)

@@ -46,7 +46,7 @@ TOKEN_MAP = {
     "linear/L, read-in": {**CONTEXT, **READ_IN, "score": "linear/L"},
     "one layer, read-in": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 1},
     "four layers": {**CONTEXT, **READ_IN, "score": "linear/L", "n_layers": 4},
-    "wider heads": {**CONTEXT, **READ_IN, "score": "linear/L", "d_head": token_map.NARROW + 1},
+    "wider heads": {**CONTEXT, **READ_IN, "score": "linear/L", "d_head": 17},
 }
 TAKEN_AWAY = {
     "softmax": CONTEXT,
@@ -223,7 +223,7 @@ def test_each_kind_of_model_is_run_the_way_that_is_tested(
 @pytest.mark.slow
 @EACH
 def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
-    """To the bit, whichever layer it is in and whichever other heads are masked with it."""
+    """To the bit when it is masked alone; to rounding beside other heads, whose matrix products then have other sizes."""
     weights, prompts = random_weights(architecture), drawn()
     last = weights.n_layers - 1
     idle = sorted({(0, 1), (last, 2)})
@@ -235,11 +235,7 @@ def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
             assert torch.equal(prediction, full)
         for heads in others:
             one, other = predictor.run(prompts, [heads, [*heads, *idle]], method=method)
-            if weights.n_layers == 1:
-                # Of one layer the heads that are left are summed, in another order if fewer are left.
-                assert_close_to_rounding(one, other)
-            else:
-                assert torch.equal(one, other)
+            assert_close_to_rounding(one, other)
 
 
 def with_hook(weights: Weights) -> ICLTransformer:

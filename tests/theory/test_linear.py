@@ -8,7 +8,8 @@ import torch
 from scipy.integrate import solve_ivp
 from scipy.optimize import least_squares
 
-from mechinterp.theory import linear_dynamics as dynamics
+from analyses.lib.theory import linear_dynamics as dynamics
+from analyses.lib.theory import linear_jumps as bounds
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import (
     fixed_point,
@@ -433,7 +434,7 @@ def test_predicted_jumps_do_not_depend_on_basis_or_unit_of_time(directions):
 
 
 def test_settled_heads_are_at_rest(moments, directions):
-    v, norms = jumping.settled_head(directions.targets[[0, 2]])
+    v, norms = bounds.settled_head(directions.targets[[0, 2]])
     K = (norms[:, None] * np.eye(4)[[0, 2]])[None]
     heads = SeparateHeads(v=np.array([v]), K=K, Q=K)
     assert_near(heads.M, fixed_point(directions, [0, 2]))
@@ -443,10 +444,10 @@ def test_settled_heads_are_at_rest(moments, directions):
 
 def test_residence_grows_by_a_constant_per_decade(directions):
     for pair, expected in (((0, 1), 8.54), ((2, 3), 107.1)):
-        short, long = (jumping.residence_in_head(directions, *pair, scale=s) for s in (1e-2, 1e-3))
+        short, long = (bounds.residence_in_head(directions, *pair, scale=s) for s in (1e-2, 1e-3))
         assert abs(long - short - expected) < 0.05
-    assert jumping.long_levels(directions, rank=1) == [0, 1, 2, 3, 4]
-    assert jumping.long_levels(directions, rank=3) == [0, 3, 4]
+    assert bounds.long_levels(directions, rank=1) == [0, 1, 2, 3, 4]
+    assert bounds.long_levels(directions, rank=3) == [0, 3, 4]
 
 
 def test_steps_per_time_constant():
@@ -478,9 +479,9 @@ UNIT = {"rate": 1.0, "target": 1.0}
         (lambda f: jumping.predict_jumps(zero(), f), "weights must be > 0"),
         (lambda f: jumping.predict_jumps(zero(rank=2), f), "heads must have rank 1, got 2"),
         (lambda f: jumping.predict_jumps(zero(), f, threshold=0.0), "threshold must be > 0"),
-        (lambda f: jumping.first_jump_bound(zero(), f), "weights must be > 0"),
-        (lambda f: jumping.residence_in_head(f, 0, 1, scale=0.0), "scale must be > 0"),
-        (lambda f: jumping.settled_head(np.zeros(1)), "targets must be > 0"),
+        (lambda f: bounds.first_jump_bound(zero(), f), "weights must be > 0"),
+        (lambda f: bounds.residence_in_head(f, 0, 1, scale=0.0), "scale must be > 0"),
+        (lambda f: bounds.settled_head(np.zeros(1)), "targets must be > 0"),
         (lambda f: dynamics.learning_rate_time(0.0, n_factors=2), "learning_rate must be > 0"),
     ],
 )

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.prompts import covariance_matrix, prompt_chunks
-from mechinterp.theory.preconditioning import (
+from analyses.lib.theory.preconditioning import (
     debiased_preconditioner,
     debiased_step_risk,
     vanilla_preconditioner,
     vanilla_step_risk,
 )
-from mechinterp.theory.softmax import debiased_risk, vanilla_risk
+from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.prompts import covariance_matrix, prompt_chunks
 
 TASK = TaskConfig(covariance=CovarianceConfig(kind="kms", rho=0.5))
 SIGMA = covariance_matrix(TASK.covariance, 5)

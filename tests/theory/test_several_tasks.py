@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import joint_debiased_gd
-from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.theory.several_tasks import (
+from analyses.lib.theory.several_tasks import (
     StepMoments,
     joint_step,
     joint_step_of_rank,
     joint_step_risk,
     step_moments,
 )
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import joint_debiased_gd
+from mechinterp.icl.prompts import prompt_chunks
 
 SUPPORTS = ((0, 1, 2, 3), (2, 3, 4, 5))
 SETTING = {"d_x": 6, "context_length": 48, "beta_var": 1 / 6, "noise_var": 0.1}

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.icl.prompts import prompt_chunks, sample_prompts
-from mechinterp.models.constructions.one_layer import diagonal_heads
-from mechinterp.models.heads import predict
-from mechinterp.theory.approximate_loss import (
+from analyses.lib.theory.approximate_loss import (
     approximate_loss,
     corrected_loss,
     loss_gradients,
@@ -20,17 +14,22 @@ from mechinterp.theory.approximate_loss import (
     step_terms,
     taylor_terms,
 )
-from mechinterp.theory.softmax import (
+from analyses.lib.theory.softmax import (
     bayes_risk_limit,
     debiased_risk,
-    debiased_step_size,
     gd_risk_limit,
     linear_attention_risk,
-    manifold_mu,
     ridge_risk,
     vanilla_risk,
     vanilla_step_size,
 )
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import debiased_gd, vanilla_gd
+from mechinterp.icl.prompts import prompt_chunks, sample_prompts
+from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.heads import predict
+from mechinterp.theory.softmax import debiased_step_size, manifold_mu
 
 SETTINGS = [
     {"d_x": 5, "context_length": 40, "noise_var": 0.1},

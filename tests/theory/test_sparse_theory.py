@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.icl.sparse_predictors import excess_risk, ols, oracle_ols
-from mechinterp.theory.sparse import (
+from analyses.lib.theory.sparse import (
     best_ridge_risk,
     correlation_moments,
     minimum_norm_risk,
     ols_risk,
     oracle_risk,
 )
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.sparse_predictors import excess_risk, ols, oracle_ols
 
 NARROW = {"d_x": 4, "context_length": 3, "signal_var": 1.0}
 

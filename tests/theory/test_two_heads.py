@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mechinterp.theory.approximate_loss import approximate_loss, loss_gradients
+from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients
 from mechinterp.theory.softmax import debiased_step_size
 from mechinterp.theory.two_heads import (
     early_half_loss,

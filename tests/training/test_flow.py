@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 import torch
 
+from analyses.lib.theory import linear_dynamics as dynamics
+from analyses.lib.theory import linear_jumps as bounds
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.theory import linear_dynamics as dynamics
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
@@ -191,14 +192,14 @@ def test_pairs_of_one_head_follow_at_once():
     assert np.abs(ratio[:, [0, 2]] / 10 - 1).max() < 0.1  # between heads: 1 / init
     slope = (waits[1e-3] - waits[1e-2]).mean(0)
     for column, pair in ((1, (0, 1)), (3, (2, 3))):  # within a head: a constant
-        decade = jumping.residence_in_head(MODES, *pair, scale=0.1)
+        decade = bounds.residence_in_head(MODES, *pair, scale=0.1)
         assert abs(slope[column] / decade - 1) < 0.03
 
 
 def test_second_pair_of_a_grown_head_grows_exponentially():
     moments = population_moments(np.array([0.6, 0.4]), context_length=31)
     directions = modes(moments)
-    v, norms = jumping.settled_head(directions.targets[:1])
+    v, norms = bounds.settled_head(directions.targets[:1])
     times = []
     for seed in (1e-3, 1e-5):
         K = np.array([[[norms[0], 0], [0, seed]]])

@@ -15,7 +15,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.training.general import attention as deep_attention
-from mechinterp.training.general import step as deep_step
+from mechinterp.training.general import forward as deep_forward
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack
@@ -96,7 +96,7 @@ def test_automatic_gradients_stay_on_the_device(kind: str, monkeypatch: pytest.M
 def test_a_deep_step_waits_for_nothing_and_gives_the_numbers_of_the_processor(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (deep_step, deep_attention):
+    for module in (deep_forward, deep_attention):
         monkeypatch.setattr(module, "is_compiled", lambda *_: False)
     models = {"model": deep_experiment(kind)}
     expected = DeepRun(models)

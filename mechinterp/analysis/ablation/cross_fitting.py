@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -17,6 +18,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 Rule = Callable[[np.ndarray], np.ndarray]
 """From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
 Mask = tuple[Head, ...]
+T = TypeVar("T")
 SPLITS = 8
 """Random halvings of the prompts."""
 
@@ -36,31 +38,52 @@ class Choices:
         """In which share of the choices each head is kept."""
         return np.tensordot(self.share, self.kept, axes=1)
 
-    def risk(self, errors: Float[np.ndarray, "set prompt"]) -> tuple[float, float]:
-        """Mean over prompts of the cross-fitted error, and its standard error."""
+    def risk(
+        self,
+        errors: Float[np.ndarray, "set prompt"],
+        fit_sem: Float[np.ndarray, " set"] | None = None,
+    ) -> tuple[float, float]:
+        """Mean over prompts of the cross-fitted error, and its standard error.
+
+        Args:
+            fit_sem: Error of the mean of each row that is due to a fit behind it; None: no fit.
+        """
         risk, sem = mean_and_sem(self.crossed(errors))
-        return float(risk), self._with_choice(sem, errors.mean(1))
+        return float(risk), self._all_errors(sem, errors.mean(1), fit_sem)
 
     def ratio(
-        self, errors: Float[np.ndarray, "set prompt"], full: Float[np.ndarray, " prompt"]
+        self,
+        errors: Float[np.ndarray, "set prompt"],
+        full: Float[np.ndarray, " prompt"],
+        fit_sem: Float[np.ndarray, " set"] | None = None,
     ) -> tuple[float, float]:
-        """Ratio of the cross-fitted risk to another one on the same prompts, and its standard error."""
+        """Ratio of the cross-fitted risk to another risk on the same prompts, and its standard error."""
         ratio, sem = ratio_and_sem(self.crossed(errors), full)
-        return float(ratio), self._with_choice(sem, ratio_and_sem(errors.T, full)[0])
+        fit_sem = None if fit_sem is None else fit_sem / full.mean()
+        return float(ratio), self._all_errors(sem, ratio_and_sem(errors.T, full)[0], fit_sem)
 
     def crossed(self, errors: Float[np.ndarray, "set prompt"]) -> Float[np.ndarray, " prompt"]:
         """The error of each prompt, mean over the choices that it had no part in."""
         return (self.weight * errors).sum(0)
 
-    def _with_choice(self, sem: np.ndarray, values: Float[np.ndarray, " set"]) -> float:
-        """Standard error over prompts and choices.
-
-        The spread over choices is not divided by their number: halves of the same prompts overlap, so that many
-        of them are no better than one in telling what other prompts would have chosen. It is that of the values
-        on all prompts, hence 0 if all choices are the same.
-        """
-        spread = self.share @ np.square(values - self.share @ values)
-        return float(np.hypot(sem, np.sqrt(spread)))
+    def _all_errors(
+        self,
+        sem: np.ndarray,
+        values: Float[np.ndarray, " set"],
+        fit_sem: Float[np.ndarray, " set"] | None,
+    ) -> float:
+        """Standard error over prompts, over choices and over fits."""
+        # A mean over many halves of the same prompts varies, from sample to sample, by the covariance C of the values
+        # of two halves; the spread over the halves is V = variance of one value - C. Two halves share half of their
+        # prompts, so the two rises that decide them correlate by 1/2. Between two equal heads the choice is the sign of
+        # a normal variable: with a difference D of the risks the variance is D^2 / 4 and, by Sheppard's formula,
+        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. Where one head is better, V is more than
+        # 2 C (2.6 C where its lead on a half is one standard error, 5.3 C at two), so that V / 2 is too wide there; by
+        # then V is small, and 0 where the choice is clear.
+        between = self.share @ np.square(values - self.share @ values) / 2
+        # The fits of all sets are to the same noise, so their errors add up.
+        fit = 0.0 if fit_sem is None else self.share @ fit_sem
+        return float(np.sqrt(sem**2 + between + fit**2))
 
 
 class MaskedErrors:
@@ -71,7 +94,7 @@ class MaskedErrors:
     ) -> None:
         self.predictor, self.prompts, self.progress = predictor, prompts, progress
         self._as_is: dict[Mask, np.ndarray] = {}
-        self._refitted: dict[Mask, np.ndarray] = {}
+        self._refitted: dict[Mask, tuple[np.ndarray, float]] = {}
 
     def of(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
         """The errors under each mask."""
@@ -79,16 +102,20 @@ class MaskedErrors:
         def run(missing: list[Mask]) -> np.ndarray:
             return masked_errors(self.predictor, self.prompts, missing, progress=self.progress).T
 
-        return _looked_up(self._as_is, masks, run)
+        errors = _looked_up(self._as_is, masks, run)
+        return np.stack(errors, axis=1)
 
-    def refitted(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
-        """The same with a new read-out for each mask."""
+    def refitted(
+        self, masks: Sequence[Sequence[Head]]
+    ) -> tuple[Float[np.ndarray, "prompt mask"], Float[np.ndarray, " mask"]]:
+        """The same with a new read-out for each mask, and the error of each mean that is due to its fit."""
 
-        def run(missing: list[Mask]) -> list[np.ndarray]:
-            told = self.progress(missing, "new read-outs")
-            return [refit_errors(self.predictor, self.prompts, mask) for mask in told]
+        def run(missing: list[Mask]) -> list[tuple[np.ndarray, float]]:
+            shown = self.progress(missing, "new read-outs")
+            return [refit_errors(self.predictor, self.prompts, mask) for mask in shown]
 
-        return _looked_up(self._refitted, masks, run)
+        errors, fit_sems = zip(*_looked_up(self._refitted, masks, run), strict=True)
+        return np.stack(errors, axis=1), np.array(fit_sems)
 
     def rises(
         self, scored: Bool[np.ndarray, " prompt"], layers: Sequence[int], gone: Sequence[Head] = ()
@@ -100,15 +127,15 @@ class MaskedErrors:
 
 
 def _looked_up(
-    known: dict[Mask, np.ndarray],
+    known: dict[Mask, T],
     masks: Sequence[Sequence[Head]],
-    run: Callable[[list[Mask]], Iterable[np.ndarray]],
-) -> Float[np.ndarray, "prompt mask"]:
-    """What is known of each mask, those that are not being run first."""
+    run: Callable[[list[Mask]], Iterable[T]],
+) -> list[T]:
+    """What is known of each mask; the missing ones are run first."""
     keys = [tuple(sorted(mask)) for mask in masks]
     if missing := [key for key in dict.fromkeys(keys) if key not in known]:
         known |= zip(missing, run(missing), strict=True)
-    return np.stack([known[key] for key in keys], axis=1)
+    return [known[key] for key in keys]
 
 
 def choose(
@@ -153,15 +180,18 @@ def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
 
 def refit_errors(
     source: Source, prompts: Prompts, gone: Sequence[Head]
-) -> Float[np.ndarray, " prompt"]:
-    """Squared error with heads masked and a new read-out, a cross-validated ridge regression on the stream at the query.
+) -> tuple[Float[np.ndarray, " prompt"], float]:
+    """Squared error with heads masked and a new read-out, and the error of its mean that is due to the fit.
+
+    The read-out is a cross-validated ridge regression on the stream at the query.
 
     Raises:
         ValueError: If there are too few prompts for the features.
     """
     stream = streams(source, prompts, heads=gone)[-1, :, 0]
-    prediction, _ = cross_validated(stream, prompts.y_query.double().numpy(force=True))
-    return np.square(prediction - prompts.y_query_clean.double().numpy(force=True)).mean(1)
+    (fitted,) = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    clean = prompts.y_query_clean.double().numpy(force=True)
+    return np.square(fitted.prediction - clean).mean(1), fitted.fit_sem(clean)
 
 
 def checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -76,12 +76,12 @@ def prune(
     cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's
     error is its mean over the choices that it had no part in. Their standard error is
 
-    sqrt(SEM^2 + V),
+    sqrt(SEM^2 + V / 2 + F^2),
 
-    with SEM that of the mean of these errors over prompts (paired, by the delta method, for ratios) and V the
-    variance over the 2 splits choices of the risk, or ratio, of what is chosen. V is 0 where the choice is clear.
-    As halves of the same prompts overlap, it is not divided by their number; between heads that nothing tells apart
-    it is twice the variance of the mean over choices, so that the error is too large there rather than too small.
+    with SEM that of the mean of these errors over prompts (paired, by the delta method, for ratios), V the variance
+    over the 2 splits choices of the risk, or ratio, of what is chosen, and F the error of the fit of a new read-out.
+    V is 0 where the choice is clear. It is halved, not divided by the number of halves, as halves of the same prompts
+    overlap: V / 2 is the variance of the mean over choices where two heads are equally good.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
@@ -124,15 +124,16 @@ def pruning_of(
 ) -> Pruning:
     """The result of a choice of heads: what it costs, as measured on other prompts than chose it, beside the full model."""
     masks = [masked_by(each) for each in choices.kept]
-    full, full_refitted = errors.of([[]])[:, 0], errors.refitted([[]])[:, 0]
-    as_is, refitted = errors.of(masks).T, errors.refitted(masks).T
+    full, as_is = errors.of([[]])[:, 0], errors.of(masks).T
+    (full_refitted, (full_fit,)), (refitted, fits) = errors.refitted([[]]), errors.refitted(masks)
+    full_refit_risk, full_refit_sem = mean_and_sem(full_refitted[:, 0])
     costs = estimates(
         risk=choices.risk(as_is),
         ratio=choices.ratio(as_is, full),
-        refit_risk=choices.risk(refitted),
-        refit_ratio=choices.ratio(refitted, full),
+        refit_risk=choices.risk(refitted.T, fits),
+        refit_ratio=choices.ratio(refitted.T, full, fits),
         full_risk=mean_and_sem(full),
-        full_refit_risk=mean_and_sem(full_refitted),
+        full_refit_risk=(full_refit_risk, np.hypot(full_refit_sem, full_fit)),
     )
     few = bool(carried_by_few(choices.crossed(as_is)))
     return Pruning(kept=kept, rise=rise, chosen=choices.chosen, carried_by_few=few, **costs)

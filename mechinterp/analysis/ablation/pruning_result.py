@@ -34,7 +34,7 @@ class Pruning(Result):
     risk: float
     """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
     risk_sem: float
-    """Standard error over prompts and over what is chosen, as are all of the pruned model."""
+    """Standard error over prompts and over the choice of heads, and with a new read-out over its fit too."""
     ratio: float
     """`risk` over that of the full model."""
     ratio_sem: float

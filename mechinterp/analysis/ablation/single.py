@@ -68,7 +68,8 @@ class HeadAblation(LayerShares, Result):
     effective_heads: Float[np.ndarray, " layer"]
     """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count alike, 0 if none does."""
     effective_heads_sem: Float[np.ndarray, " layer"]
-    """Standard error of `effective_heads`, from resampled prompts (bootstrap); too small where `rise_sem` is."""
+    """Standard error of `effective_heads`, from resampled prompts (bootstrap). It is too wide, by up to a factor of
+    sqrt(3), where all heads of a layer count alike, as the number is at its maximum there; and too small where `rise_sem` is."""
     full_risk: float
     """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     full_risk_sem: float

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.learners.baseline_comparison import ERRORS
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -60,8 +62,9 @@ class LearnerFits(Result):
     factor: Float[np.ndarray, "length learner"]
     """Least-squares step size eta of vanilla and debiased GD, mu of the kernel head; NaN for the others."""
     factor_sem: Float[np.ndarray, "length learner"]
+    """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
-    """Fitted omega of the kernel head, unit 1/x^2."""
+    """Fitted omega of the kernel head, unit 1/x^2; negative only where that is clearly closer to the model."""
     r2: Float[np.ndarray, "length learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, "length learner"]
@@ -192,8 +195,9 @@ def fit_learners(
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
-    Step sizes and mu are least squares on the model's predictions, omega of the kernel head a line search
-    over both signs; ridge is the task's Bayes predictor, with nothing fitted. Of a task with a pool that is dmmse, a sixth learner.
+    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, and is
+    positive unless a negative omega is clearly closer. Ridge is the task's Bayes predictor, with nothing fitted; a task
+    with a pool has a sixth learner, dmmse.
 
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
@@ -261,7 +265,8 @@ def _fit_at(
     def chunks():
         return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
 
-    omega = _kernel_omega(model, next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)])
+    first = next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)]
+    omega, through_omega = _kernel_omega(model, first)
     shapes, targets, predictions = [], [], []
     for prompts in chunks():
         learners = [
@@ -283,6 +288,10 @@ def _fit_at(
     factors = np.full((2, shape.shape[1]), np.nan)
     for index in map(LEARNERS.index, FITTED):
         factors[:, index] = _least_squares(shape[:, index], prediction)
+    kernel = LEARNERS.index("kernel_head")
+    factors[1, kernel] = _kernel_factor_sem(
+        shape[:, kernel], prediction, factors[0, kernel], through_omega
+    )
     learned = shape * np.where(np.isnan(factors[0]), 1, factors[0])[:, None]
     squares = np.square(prediction[:, None] - learned).mean(2)
     distance, distance_sem = mean_and_sem(squares)
@@ -301,28 +310,76 @@ def _fit_at(
     return {"kernel_omega": omega, "squares": squares, **numbers}
 
 
-def _kernel_omega(model: Callable[[Prompts], Tensor], prompts: Prompts) -> float:
-    """omega of the kernel head closest to the model, mu being free; both signs are searched."""
+def _kernel_omega(
+    model: Callable[[Prompts], Tensor], prompts: Prompts
+) -> tuple[float, Float[np.ndarray, " prompt"]]:
+    """Fits the kernel head closest to the model, mu being free.
+
+    omega is positive unless a negative one is clearly closer, by more than `ERRORS` standard errors: without the mean of y a head
+    and its mirror image (-omega, -mu) predict alike, and the sign would be that of chance.
+
+    Returns:
+        omega, and what each prompt adds to the best mu through omega, times the number of prompts.
+    """
     predicted = model(prompts).double()
     require_moderate(predicted)
     prediction = predicted.numpy(force=True)
     top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
 
-    def distance(omega: float) -> float:
+    @cache
+    def fitted(omega: float) -> tuple[float, Float[np.ndarray, " prompt"]]:
+        """The best mu and the squared distance on each prompt."""
         shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy()
-        slope, _ = _least_squares(shape, prediction)
-        return float(np.square(prediction - slope * shape).mean())
+        factor, _ = _least_squares(shape, prediction)
+        return factor, np.square(prediction - factor * shape).mean(1)
 
     from scipy.optimize import minimize_scalar  # takes a good part of a start-up
 
-    searches = [
-        minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-4})
-        for bounds in ((0.0, top), (-top, 0.0))
-    ]
-    return float(min(searches, key=lambda search: search.fun).x)
+    def closest(low: float, high: float) -> float:
+        found = minimize_scalar(
+            lambda omega: float(fitted(float(omega))[1].mean()),
+            bounds=(low, high),
+            method="bounded",
+            options={"xatol": 1e-4},
+        )
+        return float(found.x)
+
+    positive, negative = closest(0.0, top), closest(-top, 0.0)
+    gain, gain_sem = mean_and_sem(fitted(positive)[1] - fitted(negative)[1])
+    omega, step = negative if gain > ERRORS * gain_sem else positive, 1e-3 * top
+    # At the least mean D of D_i(omega) = mean |f_i - mu(omega) s_i(omega)|^2 the derivative D' is 0. A prompt that weighs
+    # 1 / n more moves it by D_i' / n, and omega by -D_i' / D'' / n. mu(omega) is that of the whole sample: its own
+    # motion with the prompt drops out of D_i', as D is least in mu.
+    (factor_below, below), (_, at), (factor_above, above) = map(
+        fitted, (omega - step, omega, omega + step)
+    )
+    slope = (factor_above - factor_below) / (2 * step)
+    curvature = (above - 2 * at + below).mean() / step**2
+    # Without curvature no prediction depends on omega, or the search has come to its end.
+    influence = -(above - below) / (2 * step) / curvature if curvature > 0 else np.zeros_like(at)
+    return omega, slope * influence
 
 
-def _least_squares(shape: np.ndarray, prediction: np.ndarray) -> tuple[float, float]:
-    """Least-squares factor of `shape` [prompt, d_y] onto `prediction`, and its standard error."""
+def _least_squares(
+    shape: Float[np.ndarray, "prompt d_y"], prediction: Float[np.ndarray, "prompt d_y"]
+) -> tuple[float, float]:
+    """Least-squares factor of `shape` onto `prediction`, and its standard error."""
     factor, sem = ratio_and_sem((shape * prediction).mean(1), np.square(shape).mean(1))
     return float(factor), float(sem)
+
+
+def _kernel_factor_sem(
+    shape: Float[np.ndarray, "prompt d_y"],
+    prediction: Float[np.ndarray, "prompt d_y"],
+    factor: float,
+    through_omega: Float[np.ndarray, " first"],
+) -> float:
+    """Standard error of the kernel head's mu over prompts, which move it by themselves and through omega.
+
+    Args:
+        through_omega: As of `_kernel_omega`, for the first prompts, to which omega was fitted.
+    """
+    left = (shape * (prediction - factor * shape)).mean(1) / np.square(shape).mean()
+    influence = left / len(left)
+    influence[: len(through_omega)] += through_omega / len(through_omega)
+    return float(np.sqrt(len(influence)) * influence.std(ddof=1))

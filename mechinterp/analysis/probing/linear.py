@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -144,12 +145,10 @@ def probe_layers(
     columns = []
     for layer in progress(range(len(layers)), "probing layers"):
         for column, place in enumerate(places):
-            features = layers[layer, :, column]
             noisy, clean = fitted[:, place], scored[:, place]
-            prediction, penalty = cross_validated(features, noisy)
-            control, _ = cross_validated(features, noisy[dealt])
-            controlled = loss_and_r2(control, clean[dealt])[2:]
-            columns.append([*loss_and_r2(prediction, clean), *controlled, penalty])
+            own, control = cross_validated(layers[layer, :, column], noisy, noisy[dealt])
+            controlled = control.scores(clean[dealt])[2:]
+            columns.append([*own.scores(clean), *controlled, own.penalty])
     shape = (len(layers), len(places))
     arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
     return LayerProbes(tuple(places), *arrays)
@@ -174,10 +173,61 @@ def streams(
     return layers.double().numpy(force=True)
 
 
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Predictions of a ridge regression for prompts that it was not fitted to."""
+
+    prediction: Float[np.ndarray, "prompt target"]
+    target: Float[np.ndarray, "prompt target"]
+    """Target that the regression was fitted to."""
+    penalty: float
+    """Penalty with the least held-out error, in units of the features' mean square."""
+    root: Float[np.ndarray, "prompt feature"]
+    """Root U of the hat matrix U U^T of a fit to all prompts."""
+    freedom: float
+    """Degrees of freedom of that fit: sum of the squared entries of its hat matrix."""
+
+    def scores(
+        self, clean: Float[np.ndarray, "prompt target"]
+    ) -> tuple[float, float, float, float]:
+        """Mean squared error and R² against a target without noise, each with its standard error.
+
+        Both errors are over prompts and over the fit.
+        """
+        loss, loss_sem, r2, r2_sem = loss_and_r2(self.prediction, clean)
+        fit, size = self.fit_sem(clean), np.square(clean).mean()
+        return loss, float(np.hypot(loss_sem, fit)), r2, float(np.hypot(r2_sem, fit / size))
+
+    def fit_sem(self, clean: Float[np.ndarray, "prompt target"]) -> float:
+        """Standard deviation of the mean squared error over samples, as far as the fit causes it."""
+        # Let e = target - clean be noise, and d the part of the clean target that no linear map explains. With the hat
+        # matrix h, a fit to the other prompts moves prediction i by sum_j h_ij (d_j + e_j). That adds to the sum of the
+        # squared errors (d_i - move_i)^2, h being a projection,
+        #     sum_ij h_ij [(d_i + e_i)(d_j + e_j) - 2 d_i (d_j + e_j)] = sum_ij h_ij (e_i e_j - d_i d_j).
+        # Different pairs i < j are uncorrelated, and so are pairs and the d_i^2, whose spread over prompts is counted
+        # by itself. The sum over pairs has the variance 2 sum_ij h_ij^2 (e_i^2 e_j^2 + d_i^2 d_j^2), and with
+        # h = U U^T sum_ij h_ij^2 d_i^2 d_j^2 is the squared norm of U^T diag(d^2) U. One n of 1 / n^2 becomes n - p, p
+        # being the degrees of freedom, which makes least squares exact where d is the same for all prompts:
+        # RSS n / (n - p)^2 has the relative variance 2 / (n - p) = 2 / n + 2 p / (n (n - p)).
+        n_prompts, n_targets = clean.shape
+        left = max(n_prompts - self.freedom, 1.0)
+        pairs = self._pairs(self.target - clean) + self._pairs(self.prediction - clean)
+        return float(np.sqrt(2 * pairs / (n_prompts * left)) / n_targets)
+
+    def _pairs(self, values: Float[np.ndarray, "prompt target"]) -> float:
+        """sum_ij h_ij^2 (v_i v_j)^2, v_i v_j being an inner product over targets."""
+        sizes = np.square(values).sum(1)
+        if not sizes.any():
+            return 0.0
+        # Inner products are taken as spread over the angles between targets as the covariance of all prompts says.
+        spread = np.square(values.T @ values).sum() / sizes.sum() ** 2
+        return float(spread * np.square(self.root.T @ (self.root * sizes[:, None])).sum())
+
+
 def cross_validated(
-    features: Float[np.ndarray, "prompt feature"], targets: Float[np.ndarray, "prompt target"]
-) -> tuple[Float[np.ndarray, "prompt target"], float]:
-    """Ridge predictions for each fifth of the prompts from the other four, and the penalty, the best of several.
+    features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt target"]
+) -> list[HeldOut]:
+    """Ridge predictions of each target for each fifth of the prompts from the other four.
 
     Raises:
         ValueError: If four fifths of the prompts are fewer than the features and one.
@@ -189,22 +239,43 @@ def cross_validated(
             f"A probe of {n_features} features needs more than as many prompts to fit; of {n_prompts} it "
             f"is fitted to {fitted}."
         )
-    return best_by_folds(features, targets)
+    return by_folds(features, *targets)
 
 
-def best_by_folds(
-    features: Float[np.ndarray, "prompt feature"], targets: Float[np.ndarray, "prompt target"]
-) -> tuple[Float[np.ndarray, "prompt target"], float]:
-    """The same of any number of prompts; of fewer than the features, a large penalty is the best."""
-    held_out = np.arange(len(features)) % FOLDS
-    predictions = np.zeros((len(PENALTIES), *targets.shape))
+def by_folds(
+    features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt _"]
+) -> list[HeldOut]:
+    """The same for any number of prompts; with fewer prompts than features, a large penalty is the best."""
+    fold_of, together = np.arange(len(features)) % FOLDS, np.hstack(targets)
+    predictions = np.zeros((len(PENALTIES), *together.shape))
     for fold in range(FOLDS):
-        seen, unseen = held_out != fold, held_out == fold
-        for row, weights in enumerate(fit_ridge(features[seen], targets[seen])):
+        seen, unseen = fold_of != fold, fold_of == fold
+        for row, weights in enumerate(fit_ridge(features[seen], together[seen])):
             predictions[row, unseen] = affine(features[unseen], weights)
-    errors = np.square(predictions - targets).mean((1, 2))
-    best = int(errors.argmin())
-    return predictions[best], PENALTIES[best]
+    root_of, ends = _roots(features), np.cumsum([target.shape[1] for target in targets])
+    held_out = []
+    for target, predicted in zip(targets, np.split(predictions, ends[:-1], axis=2), strict=True):
+        best = int(np.square(predicted - target).mean((1, 2)).argmin())
+        held_out.append(
+            HeldOut(predicted[best], target, PENALTIES[best], *root_of(PENALTIES[best]))
+        )
+    return held_out
+
+
+def _roots(
+    features: Float[np.ndarray, "prompt feature"],
+) -> Callable[[float], tuple[Float[np.ndarray, "prompt feature"], float]]:
+    """The root U of the hat matrix U U^T of a ridge regression, and its degrees of freedom, by its penalty."""
+    centred = features - features.mean(0)
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    rotated, size = centred @ vectors, max(values.mean(), np.finfo(float).tiny)
+
+    @cache
+    def root_of(penalty: float) -> tuple[Float[np.ndarray, "prompt feature"], float]:
+        held = values.clip(min=0) + penalty * size
+        return rotated / np.sqrt(held), float(np.square(values / held).sum())
+
+    return root_of
 
 
 def affine(

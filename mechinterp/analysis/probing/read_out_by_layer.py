@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
-from mechinterp.analysis.probing.linear import affine, best_by_folds, fit_ridge
+from mechinterp.analysis.probing.linear import by_folds
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
@@ -26,7 +26,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 TARGETS = ("y", "model", "ridge")
 LEAST_PROMPTS = 20
 PER_READ_OUT = 4
-"""Times the prompts that a probe takes at least: half of them choose the read-out, half measure it."""
+"""Prompts of a read-out, in multiples of the least number that a probe takes."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,12 +49,13 @@ class ReadOutByLayer(Result):
     """1 - own_loss over the mean square of the target."""
     own_r2_sem: Float[np.ndarray, "target place"]
     fitted_loss: Float[np.ndarray, "target place"]
-    """The same of a ridge read-out that is fitted to one half of the prompts, on the other half."""
+    """Mean squared distance from the target of a ridge read-out, on prompts that it was not fitted to, unit y^2."""
     fitted_loss_sem: Float[np.ndarray, "target place"]
+    """Standard error of fitted_loss, over prompts and over the fit."""
     fitted_r2: Float[np.ndarray, "target place"]
     fitted_r2_sem: Float[np.ndarray, "target place"]
     penalty: Float[np.ndarray, "target place"]
-    """Penalty of the fitted read-out, chosen on the first half, in units of the features' mean square."""
+    """Penalty of the fitted read-out, in units of the features' mean square."""
     COLUMNS: ClassVar = {
         "target": "What is read: y, the model's prediction, or that of ridge regression.",
         "place": "The stream at the query that is read: the input, before a layer plus what one head adds, or after a layer.",
@@ -140,8 +141,8 @@ def read_out_by_layer(
 ) -> ReadOutByLayer:
     """What a linear read-out of the stream at the query finds after each layer, and after each head's output is added.
 
-    The model's own read-out (the logit lens) is as it is; the fitted one is a ridge regression whose penalty and weights are
-    chosen on the even prompts and which is measured on the odd ones.
+    The model's own read-out (the logit lens) is used as it is. The fitted one is a ridge regression: it is fitted to four
+    fifths of the prompts and measured on the fifth left out, with the penalty that has the least error.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
@@ -176,9 +177,9 @@ def read_out_by_layer(
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
         own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
-        for target in targets.values():
+        for target, fitted in zip(targets, by_folds(features, *targets), strict=True):
             as_is = [np.nan] * 4 if own is None else loss_and_r2(own, target)
-            rows.append([*as_is, *_fitted(features, target)])
+            rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
     values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
     columns = dict(zip([*names, "penalty"], values, strict=True))
@@ -202,13 +203,13 @@ def own_read_outs(
     return read if same else None
 
 
-def _targets(predictor: Predictor, prompts: Prompts) -> dict[str, np.ndarray]:
+def _targets(predictor: Predictor, prompts: Prompts) -> list[np.ndarray]:
+    """The values of `TARGETS` on the prompts."""
     assert predictor.task is not None
     with torch.no_grad():
         predicted = predictor.predict(prompts)
     best = ridge(prompts.to(torch.float64), penalty=predictor.task.posterior_penalty)
-    values = (prompts.y_query, predicted, best)
-    return {n: v.double().numpy(force=True) for n, v in zip(TARGETS, values, strict=True)}
+    return [v.double().numpy(force=True) for v in (prompts.y_query, predicted, best)]
 
 
 def _places(
@@ -224,12 +225,3 @@ def _places(
                 places[layer, head] = streams[layer] + written[layer][:, head]
         places[layer + 1, -1] = streams[layer + 1]
     return places
-
-
-def _fitted(
-    features: Float[np.ndarray, "prompt feature"], target: Float[np.ndarray, "prompt d_y"]
-) -> list[float]:
-    """Loss and R2 on the odd prompts of the read-out that is chosen on the even ones, and its penalty."""
-    _, penalty = best_by_folds(features[::2], target[::2])
-    (weights,) = fit_ridge(features[::2], target[::2], [penalty])
-    return [*loss_and_r2(affine(features[1::2], weights), target[1::2]), penalty]

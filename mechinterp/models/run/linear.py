@@ -16,8 +16,9 @@ from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK, NEAR = 256, 2**25  # prompts at once and what they take: small enough for a processor's cache
-NARROW, FEW_COLUMNS = 4, 256
-"""Widths of a head and of a layer's heads up to which one product of all is faster than one of each."""
+NARROW = 256
+"""Width of a head times the width of all heads of a layer, up to which one masked product over all heads is faster than
+one product per head."""
 
 
 def masked_predictions(
@@ -221,7 +222,7 @@ def _linear_heads(
     # Of all heads side by side, in this order: [d_model, columns].
     q, k, v = (T @ stacked.permute(2, 0, 1, 3).flatten(1)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
-    if weights.d_head <= NARROW and q.shape[-1] <= FEW_COLUMNS:
+    if weights.d_head * q.shape[-1] <= NARROW:
         head = torch.arange(weights.n_heads, device=q.device).repeat_interleave(weights.d_head)
         own = head[:, None] == head
         return q @ (k.mT @ (moment @ v) * own)

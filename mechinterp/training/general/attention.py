@@ -1,4 +1,4 @@
-"""Attention for automatic gradients, by the compiled kernel where that computes it."""
+"""Attention for autograd: by the compiled kernel where it computes the score, else by tensor operations."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from mechinterp.config import ModelConfig
 from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import Keys, Queries
-from mechinterp.training.general.step import Attention, block_of, is_compiled
+from mechinterp.training.general.forward import Attention, block_of, is_compiled
 
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
@@ -24,7 +24,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
     if not (model.context_only and is_compiled(model.score, q)):
         return weights_alone.attend(q, k, v, model)
     n_keys = k.shape[1] - (not model.attend_to_self)
-    attention = Attention(model.score, model.score_slope, n_keys, None)
+    attention = Attention(model.score, model.score_slope, n_keys)
     return _Attended.apply(q, k, v, attention)
 
 

@@ -27,7 +27,6 @@ from mechinterp.training.lanes import (
 
 KINDS = ("linear", "relu/L", "softmax")
 LINEAR, RELU, SOFTMAX = range(len(KINDS))
-ROWS = types.Array(types.float32, 3, "C")
 HEADS = types.Array(types.float32, 4, "C")
 
 
@@ -193,18 +192,3 @@ def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
             scatter(d_query, block, n_rows, d_q[h])
             scatter(d_key, block, n_keys, d_k[h % k.shape[0]])
             scatter(d_value, block, n_keys, d_v[h % k.shape[0]])
-
-
-@compiled(types.void(ROWS, HEADS, HEADS))
-def mix(moment, rows, mixed):
-    """Set `mixed` to the moments [row, row, prompt] of the prompts times rows [head, feature, row, prompt]."""
-    n_heads, size, n_rows, n_prompts = rows.shape
-    factors = np.empty(n_rows * n_rows * LANES, np.float32)
-    before, after = np.empty((2, size * n_rows * LANES), np.float32)
-    for block in range(n_prompts // LANES):
-        gather(moment, block, n_rows, factors)
-        for h in range(n_heads):
-            gather(rows[h], block, n_rows, before)
-            for i in range(n_rows):
-                combine(factors, i * n_rows, 1, n_rows, before, size, i, n_rows, after, False)
-            scatter(after, block, n_rows, mixed[h])

@@ -1,30 +1,19 @@
-"""The training step of a stack of attention layers: loss and gradient, written out.
-
-The last axis is that of prompts: the stream is [d_model, row, prompt], so that a product with weights is one matrix
-product for all rows of all prompts. Rows are tokens, the query as the last of them. Linear attention works on the rows
-of the token map in their place (`LinearPass` of models.run.linear) and attends to them through the second moment of the
-context: its scores are q_i^T (sum_j M_ij k_j). Of the last layer only what the query reads is formed.
-"""
-
-from dataclasses import dataclass
+"""Loss and gradient of deep models: by autograd, or written out for stacks whose scores are not linear."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.scores import LINEAR, is_normalised, pattern_and_slope
-from mechinterp.models.shapes import NAMES
+from mechinterp.models.run.general import predictions
+from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import Weights
-
-Heads = Float[Tensor, "head feature row prompt"]
-Keys = Float[Tensor, "key_head feature key_row prompt"]
-"""Of all heads, or one for all."""
+from mechinterp.training.general.attention import attend
+from mechinterp.training.general.forward import Forward
 
 
 def loss_and_gradients(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weights]:
-    """The loss, in units of y^2, and its gradient in the weights.
+    """Loss, in units of y^2, and its gradient in the weights.
 
     The loss is the mean over prompts and responses of (y_hat - y_query)^2.
 
@@ -38,267 +27,39 @@ def loss_and_gradients(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weig
         >>> gradients.W_Q.any()
         tensor(False)
     """
+    if not _is_written_out(weights):
+        return _by_autograd(weights, prompts)
     with torch.no_grad():
-        forward = _Forward(weights, prompts)
+        forward = Forward(weights, prompts)
         error = forward.prediction - prompts.y_query.T
         return error.square().mean(), forward.gradients(error * (2 / error.numel()))
 
 
 @torch.no_grad()
 def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
-    """The loss alone."""
-    return (_Forward(weights, prompts).prediction - prompts.y_query.T).square().mean()
+    """Loss alone, in units of y^2."""
+    if _is_written_out(weights):
+        predicted = Forward(weights, prompts).prediction.T
+    else:
+        predicted = _predictions(weights, prompts)
+    return (predicted - prompts.y_query).square().mean()
 
 
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """What heads have read, and what its gradient needs."""
-
-    q: Heads
-    k: Keys
-    v: Keys
-    pattern: Tensor
-    slope: Tensor | None
-    z: Heads
-    """What they have read."""
+def _is_written_out(weights: Weights) -> bool:
+    """Whether `Forward` computes the model: attention alone, with scores that are not linear."""
+    return weights.model.is_stack and not weights.is_linear_map
 
 
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """How the heads of every layer attend."""
-
-    score: str
-    slope: float
-    n_keys: int
-    """Rows that are read, the first ones."""
-    moment: Float[Tensor, "key_row key_row prompt"] | None
-    """For linear scores M, with the factor on the scores."""
-
-    def forward(self, q: Heads, k: Keys, v: Keys) -> Attended:
-        """What heads read."""
-        k = k if self.moment is None else self._mixed(k)
-        if is_compiled(self.score, q):
-            return self._by_kernel(q, k, v)
-        scores = _rows(q) @ _rows(k, self.n_keys).mT
-        pattern, slope = pattern_and_slope(scores, score=self.score, slope=self.slope)
-        z = (pattern @ _rows(v, self.n_keys)).permute(0, 3, 2, 1)
-        return Attended(q, k, v, pattern, slope, z.contiguous())
-
-    def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
-        """Set the gradients in queries, keys and values, from that in what was read."""
-        if is_compiled(self.score, d_z):
-            from mechinterp.training.general.kernel import attend_back
-
-            taken, pattern = (t.numpy() for t in (of.q, of.k, of.v)), of.pattern.numpy()
-            gradients = (t.numpy() for t in (d_z, d_q, d_k, d_v))
-            attend_back(*taken, *self._kind, pattern, *gradients)
-        else:
-            assert of.slope is not None
-            d_read, n = _rows(d_z), self.n_keys
-            d_score = d_read @ _rows(of.v, n).mT
-            if is_normalised(self.score):
-                d_score -= (of.pattern * d_score).sum(-1, keepdim=True)
-            d_score *= of.slope
-            d_q.copy_((d_score @ _rows(of.k, n)).permute(0, 3, 2, 1))
-            _set_first(d_k, d_score.mT @ _rows(of.q))
-            _set_first(d_v, of.pattern.mT @ d_read)
-        if self.moment is not None:
-            d_k.copy_(self._mixed(d_k))
-
-    def _mixed(self, rows: Keys) -> Keys:
-        """M times the rows; M is symmetric."""
-        assert self.moment is not None
-        if not is_compiled(self.score, rows):
-            return torch.einsum("abp,hfbp->hfap", self.moment, rows)
-        from mechinterp.training.general.kernel import mix
-
-        mixed = torch.empty_like(rows)
-        mix(self.moment.numpy(), rows.numpy(), mixed.numpy())
-        return mixed
-
-    def _by_kernel(self, q: Heads, k: Keys, v: Keys) -> Attended:
-        # Here and not above: whoever only reads checkpoints need not wait for the compiler.
-        from mechinterp.training.general.kernel import LANES, attend
-
-        n_heads, _, n_rows, n_prompts = q.shape
-        pattern = q.new_empty(n_prompts // LANES, n_heads, n_rows, self.n_keys * LANES)
-        z = torch.empty_like(q)
-        attend(*(t.numpy() for t in (q, k, v)), *self._kind, pattern.numpy(), z.numpy())
-        return Attended(q, k, v, pattern, None, z)
-
-    @property
-    def _kind(self) -> tuple[int, int, float]:
-        """How the kernel is told."""
-        from mechinterp.training.general.kernel import KINDS
-
-        kind = "linear" if self.score in LINEAR else self.score
-        factor = 1.0 if kind == "softmax" else self.slope
-        if self.score.endswith("/L"):
-            factor /= self.n_keys
-        return self.n_keys, KINDS.index(kind), factor
+@torch.enable_grad()
+def _by_autograd(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weights]:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.tensors.items()}
+    error = _predictions(weights.with_tensors(leaves), prompts) - prompts.y_query
+    loss = error.square().mean()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), weights.with_tensors(dict(zip(leaves, gradients, strict=True)))
 
 
-class _Forward:
-    """One pass forward, and back from it."""
-
-    def __init__(self, weights: Weights, prompts: Prompts):
-        self.weights, self.n_prompts = weights, len(prompts)
-        self.tokens, self.query, self.attention = _inputs(weights, prompts)
-        self.W_in, self.W_U = weights.reading
-        parts = (weights.scale * weights.W_Q, weights.W_K, weights.W_V)
-        self.wide = torch.stack(parts, dim=1).mT.flatten(1, 3)  # [layer, columns, d_model]
-        self.W_O = weights.W_O.flatten(1, 2)  # [layer, columns, d_model]
-        self.streams = [_product(self.W_in.mT, self.tokens)]
-        self.attended: list[Attended] = []
-        for layer in range(weights.n_layers - 1):
-            self._layer(layer)
-        self._last_layer()
-
-    def _layer(self, layer: int) -> None:
-        weights, stream, wide = self.weights, self.streams[-1], self.wide[layer]
-        # Before the first layer the stream has as few dimensions as a token.
-        projected = _product(wide, stream) if layer else _product(wide @ self.W_in.mT, self.tokens)
-        q, k, v = projected.view(3, weights.n_heads, weights.d_head, *stream.shape[1:])
-        self.attended.append(self.attention.forward(q, k, v))
-        z = self.attended[-1].z.flatten(0, 1)
-        self.streams.append(_product(self.W_O[layer].mT, z, add_to=stream))
-
-    def _last_layer(self) -> None:
-        weights, stream = self.weights, self.streams[-1]
-        self.at_query = (stream * self.query).sum(1)  # [d_model, prompt]
-        self.W_Q = self.wide[-1, : len(self.wide[-1]) // 3]  # [columns, d_model], with the scale
-        self.q = (self.W_Q @ self.at_query).unflatten(0, (weights.n_heads, -1))
-        # What the heads look for in the stream.
-        key_side = (weights.W_K[-1] @ self.q)[:, :, None]
-        self.attended.append(self.attention.forward(key_side, stream[None], stream[None]))
-        self.out = (self.W_O[-1] @ self.W_U).view(weights.n_heads, -1, weights.d_y)
-        self.written = (weights.W_V[-1] @ self.out).flatten(0, 1)
-        read = self.attended[-1].z.flatten(0, 2)
-        prediction = self.W_U.mT @ self.at_query + self.written.mT @ read
-        self.prediction = prediction[:, : self.n_prompts]  # [d_y, prompt]
-
-    def gradients(self, d_prediction: Float[Tensor, "d_y prompt"]) -> Weights:
-        """The gradient in the weights, from that in the predictions."""
-        weights = self.weights
-        d_prediction = pad(d_prediction, (0, self.tokens.shape[-1] - self.n_prompts))
-        d_wide = self.wide.new_empty(weights.n_layers, 3, *weights.W_V.mT.shape[1:])
-        d_W_O, d_W_in = torch.empty_like(weights.W_O), torch.zeros_like(self.W_in)
-        d_stream, d_W_U = self._last_layer_back(d_prediction, d_wide[-1], d_W_O[-1])
-        for layer in reversed(range(weights.n_layers - 1)):
-            torch.mm(self._written(layer), d_stream.flatten(1).mT, out=d_W_O[layer].flatten(0, 1))
-            d_start = self._layer_back(layer, d_stream)
-            if layer == 0:
-                d_W_in += d_start.mT @ self.wide[0]
-                d_start = d_start @ self.W_in
-            d_wide[layer] = d_start.view_as(d_wide[layer])
-        d_W_in += _outer(self.tokens, d_stream)
-        d_W_Q, d_W_K, d_W_V = d_wide.mT.unbind(1)
-        layers = zip(NAMES, (weights.scale * d_W_Q, d_W_K, d_W_V, d_W_O), strict=True)
-        gradients = {f"attn.{name}": gradient for name, gradient in layers}
-        gradients |= {"W_in": d_W_in, "unembed.W_U": d_W_U}
-        return weights.with_tensors({name: gradients[name] for name in weights.tensors})
-
-    def _written(self, layer: int) -> Float[Tensor, "columns position"]:
-        """What a layer's heads read, all heads' features one below the other."""
-        return self.attended[layer].z.flatten(0, 1).flatten(1)
-
-    def _last_layer_back(
-        self, d_prediction: Tensor, d_wide: Tensor, d_W_O: Tensor
-    ) -> tuple[Float[Tensor, "d_model row prompt"], Float[Tensor, "d_model d_y"]]:
-        """Set the gradients in the last layer; those in the stream before it, and in the read-out."""
-        weights, of = self.weights, self.attended[-1]
-        d_written = (of.z.flatten(0, 2) @ d_prediction.mT).view(weights.n_heads, -1, weights.d_y)
-        d_out = (weights.W_V[-1].mT @ d_written).flatten(0, 1)
-        d_W_O.copy_((d_out @ self.W_U.mT).view_as(d_W_O))
-        d_W_U = self.at_query @ d_prediction.mT + self.W_O[-1].mT @ d_out
-        d_key_side, d_k, d_v = (torch.empty_like(t) for t in (of.q, of.v, of.v))
-        d_z = (self.written @ d_prediction).view_as(of.z)
-        self.attention.backward(of, d_z, d_key_side, d_k, d_v)
-        d_keys = d_key_side[:, :, 0]
-        d_q = (weights.W_K[-1].mT @ d_keys).flatten(0, 1)
-        d_wide[0] = (d_q @ self.at_query.mT).view_as(d_wide[0])
-        d_wide[1], d_wide[2] = self.q @ d_keys.mT, self.out @ d_written.mT
-        d_at_query = self.W_U @ d_prediction + self.W_Q.mT @ d_q
-        return d_k.add_(d_v)[0].addcmul_(d_at_query[:, None], self.query), d_W_U
-
-    def _layer_back(self, layer: int, d_stream: Tensor) -> Tensor:
-        """Turn the gradient in the stream after a layer into that before it.
-
-        Returns:
-            That in `wide`; in the first layer in its product with W_in, and the stream's lacks what goes through it.
-        """
-        of = self.attended[layer]
-        d_projected = torch.empty(3, *of.q.shape, dtype=of.q.dtype, device=of.q.device)
-        self.attention.backward(of, _product(self.W_O[layer], d_stream).view_as(of.z), *d_projected)
-        flat = d_projected.flatten(0, 2)
-        if layer == 0:
-            return _outer(flat, self.tokens)
-        d_wide = _outer(flat, self.streams[layer])
-        d_stream.view(len(d_stream), -1).addmm_(self.wide[layer].mT, flat.flatten(1))
-        return d_wide
-
-
-def _inputs(weights: Weights, prompts: Prompts) -> tuple[Tensor, Tensor, Attention]:
-    """The stream over W_in [d_token, row, prompt], what the query is of the rows [row, prompt], and how heads attend.
-
-    Prompts that fill up the last block of lanes are zero.
-    """
-    model, length = weights.model, prompts.x.shape[1]
-    score, slope = model.score, model.score_slope
-    fill = (0, -len(prompts) % block_of(score, prompts.x))
-    if score not in LINEAR:
-        tokens = pad(prompts.tokens.permute(2, 1, 0), fill).contiguous()
-        at_query = torch.zeros_like(tokens[0])
-        at_query[-1] = 1
-        return tokens, at_query, Attention(score, slope, length, None)
-    factor = slope / length if score == "linear/L" else slope
-    context = prompts.context_tokens
-    moment = pad((factor * (context.mT @ context)).permute(1, 2, 0), fill).contiguous()
-    d_token, _, n_prompts = moment.shape
-    identity = torch.eye(d_token, dtype=context.dtype, device=context.device)
-    rows = identity[:, :, None].expand(-1, -1, n_prompts).contiguous()
-    at_query = pad(prompts.tokens[:, -1].mT, fill)
-    return rows, at_query, Attention("linear", 1.0, d_token, moment)
-
-
-def is_compiled(score: str, like: Tensor) -> bool:
-    """Whether the kernel computes these scores."""
-    known = score in (*LINEAR, "relu/L", "softmax")
-    return known and like.device.type == "cpu" and like.dtype == torch.float32
-
-
-def block_of(score: str, like: Tensor) -> int:
-    """The prompts come in blocks of so many."""
-    if not is_compiled(score, like):
-        return 1
-    from mechinterp.training.lanes import LANES
-
-    return LANES
-
-
-def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """A matrix times the features of [feature, row, prompt]."""
-    product = left @ right.flatten(1)
-    if add_to is not None:
-        product += add_to.flatten(1)
-    return product.view(-1, *right.shape[1:])
-
-
-def _outer(left: Tensor, right: Tensor) -> Float[Tensor, "left right"]:
-    """The sum over rows and prompts of products of features."""
-    return left.flatten(1) @ right.flatten(1).mT
-
-
-def _rows(
-    heads: Float[Tensor, "head feature row prompt"], n: int | None = None
-) -> Float[Tensor, "head prompt _first feature"]:
-    """The first rows."""
-    return heads.permute(0, 3, 2, 1)[:, :, :n]
-
-
-def _set_first(gradient: Keys, rows: Float[Tensor, "head prompt first feature"]) -> None:
-    """Set the first rows, to a sum over all heads where these share them, and the others to 0."""
-    part = rows.permute(0, 3, 2, 1)
-    if len(gradient) < len(part):
-        part = part.sum(0, keepdim=True)
-    gradient.zero_()[:, :, : part.shape[2]] = part
+def _predictions(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    if weights.is_linear_map:
+        return linear_pass(weights, prompts).prediction()
+    return predictions(weights, prompts, attend=attend)

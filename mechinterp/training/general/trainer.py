@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,13 +10,12 @@ from torch import Tensor
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
-from mechinterp.models.run.general import predictions, prompt_bytes
+from mechinterp.models.run.general import prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.batches import largest_chunk
-from mechinterp.training.flat import flattened, own, views
-from mechinterp.training.general.attention import attend
+from mechinterp.training.flat import flattened, own
 from mechinterp.training.general.step import loss_and_gradients, loss_of
 from mechinterp.training.run import Batch, Run
 
@@ -65,7 +63,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
 
 
 class DeepRun(Run[Weights]):
-    """A model in training: attention alone by a step that is written out, others by automatic gradients."""
+    """Training run of one model of any architecture."""
 
     def __init__(
         self,
@@ -85,31 +83,20 @@ class DeepRun(Run[Weights]):
 
     def _loss(self, batch: Batch) -> Float[Tensor, ""]:
         (prompts,) = batch
-        if self.weights.model.is_stack:
-            return loss_of(self.weights, prompts)
-        return (_predictions(self.weights, prompts) - prompts.y_query).square().mean()
+        return loss_of(self.weights, prompts)
 
     def _loss_and_gradient(
         self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
         (prompts,) = batch
-        if self.weights.model.is_stack:
-            loss, gradients = loss_and_gradients(self.weights, prompts)
-            return loss, flattened(gradients)
-        flat = self.flat.detach().requires_grad_()
-        error = _predictions(views(flat, self.weights), prompts) - prompts.y_query
-        loss = error.square().mean()
-        (gradient,) = torch.autograd.grad(loss, [flat])
-        return loss.detach(), gradient
+        loss, gradients = loss_and_gradients(self.weights, prompts)
+        return loss, flattened(gradients)
 
     def _measured(self) -> dict[str, Tensor]:
         return circuit_norms(self.weights)
 
     def _model(self, index: int, weights: Weights) -> Weights:
         return replace(own(weights), model=self.config.model)
-
-
-_predictions = partial(predictions, attend=attend)
 
 
 def _require_memory(config: ExperimentConfig, weights: Weights) -> None:

@@ -1,0 +1,245 @@
+"""Stated standard errors are the spread over seeds of prompts, for every analysis of the registry.
+
+A ratio is the spread of an estimate over seeds, divided by the root mean square of its stated errors. `python -m
+tests.analysis.test_stated_errors [NAME ...]` prints the ratio of every estimate.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.probing.linear import preconditioned, probe_layers
+from mechinterp.analysis.registry import ANALYSES, run_analysis
+from mechinterp.analysis.result import tables_of
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from tests.conftest import CHECKPOINTS
+from tests.deep_models import random_model
+
+LOW, HIGH, ERRORS = 0.75, 1.35, 3.0
+"""A ratio fails where it lies outside these limits by more than `ERRORS` of its own standard errors."""
+ROUNDING = 1e-6
+"""An estimate whose spread and error are below this part of its size is exact."""
+TOO_WIDE = ("effective_heads",)
+"""Fields whose docstring says that their error is too wide; an error that is too narrow fails here, too."""
+TASK = TaskConfig(d_x=3, context_length=8)
+SAMPLE = 40
+"""Seeds of the quick comparison."""
+
+
+@cache
+def softmax() -> Checkpoint:
+    """One layer of two softmax heads, with its history and snapshots."""
+    return load(CHECKPOINTS / "softmax-h2-s0")
+
+
+@cache
+def with_pool() -> Checkpoint:
+    """The same model on a task with a pool: its predictions have light tails, which linear stacks lack."""
+    config = softmax().config
+    return replace(softmax(), config=replace(config, task=replace(config.task, n_tasks=8)))
+
+
+@cache
+def layers() -> Checkpoint:
+    """Two layers of three softmax heads at random, none of them clearly better than the others."""
+    model = random_model(
+        2, 3, sizes={"d_x": 3, "d_y": 1}, context_only=True, d_model=8, d_head=4, std=0.4
+    )
+    config = ExperimentConfig(task=TASK, model=ModelConfig(**vars(model.weights.model)))
+    return Checkpoint(Path("layers"), config, 0, model.weights)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Model, prompts and seeds of one comparison."""
+
+    model: Callable[[], Checkpoint] = layers
+    n_prompts: int = 96
+    seeds: int = 300
+    settings: Mapping[str, object] = field(default_factory=dict)
+    run: Callable[..., object] | None = None
+    """Function of a model; None: the analysis of the registry."""
+    slow: bool = False
+    """Too slow for the quick comparison."""
+
+
+CASES = {
+    "classify": Case(softmax),
+    "algorithm": Case(n_prompts=48, seeds=100, slow=True),
+    "algorithm-steps": Case(n_prompts=48, seeds=100, slow=True),
+    "attention-entropy": Case(softmax),
+    "edges": Case(n_prompts=32, seeds=100, slow=True),
+    "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
+    "gates": Case(n_prompts=64, seeds=100, settings={"steps": 2}),
+    "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
+    "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),
+    "prior-snapshots": Case(with_pool, seeds=100, settings={"context_lengths": (40,)}),
+    "snapshots": Case(softmax, seeds=100),
+    "head-snapshots": Case(softmax, seeds=100),
+    "learning-coefficient": Case(softmax, n_prompts=64, seeds=100, slow=True),
+    "probe": Case(n_prompts=128, seeds=100),
+    "classify layers": Case(n_prompts=48, seeds=100, slow=True, run=ANALYSES["classify"].function),
+    "ablate one layer": Case(softmax, run=ANALYSES["ablate"].function),
+    "baselines of one layer": Case(softmax, run=ANALYSES["baselines"].function),
+    "prune by one rule": Case(run=prune),
+    "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
+}
+"""Further analyses of the registry get the default case on the first of `MODELS` that they take."""
+MODELS = (layers, softmax, with_pool)
+NAMES = [*ANALYSES, *(name for name in CASES if name not in ANALYSES)]
+
+
+def case_of(name: str) -> Case | None:
+    """The case of an analysis; None where nothing is drawn that a seed could change, or no model here is taken."""
+    case = CASES.get(name)
+    if case is None:
+        fitting = (model for model in MODELS if ANALYSES[name].needs(model()))
+        case = Case(next(fitting, softmax))
+    if case.run is None and "seed" not in ANALYSES[name].options:
+        return None
+    return None if name == "coefficient-snapshots" else case  # chains of its own, no prompts
+
+
+def results(name: str, case: Case, seeds: int) -> Iterator[object]:
+    for seed in range(seeds):
+        drawn = {"n_prompts": case.n_prompts, "seed": seed}
+        if case.run is not None:
+            yield case.run(case.model(), **drawn, **case.settings)
+        else:
+            yield run_analysis(name, case.model(), **drawn, settings=case.settings)
+
+
+def stated(result: object, path: str = "") -> dict[str, np.ndarray]:
+    """Each estimate of a result, and of the results in it, with its error, [2, ...], by the path of its field."""
+    if isinstance(result, Mapping):
+        inner = [(str(name), value) for name, value in result.items()]
+    elif isinstance(result, tuple):
+        inner = [(str(index), value) for index, value in enumerate(result)]
+    elif is_dataclass(result):
+        inner = [(each.name, getattr(result, each.name)) for each in fields(result)]
+    else:
+        return {}
+    found = {}
+    for name in dir(result) if is_dataclass(result) else ():
+        estimate = "estimate" if name == "sem" else name.removesuffix("_sem")
+        if name.endswith("sem") and name != estimate and hasattr(result, estimate):
+            pair = [getattr(result, estimate), getattr(result, name)]
+            found[f"{path}{estimate}"] = np.array(pair, dtype=float)
+    for name, value in inner:
+        found |= stated(value, f"{path}{name}.")
+    return found
+
+
+def ratios(runs: Sequence[Mapping[str, np.ndarray]]) -> pd.DataFrame:
+    """Ratio of spread and stated error of each estimate that all runs have, and the standard error of its logarithm."""
+    rows = []
+    for name in runs[0]:
+        pairs = [run[name] for run in runs if name in run]
+        if len({pair.shape for pair in pairs}) > 1:  # as many as the prompts say
+            continue
+        each = np.array(pairs).reshape(len(pairs), 2, -1)
+        for index, (value, error) in enumerate(each.transpose(2, 1, 0)):
+            finite = np.isfinite(value) & np.isfinite(error)
+            if finite.sum() < max(3, len(runs) / 2):
+                continue
+            value, error = value[finite], error[finite]
+            size = np.abs(value).max()
+            if max(value.std(), error.max()) <= ROUNDING * size:
+                continue
+            rows.append((f"{name}[{index}]", *log_ratio(value, error)))
+    return pd.DataFrame(rows, columns=["estimate", "log_ratio", "sem"])
+
+
+def log_ratio(value: np.ndarray, error: np.ndarray) -> tuple[float, float]:
+    """log of the standard deviation of a value over the root mean square of its errors, with its jackknife error."""
+    n = len(value)
+    squares, stated = np.square(value - value.mean()), np.square(error)
+    spread = squares.sum() / (n - 1)
+    # Without run i the sum of squares is smaller by squares_i n / (n - 1).
+    without = (squares.sum() - squares * n / (n - 1)) / (n - 2)
+    tiny = np.finfo(float).tiny
+    others = np.log((without + tiny) / ((stated.sum() - stated) / (n - 1) + tiny)) / 2
+    sem = np.sqrt((n - 1) / n * np.square(others - others.mean()).sum())
+    return float(np.log((spread + tiny) / (stated.mean() + tiny)) / 2), float(sem)
+
+
+def compared(name: str, seeds: int) -> pd.DataFrame:
+    """All ratios of one analysis, those that fail marked."""
+    case = case_of(name)
+    if case is None:
+        return ratios([{}])
+    frame = ratios([stated(result) for result in results(name, case, seeds)])
+    above = frame["log_ratio"] - np.log(HIGH) > ERRORS * frame["sem"]
+    below = np.log(LOW) - frame["log_ratio"] > ERRORS * frame["sem"]
+    below &= ~frame["estimate"].str.contains("|".join(TOO_WIDE))
+    return frame.assign(ratio=np.exp(frame["log_ratio"]), fails=above | below)
+
+
+def assert_true(name: str, seeds: int) -> None:
+    frame = compared(name, seeds)
+    if frame.empty:
+        pytest.skip("states no error that seeds of prompts could test")
+    wrong = frame[frame["fails"]]
+    assert wrong.empty, f"{len(wrong)} of {len(frame)}:\n{wrong.to_string()}"
+
+
+QUICK = [name for name in NAMES if not getattr(CASES.get(name), "slow", False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_stated_errors_are_near_the_spread_over_a_few_seeds(name: str):
+    assert_true(name, SAMPLE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_stated_errors_are_the_spread_over_seeds(name: str):
+    assert_true(name, CASES.get(name, Case()).seeds)
+
+
+def test_every_column_of_a_table_with_an_error_is_compared():
+    """Columns are renamed fields or properties; a test of fields alone could miss one."""
+    for name in ("ablate", "baselines", "prune", "read-out-by-layer", "fit", "priors"):
+        case = case_of(name)
+        (result,) = results(name, replace(case, n_prompts=32), 1)
+        fields_compared = {path.split(".")[-1] for path in stated(result)}
+        for table in tables_of(name, result).values():
+            columns = [str(column) for column in table.frame.columns]
+            assert {
+                c.removesuffix("_sem") for c in columns if c.endswith("_sem")
+            } <= fields_compared
+
+
+def test_an_error_that_is_wrong_by_half_is_found():
+    random = np.random.default_rng(0)
+    values = random.normal(size=300)
+    for factor, fails in ((0.5, True), (1.0, False), (2.0, True)):
+        log, sem = log_ratio(values, np.full(300, factor))
+        off = max(log - np.log(HIGH), np.log(LOW) - log)
+        assert (off > ERRORS * sem) == fails
+        # Of a normal value the standard deviation has the relative error 1 / sqrt(2 n).
+        assert sem == pytest.approx((2 * 300) ** -0.5, rel=0.2)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in sys.argv[1:] or NAMES:
+        named, _, number = each.partition("=")
+        table = compared(named, int(number or SAMPLE))
+        print(
+            f"== {named}: {len(table)} estimates, {int(table.get('fails', pd.Series()).sum())} fail"
+        )
+        if len(table):
+            print(table["ratio"].describe()[["min", "50%", "max"]].round(2).to_dict())
+            off = ~table["ratio"].between(LOW, HIGH)
+            print(table[off].round(3).to_string() if off.any() else "", flush=True)
