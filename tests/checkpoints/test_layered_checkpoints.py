@@ -315,9 +315,7 @@ def test_whether_the_query_is_a_key_must_be_true_or_false():
 
 @pytest.mark.parametrize("value", ["4", 4.0, True, [4], 0, -2])
 def test_heads_must_be_a_whole_number(value: object):
-    with pytest.raises(
-        CheckpointError, match="n_head, stated beside it, must be an integer >= 1, got"
-    ):
+    with pytest.raises(CheckpointError, match="n_head must be an integer >= 1, got"):
         read(garg().state_dict(), settings={"n_head": value})
 
 

@@ -8,6 +8,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 
 MAX_DEPTH = 4
 """Names are compared up to this many words deep."""
+MOST_NAMES = 30_000
 MOST_SHOWN = 8
 RUN_WORDS = (
     *("seed", "run", "step", "epoch", "iter", "iteration", "model", "net", "ckpt", "checkpoint"),
@@ -27,6 +28,8 @@ def copies_in(shapes: Shapes) -> list[str]:
         >>> copies_in({f"layers.{x}.{n}.weight": (4, 4) for x in range(2) for n in "qkv"})
         []
     """
+    if len(shapes) > MOST_NAMES:  # which are refused behind this
+        return []
     groups: dict[tuple[str, ...], dict[str, list]] = {}
     for name, shape in shapes.items():
         words = tuple(re.split("[./]", name))

@@ -96,7 +96,8 @@ def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int
     if piece.part == "words":
         # A table of words is [words, width] without a bias; a layer that reads numbers is [width, entries].
         linear = piece.kind == "bias" or f"{stem}.bias" in tensors or piece.name.endswith(("kernel", ".w"))  # fmt: skip
-        return "read_in" if linear or (out in widths and into not in widths) else "words"
+        shaped = out in widths and into not in widths and not piece.name.endswith("W_E")
+        return "read_in" if linear or shaped else "words"
     if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
         near, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
         return piece.part if near in widths else part
