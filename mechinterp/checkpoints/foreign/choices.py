@@ -28,6 +28,7 @@ REFINED: tuple[Mapping[str, object], ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
     *({"passes": count} for count in (2, 3, 4)),
     {"rms_norm": True},
+    {"rotary_adjacent_pairs": True},
 )
 """What leaves no trace in names and shapes, tried on the best reading."""
 REFINED_NAMES = ("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm")
@@ -82,7 +83,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     closed = {**form.usual, **form.settled}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
     if given.get("positions") == "rotary":
-        tries |= {"rotary_adjacent_pairs": (False, True), "rotary_base": (ROTARY_BASE,)}
+        tries |= {"rotary_adjacent_pairs": (False,), "rotary_base": (ROTARY_BASE,)}
     for name, value in given.items():
         if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
             continue
@@ -163,7 +164,12 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
     """
     turns = form.turns and not parts.merged and not parts.has("positions.weight")
     again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
-    possible = {"positions": turns, "passes": bool(again), "rms_norm": parts.bare_norms}
+    possible = {
+        "positions": turns,
+        "passes": bool(again),
+        "rms_norm": parts.bare_norms,
+        "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
+    }
     return [
         {**chosen, **change}  # type: ignore[dict-item]
         for change in REFINED
