@@ -190,18 +190,6 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
     return rows // width
 
 
-def require_full_keys(layer: Mapping[str, Matrix]) -> None:
-    """Refuse keys of fewer rows than the queries, which several heads share."""
-    inner, keys, values = (layer[f"{n}.weight"].tensor.shape[1] for n in ("query", "key", "value"))
-    fits = len(layer["key.weight"].tensor) == len(layer["query.weight"].tensor)
-    if fits and keys < inner and inner % keys == 0:
-        name, rows = shown(layer["key.weight"].name), f"{keys} of keys, {values} of values"
-        rule = (
-            f"must be as wide as queries; {GROUPED}: got {inner} rows of queries, {rows} ({name})"
-        )
-        raise TensorError("keys", rule)
-
-
 def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
     """Hold the matrices of one layer against each other."""
     for matrix in matrices.values():

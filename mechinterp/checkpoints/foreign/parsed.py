@@ -15,7 +15,6 @@ from mechinterp.checkpoints.foreign.matrices import (
     Matrix,
     attention_matrices,
     number_of_heads,
-    require_full_keys,
     require_layer,
     require_matrix,
     require_shapes,
@@ -100,7 +99,6 @@ def parts_of(
     width = len(query.tensor)
     apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
     heads = (whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
-    require_full_keys(every_layer[0])
     n_heads = number_of_heads(every_layer[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, every_layer, strict=True):
         matrices |= _beside(pieces, tensors, width)
