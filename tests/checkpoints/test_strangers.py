@@ -66,12 +66,11 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
     "kind",
     [
         Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
-        Kind(2, norm="rms", mlp=True),
         Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
     ],
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
-    """Rotary positions, runs through the layers, norms without means, x and y in turn."""
+    """Rotary positions, runs through the layers, x and y in turn."""
     model = trained(kind)
     checkpoint = load(saved(tmp_path, model.state_dict()), n_heads=2, task=TASK)
     ours, theirs = prediction(checkpoint, model)
