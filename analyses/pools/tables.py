@@ -41,6 +41,40 @@ def _row(rows: pd.DataFrame) -> tuple[str, ...]:
     )
 
 
+def seeds(results: Path) -> str:
+    """The shipped stacks over seeds of the prompts: strategies, and how far each estimate moves."""
+    found = pd.read_csv(results / "pools" / "pool_seeds.csv")
+    header = (
+        "M",
+        "tasks",
+        "strategy",
+        "relative (trimmed)",
+        "risk (trimmed)",
+        "median",
+        "risk, all",
+    )
+    rows = []
+    for (n_tasks, kind), one in found.groupby(["n_tasks", "tasks"], sort=False):
+        counts = one.strategy.value_counts()
+        few = f"{one.carried_by_few.sum()} of {len(one)} by few"
+        rows.append(
+            (
+                f"{n_tasks}",
+                kind,
+                ", ".join(f"{name} {count}" for name, count in counts.items()),
+                _spread(one.relative),
+                _spread(one.risk),
+                _spread(one.median_risk),
+                f"{one.all_risk.min():.3g} to {one.all_risk.max():.3g}; {few}",
+            )
+        )
+    return markdown(header, rows)
+
+
+def _spread(values: pd.Series) -> str:
+    return f"{values.mean():.3g} (sd {values.std():.1g})"
+
+
 def one_layer(results: Path) -> str:
     """Excess risks of one layer of attention on a pool."""
     found = pd.read_csv(results / "pools" / "pool_one_layer.csv")

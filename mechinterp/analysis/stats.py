@@ -166,6 +166,23 @@ def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarra
     return np.asarray(sizes[len(values) - few :].sum(0) > sizes.sum(0) / 2)
 
 
+def without_worst(
+    sizes: Float[np.ndarray, " prompt"], one_in: int = 1000
+) -> Bool[np.ndarray, " prompt"]:
+    """Which prompts stay when the one in `one_in` with the largest sizes are left out; all of fewer prompts.
+
+    The mean of heavy tails may not exist: the mean over n prompts then grows with n. The mean over the prompts that
+    stay has a limit, so that more prompts give a better estimate of it. NaN counts as the largest size.
+
+    Example:
+        >>> without_worst(np.array([9.0, 1.0, 2.0, 3.0]), one_in=4).tolist()
+        [False, True, True, True]
+    """
+    stay = np.ones(len(sizes), bool)
+    stay[np.argsort(sizes, kind="stable")[len(sizes) - len(sizes) // one_in :]] = False
+    return stay
+
+
 def halves(samples: Samples) -> tuple[Samples, Samples]:
     """The first half, to choose on, and the rest, to measure on: of prompts that are drawn one is as good as another.
 

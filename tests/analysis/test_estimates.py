@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.stats import best_factor, carried_by_few, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.stats import (
+    best_factor,
+    carried_by_few,
+    mean_and_sem,
+    ratio_and_sem,
+    without_worst,
+)
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import sample_prompts
@@ -75,3 +81,31 @@ def test_a_hundredth_carries_a_mean_or_does_not():
     # Signs do not cancel, and 99 values have no hundredth.
     assert not carried_by_few(np.tile([1.0, -1.0], 100))
     assert not carried_by_few(np.array([1e9] + [1.0] * 98))
+
+
+def test_more_prompts_bring_a_mean_without_the_worst_nearer_to_its_limit():
+    # P(size > s) = s^-a has no mean for a < 1. Below the quantile q of 1 - 1/1000 the mean is
+    # a (q^(1 - a) - 1) / (1 - a) / (1 - 1/1000), and the mean square of the same form with 2 in the place of 1.
+    a, part = 0.8, 1 - 1 / 1000
+    q = (1 - part) ** (-1 / a)
+    limit, square = (a * (q ** (power - a) - 1) / (power - a) / part for power in (1, 2))
+    generator = np.random.default_rng(0)
+    off = []
+    for n in (4_000, 64_000, 1_024_000):
+        found = [generator.uniform(size=n) ** (-1 / a) for _ in range(20)]
+        kept = np.array([sizes[without_worst(sizes)].mean() for sizes in found])
+        # The error of the quantile adds (q - mean)^2 / 1000 to the variance.
+        sem = ((square - limit**2 + (q - limit) ** 2 / 1000) / n) ** 0.5
+        off.append(np.square(kept - limit).mean() ** 0.5)
+        assert off[-1] < 2 * sem
+        assert np.abs(np.array([sizes.mean() for sizes in found]) - limit).max() > 8 * sem
+    assert off[0] > 2 * off[1] > 4 * off[2]
+
+
+def test_the_worst_are_those_of_a_thousand_and_undefined_sizes_come_first():
+    sizes = np.arange(2999.0)
+    assert without_worst(sizes).sum() == 2997
+    assert not without_worst(sizes)[-2:].any()
+    assert without_worst(sizes[:999]).all()
+    sizes[7] = np.nan
+    assert np.flatnonzero(~without_worst(sizes)).tolist() == [7, 2998]

@@ -107,6 +107,29 @@ def test_a_quadratic_gives_half_its_directions():
 
 
 @pytest.mark.usefixtures("as_users")
+@pytest.mark.parametrize("langevin", [None, Langevin(0.01)])
+def test_a_pull_as_strong_as_the_loss_halves_every_direction(langevin: Langevin | None):
+    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.square(points).sum(1) / 2, points
+
+    def exactly(points: np.ndarray, n_prompts: int, generator: torch.Generator) -> np.ndarray:
+        return points
+
+    loss = LocalLoss(
+        quadratic, np.zeros(6), "6 entries", "a quadratic", exact=3.0, on_minibatch=exactly
+    )
+    n_beta = pull = 20.0
+    chains = Chains(n_chains=16, n_draws=400, n_warmup=100, n_leapfrog=10)
+    found = coefficient_of_loss(
+        loss, n_beta=n_beta, localisation=pull, chains=chains, langevin=langevin
+    )
+    # w ~ N(0, 1 / (n_beta h + pull)), so that the mean of n_beta h w^2 / 2 is 1/4 in each of 6 directions;
+    # Langevin dynamics without noise of the gradient widen the law by 1 / (1 - step (n_beta h + pull) / 4).
+    wider = 1 if langevin is None else 1 - langevin.step_size * (n_beta + pull) / 4
+    assert abs(found.estimate - 6 / 4 / wider) < 4 * found.sem < 0.2
+
+
+@pytest.mark.usefixtures("as_users")
 def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
     curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.baselines import baselines
-from mechinterp.analysis.learners.closeness import KINDS, Closeness
+from mechinterp.analysis.learners.closeness import ERROR, KINDS, Closeness, trimmed_closeness
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.config import TaskConfig
@@ -106,6 +106,86 @@ def test_strategies():
     assert zero.strategy == "neither"
 
 
+def test_a_model_two_percent_from_ridge_generalises_whatever_the_size_of_the_pool():
+    """With 4,096 tasks dMMSE is nearer to ridge than the model, so that nearly all of its error is off their line."""
+    task = replace(TASK, d_y=1, n_tasks=4096)
+
+    def model(prompts: Prompts) -> Tensor:
+        best = ridge(prompts, penalty=task.posterior_penalty)
+        return best + 0.1 * prompts.x[:, 0, :1].sign()
+
+    found = compare_priors(model, task, context_lengths=[4], n_prompts=4000)
+    assert found.trimmed.risk[1] / found.trimmed.risk_ridge[1] == pytest.approx(1.02, abs=0.01)
+    assert found.trimmed.unexplained[0] > 0.5
+    assert found.strategy == "generalises"
+
+
+def with_error_on(share: float, size: float) -> Callable[[Prompts], Tensor]:
+    """dMMSE, off by `size` on the share of prompts whose first query entry is largest."""
+    limit = torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share / 2)).item()
+
+    def predictions(prompts: Prompts) -> Tensor:
+        return mixture(1.0)(prompts) + size * (prompts.x_query[:, :1].abs() > limit)
+
+    return predictions
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_errors_on_one_prompt_in_five_thousand_do_not_change_the_strategy(seed: int):
+    model = with_error_on(1 / 5000, 1e6)
+    found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000, seed=seed)
+    plain = compare_priors(mixture(1.0), TASK, context_lengths=[4], n_prompts=4000, seed=seed)
+    assert found.strategy == "memorises"
+    # 4 of 4,000 prompts are left out; the errors lie on 0 to 4 of them.
+    np.testing.assert_allclose(found.trimmed.relative, 0, atol=1e-9)
+    np.testing.assert_allclose(found.trimmed.risk, found.trimmed.risk_dmmse)
+    np.testing.assert_allclose(found.median_risk[1], plain.median_risk[1], rtol=0.01)
+    hit = found.overall.risk[1] > 1e6
+    assert hit == (found.overall.risk[1] != pytest.approx(plain.overall.risk[1]))
+    assert found.carried_by_few[1] == hit
+    assert repr(found).count("carried by few prompts") == found.carried_by_few.sum()
+    assert len(found.sentences()) == 3 + found.carried_by_few.sum()
+
+
+def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
+    model = with_error_on(1 / 200, 60.0)
+    found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000)
+    assert found.trimmed.unexplained[0] > 1
+    assert found.strategy == "undetermined"
+    assert "the worst hundredth" in found.sentences()[0]
+    # So many prompts are no few: a hundredth less of them leaves the answer as it is.
+    many = compare_priors(with_error_on(1 / 20, 60.0), TASK, context_lengths=[4], n_prompts=4000)
+    assert many.strategy == "neither"
+
+
+def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
+    generator = np.random.default_rng(0)
+
+    def sample() -> Closeness:
+        squares = generator.chisquare(1, (20_000, 1, 8))
+        # The error of the model has no mean; distances grow with it.
+        squares[..., ERROR] = generator.uniform(size=(20_000, 1)) ** -1.25
+        squares[..., :2] += squares[..., [ERROR]] * [1.0, 0.5]
+        return trimmed_closeness(squares, 1000)
+
+    runs = [sample() for _ in range(300)]
+    for name in ("risk", "distance_dmmse", "relative", "risk_ridge"):
+        values, sems = (
+            np.array([getattr(run, f"{name}{end}") for run in runs]) for end in ("", "_sem")
+        )
+        # The spread of 300 runs is known to 4%; the worst prompt that stays varies by 20^-1/2 / 0.8 of its size.
+        assert 0.75 < values.std(ddof=1) / np.square(sems).mean() ** 0.5 < 1.35, name
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"), [([3], "L = 3"), ([2, 4], "mean over L = 2 to 4"), (None, "L = 1 to 4")]
+)
+def test_the_sentence_says_which_lengths_it_is_a_mean_over(lengths: list[int] | None, words: str):
+    found = compare_priors(mixture(0.0), TASK, context_lengths=lengths, n_prompts=8)
+    assert words in repr(found)
+    assert words in found.sentences()[1]
+
+
 def test_a_model_of_the_package_frame_and_figures():
     heads = merged_heads(2, 3, std=0.1, seed=0)
     task = replace(TASK, d_y=1)
@@ -117,12 +197,12 @@ def test_a_model_of_the_package_frame_and_figures():
     names = list(Closeness.__dataclass_fields__)
     assert list(frame.columns) == ["tasks", "context_length", *names]
     assert isinstance(found.summary_frame(), pd.DataFrame)
-    assert len(found.summary_frame()) == 2
+    assert found.summary_frame()["prompts"].tolist() == ["trimmed", "trimmed", "all", "all"]
     assert np.isfinite(frame[names].to_numpy()).all()
     assert isinstance(found.plot(), go.Figure)
     assert len(found.plot().data) == 2
     assert len(found.plot_risks().data) == 6
-    assert repr(found).startswith("PriorComparison(neither, pool of 6; pool: relative ")
+    assert repr(found).startswith("PriorComparison(neither, pool of 6, mean over L = 1 to 4, ")
     # The lengths, as long as they are few, are all from 1 on.
     default = compare_priors(mixture(0.0), replace(TASK, context_length=40), n_prompts=8)
     assert len(default.context_length) == 16

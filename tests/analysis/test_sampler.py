@@ -54,6 +54,16 @@ def test_chains_that_disagree_are_told_and_make_the_error_large():
     assert np.isnan([r_hat(still), mean_error(still)]).all()
 
 
+def test_chains_that_share_a_trend_do_not_agree_with_their_own_halves():
+    drift = np.linspace(-2, 2, 500)
+    trend = np.random.default_rng(0).standard_normal((4, 500)) + drift
+    # Eight halves have means of -1 or 1, whose variance is 8/7, and variances of 1 + 1/3; whole chains agree.
+    expected = np.sqrt(1 + 8 / 7 / (1 + 1 / 3))
+    # A mean of 250 draws is known to 0.073, so that the ratio is known to 0.016.
+    assert r_hat(trend) == pytest.approx(expected, abs=4 * 0.016)
+    assert r_hat(trend - drift) < 1.02
+
+
 def test_a_gaussian_has_its_mean_and_variance():
     curvatures = np.array([1.0, 10.0, 100.0, 1000.0])
 

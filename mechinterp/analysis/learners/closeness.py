@@ -12,7 +12,13 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.patching.pairing import with_task_vectors
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import (
+    estimates,
+    mean_and_sem,
+    ratio_and_sem,
+    require_moderate,
+    without_worst,
+)
 from mechinterp.config import TaskConfig
 from mechinterp.display import frame_of
 from mechinterp.icl.pools import Pool, dmmse, require_pool
@@ -26,6 +32,8 @@ from mechinterp.progress import ProgressCallback
 KINDS = ("pool", "new")
 """Prompts with tasks of the pool, and with fresh ones."""
 MOST_LENGTHS = 16
+ERROR = 5
+"""Column of `Sample.squares` with the squared error of the model; those of dMMSE and ridge follow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,18 +165,22 @@ class Sample:
         return torch.stack(rows, 1).numpy(force=True)
 
 
-def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
-    """What the `squares` of a sample say, as means over prompts."""
+def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -> Closeness:
+    """Means over prompts of the `squares` of a sample, and their ratios.
+
+    Args:
+        few: Number of rows at the end that take the place of prompts left out; they count in standard errors alone.
+    """
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
     # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
-    weight, weight_sem = _ratios(inner, gap)
-    risk, risk_dmmse, risk_ridge = map(mean_and_sem, errors)
+    weight, weight_sem = _ratios(inner, gap, few)
+    risk, risk_dmmse, risk_ridge = (_mean(each, few) for each in errors)
     numbers = estimates(
-        distance_dmmse=mean_and_sem(to_dmmse),
-        distance_ridge=mean_and_sem(to_ridge),
-        relative=_ratios(to_dmmse, to_dmmse + to_ridge),
+        distance_dmmse=_mean(to_dmmse, few),
+        distance_ridge=_mean(to_ridge, few),
+        relative=_ratios(to_dmmse, to_dmmse + to_ridge, few),
         weight_dmmse=(weight, weight_sem),
-        unexplained=_ratios(norm - 2 * weight * inner + weight**2 * gap, gap),
+        unexplained=_ratios(norm - 2 * weight * inner + weight**2 * gap, gap, few),
         risk=risk,
         risk_dmmse=risk_dmmse,
         risk_ridge=risk_ridge,
@@ -176,13 +188,40 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"]) -> Closeness:
     return Closeness(**numbers)
 
 
-def _ratios(numerator: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: int) -> Closeness:
+    """The same without the worst prompts of each kind, one in `one_in`, by the squared error of the model.
+
+    Standard errors are those of trimmed means: in them a prompt that is left out counts as the worst that stays.
+    """
+    few, kinds = len(squares) // one_in, []
+    for kind in np.moveaxis(squares, 1, 0):
+        kept = kind[without_worst(kind[:, ERROR], one_in)]
+        worst = kept[kept[:, ERROR].argmax()]
+        kinds.append(np.concatenate([kept, np.repeat(worst[None], few, 0)]))
+    return closeness(np.stack(kinds, 1), few)
+
+
+def _mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
+    kept = len(values) - few
+    mean, sem = mean_and_sem(values[:kept])
+    return mean, _with_cut(sem, values[kept:] - mean, len(values))
+
+
+def _ratios(
+    numerator: np.ndarray, denominator: np.ndarray, few: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Ratios of means over the first axis with their standard errors, each of the other axes by itself."""
-    shape = numerator.shape[1:]
-    columns = [each.reshape(len(each), -1).T for each in (numerator, denominator)]
+    n, shape = len(numerator), numerator.shape[1:]
+    kept = n - few
+    columns = [each[:kept].reshape(kept, -1).T for each in (numerator, denominator)]
     pairs = [ratio_and_sem(top, bottom) for top, bottom in zip(*columns, strict=True)]
     ratio, sem = (np.array(each, dtype=float).reshape(shape) for each in zip(*pairs, strict=True))
-    return ratio, sem
+    residual = (numerator - ratio * denominator)[kept:] / denominator[:kept].mean(0)
+    return ratio, _with_cut(sem, residual, n)
+
+
+def _with_cut(sem: np.ndarray, residual: np.ndarray, n_prompts: int) -> np.ndarray:
+    return np.sqrt(np.square(sem) + np.square(residual).sum(0) / n_prompts**2)
 
 
 def setting_of(

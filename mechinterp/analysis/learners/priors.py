@@ -1,23 +1,27 @@
-"""Does a model predict as the posterior mean under its pool of tasks (dMMSE), or as ridge, and does it know new tasks?"""
+"""Memorise or generalise: distances of a model from the posterior mean under its pool of tasks (dMMSE) and from ridge."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechinterp.analysis.learners.closeness import (
+    ERROR,
     KINDS,
     Closeness,
     closeness,
     lengths_of,
     setting_of,
+    trimmed_closeness,
 )
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
+from mechinterp.analysis.stats import carried_by_few
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
@@ -28,71 +32,97 @@ from mechinterp.progress import ProgressCallback, no_progress
 CLEAR = 2.0
 """Standard errors from 0.5 at which a relative distance counts as nearer to one side."""
 OFF_THE_LINE = 0.5
-"""Unexplained part from which a model is nothing between the two."""
+"""Limit of `unexplained` on tasks of the pool for a model that memorises. A model that generalises has no such limit:
+with a large pool dMMSE and ridge are so near to each other that any error is far off their line."""
 FORGETS, KNOWS = 2.0, 1.5
 """Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
+FEW, MORE = 1000, 100
+"""One prompt in so many is left out for the strategy, and to see whether a few prompts would change it."""
+PREDICTORS = ("model", "dmmse", "ridge")
 
 STRATEGIES = {
     "memorises": "memorises them",
     "generalises": "generalises as ridge regression does",
     "neither": "neither memorises them nor generalises as ridge regression does",
+    "undetermined": "is undetermined: the worst hundredth of the prompts decides between "
+    "memorising them and generalising as ridge regression does",
 }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorComparison(Result):
-    """How near a model is to dMMSE and to ridge, at each context length and over all."""
+    """How near a model is to dMMSE and to ridge, at each context length and as means over the lengths."""
 
+    COLUMNS: ClassVar = {
+        "prompts": "Prompts of the means: trimmed (the worst thousandth left out) or all.",
+        **{
+            f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
+            for name in PREDICTORS
+        },
+    }
     n_tasks: int
     """Size of the pool."""
     context_length: Int[np.ndarray, " length"]
     at_length: Closeness
     """[kind, length], the kinds being pool and new."""
     overall: Closeness
-    """[kind]; means over the lengths."""
+    """[kind]; means over the lengths and all prompts."""
+    trimmed: Closeness
+    """[kind]; as `overall`, without the thousandth of the prompts on which the model errs most (none of fewer than
+    1,000). Model, dMMSE and ridge are compared on the prompts that stay."""
+    median_risk: Float[np.ndarray, "kind predictor"]
+    """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
+    carried_by_few: Bool[np.ndarray, " kind"]
+    """Whether the worst hundredth of the prompts makes up more than half of the model's `overall.risk`."""
+    strategy: str
+    """"memorises", "generalises", "neither" or "undetermined", by `trimmed`.
 
-    @property
-    def strategy(self) -> str:
-        """ "memorises", "generalises" or "neither".
-
-        It memorises if it is nearer to dMMSE on prompts of the pool and loses at least twice what ridge loses on new tasks;
-        it generalises if it is nearer to ridge on new tasks and loses at most 1.5 times what ridge loses. "Nearer" is by two standard
-        errors. A model that is far off the line between the two on prompts of the pool does neither.
-        """
-        overall = self.overall
-        if overall.unexplained[0] > OFF_THE_LINE:
-            return "neither"
-        over_ridge = overall.risk[1] / overall.risk_ridge[1]
-        if overall.relative[0] + CLEAR * overall.relative_sem[0] < 0.5 and over_ridge >= FORGETS:
-            return "memorises"
-        if overall.relative[1] - CLEAR * overall.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
-            return "generalises"
-        return "neither"
+    A model memorises if it is nearer to dMMSE on prompts of the pool, at most 0.5 of the distance between dMMSE and
+    ridge off the line, and its excess risk on new tasks is at least twice that of ridge. It generalises if it is nearer
+    to ridge on new tasks and its excess risk there is at most 1.5 times that of ridge. "Nearer" is by two standard
+    errors. It is undetermined if another answer comes out without the worst hundredth of the prompts."""
 
     def __repr__(self) -> str:
-        overall = self.overall
-        told = [
-            f"{kind}: relative {overall.relative[i]:.3g} ± {overall.relative_sem[i]:.1g}, "
-            f"weight {overall.weight_dmmse[i]:.3g} ± {overall.weight_dmmse_sem[i]:.1g}, "
-            f"risk {overall.risk[i]:.3g} (dMMSE {overall.risk_dmmse[i]:.3g}, ridge {overall.risk_ridge[i]:.3g})"
+        trimmed, few = self.trimmed, self.carried_by_few
+        parts = [
+            f"{kind}: relative {trimmed.relative[i]:.3g} ± {trimmed.relative_sem[i]:.1g}, "
+            f"weight {trimmed.weight_dmmse[i]:.3g} ± {trimmed.weight_dmmse_sem[i]:.1g}, "
+            f"risk {trimmed.risk[i]:.3g} (dMMSE {trimmed.risk_dmmse[i]:.3g}, ridge {trimmed.risk_ridge[i]:.3g})"
+            + (f", carried by few prompts: {self.overall.risk[i]:.3g} over all" if few[i] else "")
             for i, kind in enumerate(KINDS)
         ]
-        return f"PriorComparison({self.strategy}, pool of {self.n_tasks}; {'; '.join(told)})"
+        return (
+            f"PriorComparison({self.strategy}, pool of {self.n_tasks}, {self._over_lengths}, "
+            f"without the worst thousandth of prompts; {'; '.join(parts)})"
+        )
+
+    @property
+    def _over_lengths(self) -> str:
+        first, last = self.context_length[[0, -1]]
+        return f"L = {first}" if first == last else f"mean over L = {first} to {last}"
 
     def sentences(self) -> list[str]:
-        """What it does with the pool, how near it is to dMMSE and ridge, and what it loses beside them."""
-        overall, where = self.overall, ("tasks of the pool", "new tasks")
-        pairs = zip(overall.relative, overall.relative_sem, where, strict=True)
+        """The strategy, the distances from dMMSE and ridge, the risks, and whether few prompts carry a mean."""
+        trimmed, where = self.trimmed, ("tasks of the pool", "new tasks")
+        pairs = zip(trimmed.relative, trimmed.relative_sem, where, strict=True)
         near = ", ".join(f"{with_error(value, sem)} on {of}" for value, sem, of in pairs)
-        rows = zip(overall.risk, overall.risk_dmmse, overall.risk_ridge, where, strict=True)
+        rows = zip(trimmed.risk, trimmed.risk_dmmse, trimmed.risk_ridge, where, strict=True)
         risks = ", ".join(
             f"{digits(own)} on {of} (dMMSE {digits(dmmse)}, ridge {digits(ridge)})"
             for own, dmmse, ridge, of in rows
         )
+        few = [
+            f"The worst hundredth of the prompts makes up more than half of the risk on {of}: over all prompts it is "
+            f"{digits(self.overall.risk[i])}, and the median {digits(self.median_risk[i, 0])}."
+            for i, of in enumerate(where)
+            if self.carried_by_few[i]
+        ]
         return [
             f"With a pool of {self.n_tasks} tasks the model {STRATEGIES[self.strategy]}.",
-            f"Relative distance, 0 at the pool's posterior mean (dMMSE) and 1 at ridge regression: {near}.",
-            f"Excess risk (y²): {risks}.",
+            f"Relative distance, 0 at the pool's posterior mean (dMMSE) and 1 at ridge regression "
+            f"({self._over_lengths}): {near}.",
+            f"Excess risk (y², without the worst thousandth of the prompts): {risks}.",
+            *few,
         ]
 
     def tables(self) -> dict[str, Table]:
@@ -109,8 +139,12 @@ class PriorComparison(Result):
         return self.at_length.frame(context_length=self.context_length)
 
     def summary_frame(self) -> pd.DataFrame:
-        """One row per kind of tasks, means over the context lengths."""
-        return self.overall.frame()
+        """One row per kind of tasks, without the worst thousandth of the prompts and over all: means over the lengths."""
+        named = {"trimmed": self.trimmed, "all": self.overall}
+        frame = pd.concat([each.frame().assign(prompts=name) for name, each in named.items()])
+        medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
+        few = {f"median_risk_{name}": np.tile(risk, 2) for name, risk in medians.items()}
+        return frame.assign(**few, carried_by_few=np.tile(self.carried_by_few, 2))
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""
@@ -159,9 +193,28 @@ def compare_priors(
     samples = [setting.sample(kind, n_prompts, lengths, seed, progress) for kind in KINDS]
     by_kind = [each.squares([model(prompts) for prompts in each.prompts]) for each in samples]
     squares = np.stack(by_kind, 1)  # [prompt, kind, length, square]
+    over_lengths = squares.mean(2)
+    errors = over_lengths[..., ERROR:]
+    trimmed, more = (trimmed_closeness(over_lengths, one_in) for one_in in (FEW, MORE))
+    strategy = _strategy(trimmed)
     return PriorComparison(
         n_tasks=len(setting.pool),
         context_length=np.array(lengths),
         at_length=closeness(squares),
-        overall=closeness(squares.mean(2)),
+        overall=closeness(over_lengths),
+        trimmed=trimmed,
+        median_risk=np.median(errors, axis=0),
+        carried_by_few=carried_by_few(errors[..., 0]),
+        strategy=strategy if _strategy(more) == strategy else "undetermined",
     )
+
+
+def _strategy(found: Closeness) -> str:
+    """What a model does with its pool, by one set of means."""
+    over_ridge = found.risk[1] / found.risk_ridge[1]
+    near = found.relative[0] + CLEAR * found.relative_sem[0] < 0.5
+    if near and found.unexplained[0] <= OFF_THE_LINE and over_ridge >= FORGETS:
+        return "memorises"
+    if found.relative[1] - CLEAR * found.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
+        return "generalises"
+    return "neither"

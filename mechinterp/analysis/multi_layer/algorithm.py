@@ -18,14 +18,14 @@ from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.algorithm_labels import (
     OWN,
     UNDETERMINED,
-    UNSTRUCTURED,
     AlgorithmLimits,
     Decision,
     Measured,
+    Scale,
     broken_by,
     broken_share,
     decide,
-    is_unstructured,
+    does_nothing,
 )
 from mechinterp.analysis.multi_layer.algorithm_leftover import ROUNDING, reflected, with_leftovers
 from mechinterp.analysis.multi_layer.algorithm_null import null_risk
@@ -45,10 +45,14 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
     Setting,
     identity_tests,
     other_settings,
+    relative_risk,
+    scaled_risk,
+    setting_of,
 )
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
+from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
@@ -132,7 +136,7 @@ def _is_clear(evidence: AlgorithmEvidence, limits: AlgorithmLimits) -> bool:
 
     A few prompts can carry the mean by which a model is useless, so that this is never clear from the first ones.
     """
-    if evidence.label == UNSTRUCTURED:
+    if does_nothing(evidence.measured):
         return False
     moved = {decide(evidence.measured, limits.moved(by)).label for by in (-MARGIN, MARGIN)}
     return bool(evidence.frequency[0] >= CLEAR) and moved == {evidence.label}
@@ -163,9 +167,9 @@ def labelled(
 def _evidence(
     model: AlgorithmSource, prompts: Prompts, seed: int, limits: AlgorithmLimits
 ) -> AlgorithmEvidence:
-    own = Setting(prompts, model.predicted(prompts))
+    own = setting_of(prompts, model.predicted(prompts))
     settings = {"own length": own}
-    settings |= other_settings(model.predicted, prompts, model.task, seed)
+    settings |= other_settings(model.predicted, own.prompts, model.task, seed)
     answered = np.array([own.useful and setting.useful for setting in settings.values()])
     measured = _measured(model, settings, answered, seed, limits)
     decision, labels, frequency = labelled(measured, limits)
@@ -201,17 +205,19 @@ def _measured(
 ) -> Measured:
     """The numbers, without a label."""
     own, members = settings["own length"], candidates_of(model.task)
+    null, null_scaled = null_risk(model.predictor, own.prompts, seed)
     last = Room(settings, answered.tolist(), model.task, model.n_layers)
     measured = Measured(
         members=members,
         relative_risk=own.relative_risk,
-        null_risk=null_risk(model.predictor, own.prompts, seed),
+        null_risk=null,
+        scale=_scale(own, model.task, null_scaled),
         tests=identity_tests(model.predicted, own, model.task, seed),
         function=last.unasked(members),
         path=None,
         path_how="not asked",
     )
-    if is_unstructured(measured):
+    if does_nothing(measured):
         return measured
     path = path_of(model, own, seed)
     steps = None if path.read is None else replace(last, path=path.read)
@@ -231,6 +237,13 @@ def _measured(
         walks, left = with_leftovers(measured.path, steps, model, path, near, seed)
         measured = replace(measured, path=walks, left_of_path=left)
     return measured
+
+
+def _scale(own: Setting, task: TaskConfig, null_risk: Float[np.ndarray, " model"]) -> Scale:
+    target = own.prompts.y_query_clean
+    risk, factor, sem = scaled_risk(own.known, target)
+    best = relative_risk(ridge(own.prompts, penalty=task.posterior_penalty), target)
+    return Scale(factor=factor, factor_sem=sem, risk=risk, ridge=best, null_risk=null_risk)
 
 
 def _controls(measured: Measured) -> tuple[Algorithm, ...]:

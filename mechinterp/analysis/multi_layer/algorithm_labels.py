@@ -20,6 +20,8 @@ ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 """Members whose tie as functions is called ridge_like."""
 OWN = 0
 """The setting of the model's own length."""
+CLEAR_FACTOR = 3.0
+"""Standard errors from 0 of a best factor that counts: on few prompts some factor always lowers the risk."""
 UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
 
 
@@ -57,12 +59,35 @@ class AlgorithmLimits:
 
 
 @dataclass(frozen=True, eq=False)
+class Scale:
+    """What a factor on the predictions does to the risk."""
+
+    factor: float
+    """Best factor on the predictions."""
+    factor_sem: float
+    risk: float
+    """Relative risk at the best factor."""
+    ridge: float
+    """Relative risk of ridge regression on the same prompts."""
+    null_risk: Float[np.ndarray, " model"]
+    """Relative risks of models of random weights, each at its best factor."""
+
+    @property
+    def helps(self) -> bool:
+        """Whether the scaled predictions do the task, better than those of all random weights, by a factor that is not
+        0 within its errors."""
+        clear = abs(self.factor) > CLEAR_FACTOR * self.factor_sem
+        return clear and is_useful(self.risk, self.null_risk)
+
+
+@dataclass(frozen=True, eq=False)
 class Measured:
     """All numbers of a model that the label rests on."""
 
     members: tuple[Algorithm, ...]
     relative_risk: float
     null_risk: Float[np.ndarray, " model"]
+    scale: Scale
     tests: Mapping[str, IdentityTest]
     function: Scores
     """Of the last prediction: members first, then controls."""
@@ -109,10 +134,13 @@ def decide(
     Args:
         counts: How often each scored prompt is drawn; None: once.
     """
-    if is_unstructured(measured):
+    if does_nothing(measured):
         why = "null" if measured.relative_risk < USELESS else "useless"
         limit = float(measured.null_risk.min()) if why == "null" else USELESS
-        nothing = (UNSTRUCTURED, UNDETERMINED, UNDETERMINED, ())
+        if measured.scale.helps:
+            why, limit = "scale", USELESS
+        label = UNDETERMINED if measured.scale.helps else UNSTRUCTURED
+        nothing = (label, UNDETERMINED, UNDETERMINED, ())
         return Decision(*nothing, why, value=measured.relative_risk, limit=limit)
     broken = broken_by(measured, limits, counts)
     members = {member.label or "": member for member in measured.members}
@@ -122,10 +150,14 @@ def decide(
     return _by_path(measured, limits, counts, broken, members, (function, near, blocked))
 
 
-def is_unstructured(measured: Measured) -> bool:
-    """Whether the model does its task no better than predicting 0, or than the best of random weights."""
-    risk, null = measured.relative_risk, measured.null_risk
-    return bool(not risk < USELESS or (len(null) and risk >= null.min()))
+def does_nothing(measured: Measured) -> bool:
+    """Whether the predictions, as they are, do the task no better than 0 or than the best of random weights."""
+    return not is_useful(measured.relative_risk, measured.null_risk)
+
+
+def is_useful(risk: float, null_risk: Float[np.ndarray, " model"]) -> bool:
+    """Whether a relative risk is below that of predicting 0 and below those of all random weights."""
+    return bool(risk < min(USELESS, null_risk.min(initial=np.inf)))
 
 
 def broken_by(

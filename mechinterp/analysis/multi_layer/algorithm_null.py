@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.multi_layer.algorithm_tests import relative_risk
+from mechinterp.analysis.multi_layer.algorithm_tests import relative_risk, scaled_risk
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import stacked
@@ -18,13 +18,15 @@ NULL_PROMPTS = 64
 
 def null_risk(
     predictor: Predictor | None, prompts: Prompts, seed: int
-) -> Float[np.ndarray, " model"]:
-    """Relative risks of models whose matrices have the same singular values in random directions, which no
-    basis of the stream is special to; none of a model whose weights are not known. Tensors go by name, since
-    files have them in orders of their own."""
+) -> tuple[Float[np.ndarray, " model"], Float[np.ndarray, " model"]]:
+    """Relative risks of models with the same singular values in random directions: as they are, and at the best factor.
+
+    A model whose weights are not known has none. Tensors are drawn in the order of their names, since files have them
+    in different orders.
+    """
     weights = None if predictor is None else predictor.weights
     if weights is None:
-        return np.empty(0)
+        return np.empty(0), np.empty(0)
     few, generator, risks = prompts[:NULL_PROMPTS], generator_for(seed, "init", 1), []
     matrices = sorted(weights.by_name.items())
     values = {name: _singular_values(tensor) for name, tensor in matrices}
@@ -34,8 +36,10 @@ def null_risk(
         }
         random = predictor_of(weights.with_tensors(stacked(drawn, weights.n_layers)))
         predictions = random.predict(few).detach().cpu().double()
-        risks.append(relative_risk(predictions, few.y_query_clean))
-    return np.nan_to_num(np.array(risks), nan=np.inf)
+        target = few.y_query_clean
+        risks.append((relative_risk(predictions, target), scaled_risk(predictions, target)[0]))
+    as_they_are, scaled = np.nan_to_num(np.array(risks), nan=np.inf).T
+    return as_they_are, scaled
 
 
 def _singular_values(tensor: Tensor) -> Tensor | None:

@@ -58,6 +58,13 @@ def _decided(measured: Measured, decision: Decision) -> str:
                 f"of {len(measured.null_risk)} models with the same singular values in random directions one has an "
                 f"excess risk of {limit:.3g} times that of predicting 0, the model {value:.3g}"
             )
+        case "scale":
+            scale = measured.scale
+            return (
+                f"the model's excess risk is {value:.3g} times that of predicting 0; with its predictions times "
+                f"{scale.factor:.3g} it is {scale.risk:.3g} times (ridge regression {scale.ridge:.3g}): "
+                "is the output scaled? (`read=`)"
+            )
         case "mechanism":
             return f"{_member(measured, member)}, {_path(measured, member)}"
         case "function":

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.stats import best_factor, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -57,9 +58,19 @@ class Setting:
         return self.predictions
 
 
+def setting_of(prompts: Prompts, predictions: Tensor, scale: float = 1.0) -> Setting:
+    """Prompts without the thousandth on which the model errs most, and its predictions for the others."""
+    stay = torch.from_numpy(np.flatnonzero(_without_worst(predictions, prompts.y_query_clean)))
+    return Setting(prompts[stay], predictions[stay], scale)
+
+
+def _without_worst(predictions: Tensor, target: Tensor) -> Bool[np.ndarray, " prompt"]:
+    return without_worst((predictions - target).square().mean(1).numpy())
+
+
 @dataclass(frozen=True, eq=False)
 class IdentityTest:
-    """Squared differences between the two sides of an identity, per prompt; NaN: not answered."""
+    """Squared differences between the two sides of an identity, per prompt; NaN: not answered, 0: left out."""
 
     error: Float[np.ndarray, " prompt"]
     size: Float[np.ndarray, " prompt"]
@@ -68,6 +79,14 @@ class IdentityTest:
 def relative_risk(predictions: Tensor, target: Tensor) -> float:
     """Mean squared difference from the target over that of 0."""
     return ((predictions - target).square().mean() / target.square().mean()).item()
+
+
+def scaled_risk(predictions: Tensor, target: Tensor) -> tuple[float, float, float]:
+    """Relative risk of the predictions times their best factor, that factor and its standard error; NaN where all
+    predictions are 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        factor, sem = best_factor(predictions, target)
+    return relative_risk(factor * predictions, target), factor, sem
 
 
 def isotropic(task: TaskConfig) -> bool:
@@ -80,8 +99,11 @@ def isotropic(task: TaskConfig) -> bool:
 def other_settings(
     predict: Predict, prompts: Prompts, task: TaskConfig, seed: int
 ) -> dict[str, Setting]:
-    """Half as many prompts, of half and of twice the length, and of a covariance with a wide spread."""
-    n = prompts.x.shape[1]
+    """Half as many prompts, of half and of twice the length, and of a covariance with a wide spread.
+
+    A thousandth more are drawn, so that half as many stay without the worst thousandth.
+    """
+    n, half = prompts.x.shape[1], len(prompts) // 2
     laws = {"half length": (task, max(1, n // 2)), "double length": (task, 2 * n)}
     if task.d_x > 1:
         eigenvalues = np.geomspace(1, CONDITION, task.d_x)
@@ -92,13 +114,13 @@ def other_settings(
     for step, (name, (law, length)) in enumerate(laws.items(), start=1):
         drawn = sample_prompts(
             law,
-            len(prompts) // 2,
+            half + half // 999,
             generator=generator_for(seed, "eval", step),
             context_length=length,
             dtype=torch.float64,
         )
         try:
-            settings[name] = Setting(drawn, predict(drawn), length / n)
+            settings[name] = setting_of(drawn, predict(drawn), length / n)
         except ValueError:  # The model has no room for them.
             settings[name] = Setting(drawn, None)
     return settings
@@ -171,8 +193,10 @@ def _test(predict: Predict, pair: tuple[Prompts, Tensor] | None, n_prompts: int)
     if pair is None:
         return IdentityTest(nothing, nothing)
     prompts, expected = pair
-    predictions = predict(prompts)
-    if not relative_risk(predictions, prompts.y_query_clean) < USELESS:
+    predictions, target = predict(prompts), prompts.y_query_clean
+    stay = _without_worst(predictions, target)
+    if not relative_risk(predictions[stay], target[stay]) < USELESS:
         return IdentityTest(nothing, nothing)
     sides = (predictions - expected, expected)
-    return IdentityTest(*(side.square().mean(1).numpy() for side in sides))
+    # A prompt that is left out adds nothing to either sum.
+    return IdentityTest(*(np.where(stay, side.square().mean(1).numpy(), 0.0) for side in sides))
