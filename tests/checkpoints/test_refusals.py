@@ -170,8 +170,8 @@ GPT2S: dict[str, State] = {
     "_read_in.bias must have shape (16,), got (9,);": {"_read_in.bias": zeros(9)},
     r"head\n.weight is not among the tensors of format gpt2;": {"head\n.weight": zeros(0)},
     f"{'h' * 97}... is not among the tensors of format gpt2;": {"h" * 300: zeros(0)},
-    "got torch.float32, torch.sparse_coo;": {"h.0.ln_1.bias": zeros(16).to_sparse()},
-    "must hold 16000000000 numbers, got 16;": {"wpe.weight": zeros(1, 16).expand(10**9, 16)},
+    "got torch.float32, torch.sparse_coo": {"h.0.ln_1.bias": zeros(16).to_sparse()},
+    "must hold 16000000000 numbers, got 16": {"wpe.weight": zeros(1, 16).expand(10**9, 16)},
     "got h.03.ln_1.bias; say what it is": {"h.03.ln_1.bias": zeros(0)},
 }
 LENSES: dict[str, State] = {

@@ -225,9 +225,9 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
         words = re.split(r"[./]", theirs)
         kind = words.pop() if len(words) > 1 and words[-1] in KINDS else ""
         path = theirs.removesuffix(kind).rstrip("./").removesuffix(words[-1])
-        new = path + known + theirs[len(path) + len(words[-1]) :]
+        new = (path + known + theirs[len(path) + len(words[-1]) :]).replace("\\", r"\\")
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
-        renamed = {pattern.sub(lambda m, new=new: m[1] + new, name): t for name, t in named.items()}  # fmt: skip
+        renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}
         if list(renamed) == list(named):
             names = ", ".join(map(shown, [*named][:8]))
             raise ValueError(f"map must name whole words of a tensor's name, got {row!r}; the names are {names}.")  # fmt: skip

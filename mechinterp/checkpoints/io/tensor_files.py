@@ -99,7 +99,7 @@ def _read_safetensors(file: Path, weights: str | None) -> Read:
     with safe_open(file, framework="np") as stored:
         metadata = stored.metadata() or {}
     documents = {n: _document(text) for n, text in enumerate(metadata.values())}
-    settings = settings_among({"metadata": metadata, **documents})
+    settings = settings_among({"metadata": metadata, "documents": documents})
     return _chosen(load_file(file), weights), settings
 
 
