@@ -224,7 +224,7 @@ def classify_layers(
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
         pattern="undetermined" if algorithm is None else algorithm.label,
-        reason=_reason(algorithm, prediction, weights and weights.model),
+        reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
         excess_risk=float(excess_risk),
         excess_risk_sem=float(excess_risk_sem),
