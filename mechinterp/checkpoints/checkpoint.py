@@ -102,6 +102,11 @@ class Checkpoint(Run):
         return "step" not in self.assumed
 
     @property
+    def understood(self) -> bool:
+        """Whether the weights, as they were read, predict better than 0 on prompts of the task; True of own checkpoints."""
+        return self.assumed.get("understood") is not False
+
+    @property
     def training(self) -> TrainConfig | None:
         """How this package trained it; None of other files and of runs of them."""
         return self.config.train if self.format == "native" and not self.kept else None

@@ -131,7 +131,7 @@ def show(
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
-        say_of(path, to_text(analysis_of(name)[0], result, wide=asked.wide))
+        say_of(path, led(checkpoint, to_text(analysis_of(name)[0], result, wide=asked.wide)))
 
 
 @asks_checkpoints
@@ -195,11 +195,16 @@ def prune(
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
         document["checkpoint"] = None if out is None else str(out)
         return say_json(document)
-    say_of(path, to_text("prune", pruned, wide=asked.wide))
+    say_of(path, led(checkpoint, to_text("prune", pruned, wide=asked.wide)))
     if tuned is not None:
         say(wrapped(*tuned.sentences()))
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
+
+
+def led(checkpoint: "Checkpoint", text: str) -> str:
+    """The text, below a line that says that the file was not understood, where that is so."""
+    return text if checkpoint.understood else f"{checkpoint.assumed['doubt']}\n{text}"
 
 
 def _fine_tuned(

@@ -40,6 +40,7 @@ def classify(
     files: Files,
 ) -> None:
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.checkpoints.io.errors import NotUnderstoodError
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
@@ -61,7 +62,8 @@ def classify(
                     result = _classified(checkpoint, asked)
                     documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
             except (ValueError, OSError) as error:
-                documents.append({"path": str(path), "error": str(error)})
+                unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
+                documents.append({"path": str(path), **unread, "error": str(error)})
                 complain(str(error))
                 continue
             if not asked.as_json:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mechinterp.checkpoints.io.errors import NotUnderstoodError
 from mechinterp.cli.hints import hints_of
 from mechinterp.cli.training import (
     DeviceOption,
@@ -22,6 +23,7 @@ from mechinterp.cli.training import (
     WideOption,
     device_of,
     say,
+    say_json,
 )
 
 if TYPE_CHECKING:
@@ -196,8 +198,15 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: object) -> None:
             by_name(given)
             require_there(given)
+            as_json = given.get("as_json")
             apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            command(**given, **{name: bundles[name](**options) for name, options in apart.items()})
+            path = given.get("path")
+            try:
+                command(**given, **{name: bundles[name](**o) for name, o in apart.items()})
+            except NotUnderstoodError as error:
+                if as_json:
+                    say_json({"path": str(path), "understood": False, "error": str(error)})
+                raise
 
         options = [option for group in shared.values() for option in group.values()]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
@@ -288,8 +297,9 @@ def about_paths(*paths: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        named = str(error).startswith(tuple(map(str, paths)))
-        raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
+        if str(error).startswith(tuple(map(str, paths))):
+            raise
+        raise ValueError(f"{paths[0]}: {error}") from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

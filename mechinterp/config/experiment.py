@@ -15,7 +15,8 @@ LATER_FIELDS = {
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
-        "d_read_in",
+        *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
+        "rms_norm",
     ),
     "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm", "warm_up"),
 }
@@ -49,6 +50,9 @@ class ExperimentConfig:
         merges = not model.merged_qk or self.d_head == self.d_model
         Rules("model", self).require("d_head", merges, rule)
         divides = not model.context_only or not self.d_model % model.n_heads
+        rule = f"must be at most the width {self.d_head} of a head"
+        fits = model.rotary_dim is None or model.rotary_dim <= self.d_head
+        Rules("model", model).require("rotary_dim", fits, rule)
         rule = f"must divide the width {self.d_model} where d_head is null"
         Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)
         rule = f"must be <= d_x = {task.d_x} where model.layout is 'in_turn'"
@@ -75,7 +79,7 @@ class ExperimentConfig:
         """Refuse what the closed forms behind training on moments do not cover."""
         optimizer = self.train.optimizer
         off = ("attend_to_self", "biases", "context_only", "final_norm")
-        absent = ("d_model", "norm", "d_mlp", "n_positions", "d_read_in")
+        absent = ("d_model", "norm", "d_mlp", "n_positions", "rotary_dim", "d_read_in")
         needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
         needed |= {f"model.{name}": False for name in off}
         needed |= {f"model.{name}": None for name in absent}

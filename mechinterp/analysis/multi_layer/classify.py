@@ -26,7 +26,7 @@ from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
 from mechinterp.analysis.stats import best_factor, mean_and_sem
 from mechinterp.analysis.verdict import Verdict
-from mechinterp.config import TaskLike
+from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
@@ -215,6 +215,7 @@ def classify_layers(
     evaluated = evaluation(task, n_prompts, seed, attend_to_self=False)
     prompts = evaluated.prompts
     prediction = predictor.run(prompts)[0].double()
+    weights = predictor.weights
     full, rises = single_masks(predictor, prompts)
     (excess_risk, excess_risk_sem), (increase, increase_sem) = map(mean_and_sem, (full, rises))
     factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
@@ -223,7 +224,7 @@ def classify_layers(
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
         pattern="undetermined" if algorithm is None else algorithm.label,
-        reason=_reason(algorithm, prediction, by_name=predictor.weights is not None),
+        reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
         excess_risk=float(excess_risk),
         excess_risk_sem=float(excess_risk_sem),
@@ -239,14 +240,28 @@ def classify_layers(
     )
 
 
+def _between(model: ModelConfig | None) -> str:
+    """What lies between the heads of one layer and the prediction."""
+    if model is None:
+        return "parts that are not known by name lie between the heads and the prediction"
+    parts = {
+        "RMSNorm" if model.rms_norm else "LayerNorm": model.norm is not None or model.final_norm,
+        "an MLP": model.d_mlp is not None,
+        "positions": model.rotary_dim is not None or model.n_positions is not None,
+        "a read-in and a read-out": model.d_model is not None,
+    }
+    *first, last = [name for name, there in parts.items() if there] or ["more than attention"]
+    verb = "lie" if first or last == "positions" else "lies"
+    return f"{', '.join(first)}{' and ' if first else ''}{last} {verb} between the heads and the prediction"
+
+
 def _reason(
-    algorithm: AlgorithmEvidence | None, prediction: Float[Tensor, "batch d_y"], *, by_name: bool
+    algorithm: AlgorithmEvidence | None,
+    prediction: Float[Tensor, "batch d_y"],
+    model: ModelConfig | None,
 ) -> str:
     """Why the label is what it is, and whether the model answers its prompts at all."""
-    between = "LayerNorm and MLP lie" if by_name else "what is not known by name lies"
-    why = (
-        f"{between} between the heads and the prediction" if algorithm is None else algorithm.reason
-    )
+    why = _between(model) if algorithm is None else algorithm.reason
     size = float(prediction.square().mean())
     if not size:
         return f"{why}; the model predicts 0 on every prompt"

@@ -13,7 +13,7 @@ from mechinterp.analysis.one_layer.pca_components import LEARNED, Components
 from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.readings import Reading, advice
+from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
@@ -101,14 +101,9 @@ def agreed_label(
         step: Matrix of the step that linear heads are under the first.
     """
     standing = [reading for reading in readings if reading.stands]
-    if not readings[0].predicts and any(reading.predicts for reading in readings):
-        return (
-            "undetermined",
-            f"read as its format has it, the file is not clearly better than predicting 0 ({readings[0]!r}); {advice(readings)}",
-        )
-    if not any(reading.predicts for reading in readings):
+    if not readings[0].predicts:
         off = "" if step is None else f"; {_off_identity(step)}"
-        return "undetermined", _not_understood(readings) + off
+        return "undetermined", not_understood(readings) + off
     if len(set(patterns)) == 1:
         return patterns[0], reason + _of_one_score(patterns[0], standing)
     labelled = list(zip(patterns, standing, strict=True))
@@ -118,17 +113,6 @@ def agreed_label(
     return (
         "undetermined",
         f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
-    )
-
-
-def _not_understood(readings: Sequence[Reading]) -> str:
-    """That a file was not understood: of its weights, a label under a wrong guess would say nothing."""
-    losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
-    named = [*map(option, readings[0].said), "--scale", "--output-scale", "--task"]
-    *first, last = dict.fromkeys(named)
-    return (
-        "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
-        f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
     )
 
 
