@@ -12,7 +12,7 @@ PEERS := $(ENVS)/peers
 # Bytecode is kept: two workers and every command that a test starts would otherwise compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs report clean
+.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs release report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -159,7 +159,7 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	$(BIN)/python -m analyses | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m analyses
 	$(BIN)/python -m analyses.lib.pages
 
-analyses-check: install ## measure again what takes seconds of the papers' claims, and compare (a minute)
+analyses-check: install ## measure again what takes seconds of the papers' claims, label the calibration models again, and compare (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them
@@ -171,16 +171,30 @@ dist: .venv/.dist ## build the wheel and the source archive into dist/, and chec
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,dist]'
 	@touch $@
 
-docs: .venv/.docs ## build the documentation site into build/site; any warning is an error
+docs: .venv/.docs ## build the documentation site into build/site; any warning or lost formula is an error
 	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --quiet --strict
+	SITE=build/site $(BIN)/python -m pytest --quiet tests/site
 
 .venv/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-report: install ## write the page about a two-head model, and say where it is
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' mechinterp/version.py)
+
+release: ## tag this commit, and put wheel, source archive and site into release/
+	@test -z "$$(git status --porcelain)" || { echo "release: the tree has changes; commit them first." >&2; exit 2; }
+	@grep -q '^## $(VERSION) ' CHANGELOG.md || { echo "release: CHANGELOG.md has no section $(VERSION)." >&2; exit 2; }
+	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) >/dev/null \
+	  || { echo "release: the tag v$(VERSION) is there; raise mechinterp/version.py." >&2; exit 2; }
+	$(MAKE) dist docs
+	rm -rf release && mkdir release && cp dist/* release
+	cd build && $(CURDIR)/$(BIN)/python -m zipfile -c $(CURDIR)/release/mechinterp_icl-$(VERSION)-site.zip site
+	git tag --annotate --message "mechinterp $(VERSION)" v$(VERSION)
+	@echo "release/ is ready to be uploaded:"; ls release
+
+report: install ## set up, write the page about a model of two heads, and say where it is
 	$(BIN)/mechinterp report $(CHECKPOINT) --out $(REPORT) --overwrite
 
 clean: ## delete caches and reports; .venv stays
-	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf reports .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist release *.egg-info
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -3,15 +3,20 @@
 import ast
 import json
 import re
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
+from docstrings import inner_products
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
+from mechinterp.analysis.registry import ANALYSES
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -45,23 +50,26 @@ softmax = load("checkpoints/softmax-h2-s0")
 linear = load("checkpoints/linear-separate-s0")
 sparse = load("checkpoints/sparse-h4-noise0.1-s0")
 """
-FIGURES = (
-    "circuits(softmax).plot()",
-    "fit_learners(softmax).plot()",
-    "ablate_subsets(softmax).plot()",
-    "training_dynamics(softmax).plot()",
-    "ablate_heads(sparse).plot()",
-    "ablate_heads(sparse).plot_importance()",
-    "prune(sparse).plot()",
-    "probe_layers(sparse).plot()",
-    "read_out_by_layer(sparse).plot()",
-    "circuits(sparse).plot()",
-    "composition_scores(sparse).plot()",
-    "attention_patterns(softmax).plot()",
-    "attention_entropy(softmax).plot()",
-)
-"""Under headings that are the figures' own titles."""
+FIGURES = {
+    "QK and OV of every head": "circuits(softmax).plot()",
+    "A model beside closed-form learners": "fit_learners(softmax).plot()",
+    "Every subset of heads masked": "ablate_subsets(softmax).plot()",
+    "Heads while they are trained": "training_dynamics(softmax).plot()",
+    "Each head of a deep model masked alone": "ablate_heads(sparse).plot()",
+    "Importance of heads within each layer": "ablate_heads(sparse).plot_importance()",
+    "A pruned model": "prune(sparse).plot()",
+    "What each layer has computed": "probe_layers(sparse).plot()",
+    "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
+    "Circuits of several layers": "circuits(sparse).plot()",
+    "Which heads read what others write": "composition_scores(sparse).plot()",
+    "Which tokens a head attends to": "attention_patterns(softmax).plot()",
+    "Over how many tokens a head spreads": "attention_entropy(softmax).plot()",
+}
+"""The line that makes each figure, by its heading."""
 
+
+PLAIN = {"displayModeBar": False, "responsive": True}
+"""Figures without the toolbar, which would cover what they show."""
 
 WORKER = """
 // Search runs in a worker, which a browser refuses a page that was opened from a folder: there it runs in a hidden frame.
@@ -103,6 +111,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {
         f"reference/{room.replace(' ', '_')}.md": reference(room, *ROOMS[room]) for room in ROOMS
     }
+    pages["index.md"] = front()
     pages["reference/top.md"] = top_level()
     pages["gallery.md"] = gallery()
     pages["plotly.min.js"] = get_plotlyjs()
@@ -116,17 +125,44 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **kwargs: object) -> str:
-    """Pictures of results lie beside the page, and links to other files of the repository become their names."""
+def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
+    """Pictures of results lie beside the page, links to other files of the repository become their names, and terms lead to
+    their definitions."""
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
-    return re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_]+/[^)]*)\)", r"\1 (`\2`)", markdown
+    markdown = re.sub(
+        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
+        r"\1 (`\2`)",
+        markdown,
     )
+    return with_terms(markdown, page.file.src_uri)
+
+
+def with_terms(markdown: str, path: str) -> str:
+    """A page on which each term of words.md, where it first stands as code, is a link to its definition."""
+    if path == "words.md" or path.startswith("reference/"):
+        return markdown
+    words = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
+    terms = {f"`{term}`": slugify(term, "-") for term in re.findall(r"^### (.+)$", words, re.M)}
+    home = "../" * path.count("/") + "words.md"
+    parts = re.split(
+        r"(^```.*?^```$|^#.*?$|\[[^\]]*\]\([^)]*\)|`[^`\n]+`)", markdown, flags=re.M | re.S
+    )
+    for number, part in enumerate(parts):
+        if anchor := terms.pop(part, None):
+            parts[number] = f"[{part}]({home}#{anchor})"
+    return "".join(parts)
+
+
+def front() -> str:
+    """README.md as the first page: its links to pages start here, and those to other files become their names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\[([^\]]+)\]\((?!https?:|docs/)([\w./]+)\)", r"\1 (`\2`)", text)
+    return text.replace("](docs/", "](")
 
 
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
-    lines = [f"# {title}", "", about, ""]
+    lines = [f"# {title[0].upper()}{title[1:]}", "", about, ""]
     if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
         lines += [
             f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
@@ -137,7 +173,7 @@ def reference(title: str, folder: str, about: str) -> str:
         if file.stem == "__init__" or not public(tree):
             continue
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        lines += [f"## {name}", "", ast.get_docstring(tree) or "", ""]
+        lines += [f"## {name}", "", inner_products(ast.get_docstring(tree) or ""), ""]
         for member in public(tree):
             lines += [f"::: {name}.{member}", ""]
     return "\n".join(lines)
@@ -176,15 +212,43 @@ def public(tree: ast.Module) -> list[str]:
 
 
 def top_level() -> str:
-    """What `from mechinterp import ...` offers, with links to where it is described."""
-    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers.", ""]
-    rooms = tuple(f"mechinterp.{folder.replace('/', '.')}" for folder, _ in ROOMS.values())
-    for name, home in mechinterp._HOMES.items():
-        lines.append(f"- [`{name}`][{home}.{name}]")
-    for name, home in mechinterp._HOMES.items():
-        if not home.startswith(rooms):
-            lines += ["", f"::: {home}.{name}"]
+    """Tables of the names that `from mechinterp import ...` offers, by task, and of the models that each analysis takes."""
+    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers."]
+    rooms = {f"mechinterp.{folder.replace('/', '.')}": room for room, (folder, _) in ROOMS.items()}
+    homes = mechinterp._HOMES
+    for place, room in rooms.items():
+        names = [name for name, home in homes.items() if home.startswith(f"{place}.")]
+        rows = [f"| [`{name}`][{homes[name]}.{name}] | {first_line(name)} |" for name in names]
+        lines += ["", f"## {room[0].upper()}{room[1:]}", "", *table("Name", "What it is", rows)]
+    lines += ["", "## Which analysis takes which model", ""]
+    lines += ["`mechinterp analyse NAME MODEL` runs any of these.", ""]
+    rows = [
+        f"| `{name}` | {needs(one.needs)} | {needs(one.on_page)} |"
+        for name, one in ANALYSES.items()
+    ]
+    lines += table("Name", "Models that it takes | Shown on the page of", rows)
+    others = [name for name, home in homes.items() if not home.startswith(tuple(rooms))]
+    lines += ["", "## Others"]
+    for name in others:
+        lines += ["", f"::: {homes[name]}.{name}"]
     return "\n".join(lines)
+
+
+def table(first: str, others: str, rows: list[str]) -> list[str]:
+    """A table with these headings."""
+    return [f"| {first} | {others} |", "|---" * (2 + others.count("|")) + "|", *rows]
+
+
+def first_line(name: str) -> str:
+    """What the docstring of a public name says first."""
+    text = (getattr(mechinterp, name).__doc__ or "").strip().split("\n\n")[0]
+    return inner_products(" ".join(text.split())).replace("|", "\\|")
+
+
+def needs(condition: Callable) -> str:
+    """A condition of the registry in words."""
+    text = " ".join((condition.__doc__ or "").split()).rstrip(".")
+    return text[:1].lower() + text[1:]
 
 
 def gallery() -> str:
@@ -193,11 +257,12 @@ def gallery() -> str:
     exec(SETUP, names)
     lines = ["# Gallery", "", "Each figure is made by the line above it, after", ""]
     lines += ["```python", SETUP.strip(), "```", "", '<script src="plotly.min.js"></script>']
-    for code in FIGURES:
+    for heading, code in FIGURES.items():
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
         title = figure.layout.title.text
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False)
-        lines += ["", f"## {title}", "", "```python", code, "```", "", drawn]
+        figure.update_layout(title_text="", margin_t=40)
+        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN)
+        lines += ["", f"## {heading}", "", "```python", code, "```", "", f"{title}.", "", drawn]
     return "\n".join(lines)

@@ -1,6 +1,4 @@
-"""How often the assumed task is doubted: the script's prompts, and the numbers that docs/words.md tells."""
-
-from pathlib import Path
+"""How often an assumed task is doubted: the prompts of the script behind the table in docs/trust.md."""
 
 import pandas as pd
 import pytest
@@ -10,10 +8,6 @@ from analyses.algorithms import task_doubt
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from tests.conftest import CHECKPOINTS
-
-ROOT = Path(__file__).parents[1]
-TABLE = pd.read_csv(ROOT / "analyses" / "results" / "algorithms" / task_doubt.FILE)
-DOCS = " ".join((ROOT / "docs" / "words.md").read_text(encoding="utf-8").split())
 
 
 def test_prompts_are_changed_by_the_factors_and_by_nothing_else():
@@ -39,27 +33,3 @@ def test_covariates_of_another_size_are_seen_and_the_own_task_is_not_doubted():
     doubted = rows.groupby("change")["doubted"].mean()
     assert doubted["own task"] == 0
     assert doubted[[name for name in doubted.index if "covariance" in name]].tolist() == [1, 1]
-
-
-def test_the_documents_tell_the_numbers_of_the_table():
-    def counted(change: str, *kinds: str) -> str:
-        rows = TABLE[TABLE["change"].str.startswith(change) & TABLE["kind"].isin(kinds)]
-        asked = int(rows["asked"].sum())
-        return f"{rows['doubted'].sum()} of {asked:,}"
-
-    averaged, linear = "one layer, scores that are averaged", "one layer, linear scores"
-    several, random = "several layers", "random weights"
-    trained = set(TABLE["kind"]) - {random}
-    for told in (
-        f"own task is doubted {counted('own task', *trained).replace(' of', ' times of')}",
-        f"random weights {counted('own task', random).replace(' of', ' times of')}",
-        f"seen in one layer {counted('covariance', averaged, linear).replace(' of', ' times of')}",
-        f"make up for that ({counted('covariance', several)})",
-        f"half as large ({counted('beta_var', several)})",
-        f"one layer does not ({counted('beta_var', averaged)} with",
-        f"{counted('context_length', averaged)} with averaging scores",
-        f"{counted('context_length', linear)} with linear ones",
-        f"the noise hardly ({counted('noise_var', averaged)};",
-        f"several layers {counted('noise_var', several)})",
-    ):
-        assert told in DOCS

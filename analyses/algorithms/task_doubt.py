@@ -6,7 +6,7 @@ random weights.
 A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
 were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes
 analyses/results/algorithms/task_doubt.csv, a row per kind of model and change: how many are doubted, and the best
-factor on their predictions. docs/words.md tells it.
+factor on their predictions. docs/trust.md shows the counts.
 """
 
 from dataclasses import replace
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
+from analyses.lib.result_tables import markdown
 from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
-from mechinterp.analysis.learners.baseline_comparison import DECIDING, task_doubt, task_loss
+from mechinterp.analysis.learners.baseline_comparison import task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -108,7 +109,7 @@ def judged(prediction: Tensor, prompts: Prompts) -> dict[str, object]:
     """The best factor, and whether the task is doubted by it."""
     factor = best_factor(prediction, prompts.y_query_clean)
     loss = task_loss(prediction, torch.zeros_like(prompts.y_query), prompts)
-    doubt = task_doubt(factor, (loss.scaled_r2, loss.scaled_r2_sem), DECIDING)
+    doubt = task_doubt(factor, (loss.scaled_r2, loss.scaled_r2_sem))
     return {"factor": factor[0], "scaled_r2": loss.scaled_r2, "doubted": bool(doubt)}
 
 
@@ -124,6 +125,16 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         factor_high=("factor", lambda values: values.quantile(0.95)),
         scaled_r2_median=("scaled_r2", "median"),
     ).reset_index()
+
+
+def doubt_table(results: Path) -> str:
+    """Number of doubted tasks of each change, by kind of model."""
+    found = pd.read_csv(results / "algorithms" / FILE)
+    found["cell"] = [f"{row.doubted} of {row.asked:,}" for row in found.itertuples()]
+    wide = found.pivot(index="change", columns="kind", values="cell").fillna("")
+    kinds = list(dict.fromkeys(found["kind"]))
+    rows = [(change, *wide.loc[change, kinds]) for change in CHANGES]
+    return markdown(("assumed task", *kinds), rows)
 
 
 def main() -> None:

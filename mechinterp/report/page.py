@@ -14,6 +14,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.icl.prompts import Prompts
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
@@ -42,6 +43,7 @@ def write_report(
     checkpoint: Checkpoint | HookedModule,
     out: str | Path,
     *,
+    prompts: Prompts | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
@@ -57,6 +59,7 @@ def write_report(
     Args:
         analyses: Analyses to show: names in `ANALYSES`, "module:function", or functions; None: those that suit the
             model.
+        prompts: Given prompts, for example from `Prompts.from_arrays`; None: prompts are drawn.
         n_prompts: Number of evaluation prompts; None: each analysis uses its default. The numbers equal those of the
             commands. Slow analyses never use more than their default, and models with several layers use at
             least the number that probes need; the page states the number.
@@ -79,7 +82,12 @@ def write_report(
     if figures:
         require_format(Path(f"figure.{figures}"))
     verdict, loss, sections = contents_of(
-        checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
+        checkpoint,
+        prompts=prompts,
+        n_prompts=n_prompts,
+        seed=seed,
+        analyses=analyses,
+        progress=progress,
     )
     return write_page(
         Path(out),
