@@ -131,7 +131,7 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
 
 
 def rates_table(results: Path) -> str:
-    """What docs/algorithms.md shows of the rates."""
+    """Table of rates on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_rates.csv")
     lines = ["| models and functions | families | asked | wrong name | 95% interval | missed |"]
     lines.append("|---|---|---|---|---|---|")
@@ -145,7 +145,7 @@ def rates_table(results: Path) -> str:
 
 
 def limits_table(results: Path) -> str:
-    """What docs/algorithms.md shows of moved limits."""
+    """Table of moved limits on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_limits.csv")
     lines = [
         "| limit moved | right | undetermined | missed | wrong | cost |",
