@@ -159,7 +159,7 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	$(BIN)/python -m analyses | OMP_NUM_THREADS=1 xargs -n 1 -P 2 $(BIN)/python -m analyses
 	$(BIN)/python -m analyses.lib.pages
 
-analyses-check: install ## measure again what takes seconds of the papers' claims, and compare (a minute)
+analyses-check: install ## measure again what takes seconds of the papers' claims, label the calibration models again, and compare (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -20,8 +20,9 @@ def build(cls: type, values: object, prefix: str = ""):
         ValueError: If a field is unknown (the known ones are listed) or of the wrong type.
     """
     if not isinstance(values, dict):
+        example = f" such as {cls.EXAMPLE}" if hasattr(cls, "EXAMPLE") else ""
         raise ValueError(
-            f"{prefix.rstrip('.') or 'A config'} must be a JSON object, got {values!r}."
+            f"{prefix.rstrip('.') or 'A config'} must be a JSON object{example}, got {values!r}."
         )
     hints = _hints(cls)
     arguments = {}
@@ -38,9 +39,11 @@ def build(cls: type, values: object, prefix: str = ""):
 def set_checked(config: object, group: str) -> None:
     """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
     for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
+        label, value = f"{group}.{name}" if group else name, getattr(config, name)
         if not is_dataclass(hint):
-            label = f"{group}.{name}" if group else name
-            object.__setattr__(config, name, _checked(getattr(config, name), hint, label))
+            object.__setattr__(config, name, _checked(value, hint, label))
+        elif not isinstance(value, hint):  # type: ignore[arg-type]
+            object.__setattr__(config, name, build(hint, value, f"{label}."))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,14 @@ def flatten(values: dict, prefix: str = "") -> dict[str, object]:
 
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
+    hints = get_type_hints(cls)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def _checked(value: object, hint: object, name: str) -> object:
     """The value, lists made tuples and whole numbers made floats where the field is a float."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
     for option in options:
         if option is float and isinstance(value, Real) and not isinstance(value, bool):
             return _finite(value, name)

@@ -1,7 +1,9 @@
 """Configs: a trip through JSON changes nothing, and nothing that cannot be done is accepted."""
 
+import copy
 import json
 import math
+import pickle
 import re
 from dataclasses import asdict, fields, replace
 
@@ -143,20 +145,20 @@ def test_derived_numbers_follow_their_fields():
 
 
 def test_a_task_is_told_whole_with_the_numbers_of_its_defaults():
-    assert TaskConfig().in_words() == (
+    assert TaskConfig().assuming(()).in_words == (
         "d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes"
     )
     kms = TaskConfig(covariance=CovarianceConfig("kms", rho=0.5), noise_var=0, query_noise=False)
     # Without noise it does not matter whether the query has some.
-    assert kms.in_words(["covariance", "query_noise"]).endswith(
+    assert kms.assuming(["covariance", "query_noise"]).in_words.endswith(
         "covariance kms with rho 0.5, beta_var 0.2 (1/d_x), noise_var 0; assumed: covariance"
     )
     signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs", query_noise=False)
-    assert signs.in_words().endswith(
+    assert signs.assuming(()).in_words.endswith(
         "beta_var 0.25 (1/sparsity), noise_var 0.1, query_noise no, sparsity 4, nonzeros signs"
     )
     several = TaskConfig(d_x=3, d_y=2, beta_var=1, supports=((0, 1), (1, 2)), shared_beta=True)
-    assert several.in_words().endswith("supports (0, 1), (1, 2), shared_beta yes")
+    assert several.assuming(()).in_words.endswith("supports (0, 1), (1, 2), shared_beta yes")
     assert TaskConfig(d_y=2).told["supports"] == "all"
     assert TaskConfig(n_sequences=7).told["n_sequences"] == "7"
     covariance = CovarianceConfig("eigenvalues", eigenvalues=tuple(range(1, 10)))
@@ -266,7 +268,8 @@ REFUSED = {
     "task.covariance.eigenvalues=3": "task.covariance.eigenvalues must be a list, got 3.",
     'task.covariance.eigenvalues=["a"]': "task.covariance.eigenvalues[0] must be a number, got 'a'.",
     "task.covariance.eigenvalues=[1, NaN]": "task.covariance.eigenvalues[1] must be finite, got nan.",
-    "task.covariance=kms": "task.covariance must be a JSON object, got 'kms'.",
+    "task.covariance=kms": 'task.covariance must be a JSON object such as {"kind": "identity", "scale": 2} or '
+    '{"kind": "matrix", "matrix": [[1, 0.5], [0.5, 1]]}, got \'kms\'.',
     "task=[]": "task must be a JSON object, got [].",
     # values out of range
     "task.noise_var=-0.1": "task.noise_var must be >= 0, got -0.1.",
@@ -408,10 +411,29 @@ def test_text_that_is_no_json_is_refused():
 
 def test_json_holds_every_field():
     fields_of_json = json.loads(ExperimentConfig().to_json())
-    assert fields_of_json == json.loads(json.dumps(asdict(ExperimentConfig())))
+    every = json.loads(json.dumps(asdict(ExperimentConfig())))
+    covariance = every["task"]["covariance"]
+    assert (covariance.pop("scale"), covariance.pop("matrix")) == (
+        1,
+        [],
+    )  # written where they are set
+    assert fields_of_json == every
+    matrix = TaskConfig(d_x=2, covariance=CovarianceConfig(scale=2))
+    assert ExperimentConfig.from_json(ExperimentConfig(task=matrix).to_json()).task == matrix
 
 
 def test_the_shortest_context_is_no_longer_than_the_longest():
     message = "train.shortest_context must be <= task.context_length = 40, got 41."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         override(ExperimentConfig(), "model.context_only=true", "train.shortest_context=41")
+
+
+def test_a_task_remembers_what_was_passed_and_nothing_else_sees_it():
+    task = TaskConfig(4, noise_var=0.1)
+    assert task.given == {"d_x", "noise_var"}
+    assert replace(task, d_y=2).given == {"d_x", "noise_var", "d_y"}
+    assert copy.deepcopy(task).assumed == pickle.loads(pickle.dumps(task)).assumed == task.assumed
+    same = task.assuming(())
+    assert (same, hash(same), repr(same)) == (task, hash(task), repr(task))
+    assert ExperimentConfig(task=same).id == ExperimentConfig(task=task).id
+    assert ExperimentConfig(task=same).to_json() == ExperimentConfig(task=task).to_json()

@@ -20,7 +20,7 @@ from torch import Tensor
 from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
 from analyses.lib.result_tables import markdown
 from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
-from mechinterp.analysis.learners.baseline_comparison import DECIDING, task_doubt, task_loss
+from mechinterp.analysis.learners.baseline_comparison import task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def judged(prediction: Tensor, prompts: Prompts) -> dict[str, object]:
     """The best factor, and whether the task is doubted by it."""
     factor = best_factor(prediction, prompts.y_query_clean)
     loss = task_loss(prediction, torch.zeros_like(prompts.y_query), prompts)
-    doubt = task_doubt(factor, (loss.scaled_r2, loss.scaled_r2_sem), DECIDING)
+    doubt = task_doubt(factor, (loss.scaled_r2, loss.scaled_r2_sem))
     return {"factor": factor[0], "scaled_r2": loss.scaled_r2, "doubted": bool(doubt)}
 
 

@@ -1,24 +1,24 @@
 """How often the classifier's labels are wrong: on models whose right label is known.
 
-    python -m analyses.calibration.errors          (about ten minutes on one core)
-    python -m analyses.calibration.errors --quick  (about a minute, a tenth of the models)
+    python -m analyses.calibration.errors               (about a minute on one core)
+    python -m analyses.calibration.errors --thresholds  (two minutes more)
 
-Models are built with noise or faults of known size, drawn at random, or are snapshots of the
-shipped ones (analyses/calibration/models.py). On one half every threshold is moved, the others at
-their defaults, and its cost is counted: five for a wrong label, one for an undetermined model that
-must get its label. On the other half the labels at the defaults are counted. Writes
-analyses/results/calibration_{thresholds,labels,errors}.csv.
+Models are built with noise or faults of known size, drawn at random, or snapshots of training (analyses/calibration/models.py).
+The confirming models were drawn after the rules and thresholds were settled; their labels are counted at the defaults. With
+`--thresholds`, every threshold is moved on earlier models, the others at their defaults, and the cost is counted: five for
+a wrong label, one for an undetermined model that must get its label. Writes analyses/results/calibration_*.csv.
 """
 
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from analyses.calibration.models import Case, built, leaking, near_misses, snapshots, untrained
+from analyses.calibration.models import Case, confirming, earlier
 from analyses.lib.measured import ROOT, parsed, parser_of, provenance
 from analyses.lib.records import save
 from mechinterp import classify
@@ -26,6 +26,7 @@ from mechinterp.analysis.one_layer.thresholds import Thresholds
 
 MOVED = tomllib.loads((ROOT / "analyses" / "calibration" / "moved.toml").read_text())
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}
+ABOUT = ("source", "truth", "size", "demand")
 
 
 def verdict(case: Case, label: str) -> str:
@@ -39,11 +40,27 @@ def labels_of(cases: Iterable[Case], thresholds: Thresholds) -> list[str]:
     return [classify(case.weights, case.task, thresholds=thresholds).pattern for case in cases]
 
 
-def counts(cases: list[Case], thresholds: Thresholds) -> dict[str, int]:
-    """Verdicts and their cost."""
-    verdicts = list(map(verdict, cases, labels_of(cases, thresholds)))
-    found = {name: verdicts.count(name) for name in COST}
-    return found | {"cost": sum(COST[name] for name in verdicts)}
+def labelled(cases: list[Case]) -> pd.DataFrame:
+    """One row per model: what it is, its label under the defaults, and the verdict on it."""
+    frame = pd.DataFrame([[getattr(case, name) for name in ABOUT] for case in cases])
+    frame.columns = ABOUT
+    frame["label"] = labels_of(cases, Thresholds())
+    frame["verdict"] = list(map(verdict, cases, frame["label"]))
+    return frame
+
+
+def changed_labels(results: Path) -> list[str]:
+    """A line for each confirming model whose label is not the stored one, all computed anew."""
+    stored = pd.read_csv(results / "calibration_models.csv")
+    again = labelled(confirming())
+    if len(again) != len(stored):
+        return [f"calibration has {len(again)} confirming models, stored: {len(stored)}."]
+    rows = zip(again.itertuples(), stored.itertuples(), strict=True)
+    return [
+        f"calibration model {new.Index} ({new.source}, {new.truth}) is {new.label}, stored: {old.label}."
+        for new, old in rows
+        if (new.source, new.truth, new.label) != (old.source, old.truth, old.label)
+    ]
 
 
 def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
@@ -57,57 +74,42 @@ def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def counts(cases: list[Case], thresholds: Thresholds) -> dict[str, int]:
+    """Verdicts and their cost."""
+    verdicts = list(map(verdict, cases, labels_of(cases, thresholds)))
+    found = {name: verdicts.count(name) for name in COST}
+    return found | {"cost": sum(COST[name] for name in verdicts)}
+
+
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rate of wrong labels and of misses with Wilson intervals, by where the models come from and
-    their truth."""
+    """Verdicts by source and truth, and the share of the named models that are wrong, with Wilson's interval."""
     rows = []
     for keys, group in frame.groupby(["source", "truth"]):
-        wrong, n = int((group.verdict == "wrong").sum()), len(group)
-        interval = binomtest(wrong, n).proportion_ci(method="wilson")
-        row = dict(zip(("source", "truth"), keys, strict=True)) | {"models": n}
+        row = dict(zip(("source", "truth"), keys, strict=True)) | {"models": len(group)}
         row["must"] = int((group.demand == "must").sum())
         row |= {name: int((group.verdict == name).sum()) for name in COST}
-        rows.append(row | {"wrong_rate": wrong / n, "low": interval.low, "high": interval.high})
+        named = row["named"] = row["right"] + row["wrong"]
+        if named:
+            interval = binomtest(row["wrong"], named).proportion_ci(method="wilson")
+            row |= {"wrong_rate": row["wrong"] / named, "low": interval.low, "high": interval.high}
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
-def halves(cases: list[Case], random: np.random.Generator) -> tuple[list[Case], list[Case]]:
-    """Two random halves, the snapshots of one run all in one of them."""
-    runs: dict[str, list[Case]] = {}
-    for index, case in enumerate(cases):
-        runs.setdefault(case.run or f"{index}", []).append(case)
-    groups = list(runs.values())
-    order = random.permutation(len(groups))
-    first, second = ([case for i in order[half::2] for case in groups[i]] for half in (0, 1))
-    return first, second
-
-
 def main() -> None:
-    arguments = parsed(parser_of(__doc__, quick="a tenth of the models"))
-    scale, random = 10 if arguments.quick else 1, np.random.default_rng(0)
-    cases = [
-        *built(20 // scale, random),
-        *leaking(20 // scale, random),
-        *untrained(400 // scale, random),
-        *near_misses(200 // scale, random),
-        *snapshots(ROOT / "checkpoints", 2000 // scale),
-    ]
-    tuning, confirming = halves(cases, random)
-    print(f"{len(cases)} models", flush=True)
-    columns = ("source", "truth", "size", "demand")
-    frame = pd.DataFrame([[getattr(case, name) for name in columns] for case in confirming])
-    frame.columns = columns
-    frame["label"] = labels_of(confirming, Thresholds())
-    frame["verdict"] = list(map(verdict, confirming, frame["label"]))
-    labels = frame.groupby(["truth", "label"]).size().unstack(fill_value=0)
-    print(labels.to_string(), errors(frame).to_string(), sep="\n", flush=True)
-    print(frame[frame.verdict == "wrong"].to_string(), flush=True)
-    tables = {"labels": labels.reset_index(), "errors": errors(frame)}
-    tables["thresholds"] = moved_thresholds(tuning)
-    print(tables["thresholds"].to_string())
+    parser = parser_of(__doc__)
+    parser.add_argument("--thresholds", action="store_true", help="move thresholds, too")
+    arguments = parsed(parser)
+    frame = labelled(confirming())
+    tables = {"models": frame, "errors": errors(frame)}
+    tables["labels"] = frame.groupby(["truth", "label"]).size().unstack(fill_value=0).reset_index()
+    if arguments.thresholds:
+        tables["thresholds"] = moved_thresholds(earlier())
     for name, table in tables.items():
         file = arguments.out / f"calibration_{name}.csv"
         table.to_csv(file, index=False, float_format="%.6g")
+        print(table.to_string() if name != "models" else f"{len(table)} models", flush=True)
+    print(frame[frame.verdict == "wrong"].to_string())
     save(arguments.out, "calibration_errors", [], provenance(tables["errors"], [], None))
 
 

@@ -1,17 +1,18 @@
 """Models whose right label is known, for analyses/calibration/errors.py: built, disturbed by a known
 amount, random or trained."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, fit_learners
 from mechinterp.analysis.learners.fits import LEARNERS
-from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
@@ -24,6 +25,8 @@ SUPPORTS = ((0, 1, 2, 3), (2, 3, 4, 5))
 NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 LEAKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 NONE = "no pattern"
+SEED = 20_261_126
+TRAINED = Path(__file__).with_name("trained.safetensors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +42,6 @@ class Case:
     demand: str
     """"must" get its label, "may" get it, or must get "none"; undetermined is never wrong but a
     miss."""
-    run: str = ""
-    """Of a snapshot: whose it is."""
 
 
 def split(total: float, parts: int, random: np.random.Generator) -> np.ndarray:
@@ -186,14 +187,14 @@ def leaking(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
                 yield Case(f"fault: {fault}", "debiased_gd", weights, ONE, size, demand)
 
 
-def untrained(count: int, random: np.random.Generator) -> Iterator[Case]:
-    """Random initial weights of many shapes, the default law and a normal one."""
+def untrained(count: int, random: np.random.Generator, *, first: int) -> Iterator[Case]:
+    """Random initial weights of many shapes, the default law and a normal one, from the seed `first` on."""
     for seed in range(count):
         d_y = int(random.choice([1, 1, 2]))
         task = TaskConfig(d_x=int(random.choice([2, 5, 10])) if d_y == 1 else 6, d_y=d_y)
         score = str(random.choice(["softmax", "softmax", "linear/L"]))
         model = ModelConfig(n_heads=int(random.choice([1, 2, 4, 8])), score=score)
-        config = ExperimentConfig(task=task, model=model, seed=100_000 + seed)
+        config = ExperimentConfig(task=task, model=model, seed=first + seed)
         weights = initial_weights(config).to(torch.float64)
         if seed % 2:
             shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
@@ -234,16 +235,45 @@ def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
         yield Case("near miss", NONE, weights, ONE, float("nan"), "none")
 
 
-def snapshots(folder: Path, n_prompts: int) -> Iterator[Case]:
-    """Snapshots of the shipped models, judged by their predictions alone: a fit with R^2 of 0.98 is
-    the truth."""
+def random_steps(count: int, random: np.random.Generator) -> Iterator[Case]:
+    """Steps of linear attention by random matrices at right angles to I: on average they descend in no direction."""
+    for _ in range(count):
+        M = random.uniform(0.05, 0.6) * random.normal(size=(5, 5))
+        M -= np.trace(M) / 5 * np.eye(5)
+        weights = with_blocks(torch.from_numpy(M)[None], [1.0])
+        weights = replace(weights, score="linear", score_slope=1 / 40)
+        yield Case("random steps", NONE, weights, ONE, float("nan"), "none")
+
+
+def snapshots(weights: Iterable[AttentionWeights], steps: Iterable[int]) -> Iterator[Case]:
+    """Snapshots of training, judged by their predictions alone: a fit with R^2 of 0.98 is the truth."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
-    for path in sorted(file.parent for file in folder.glob("softmax-*/config.json")):
-        checkpoint = load(path)
-        for step, weights in checkpoint.snapshots.items():
-            fits = fit_learners(weights, context_lengths=[40], n_prompts=n_prompts)
-            r2 = {label: fits.r2[0, LEARNERS.index(name)] for name, label in learners.items()}
-            best = max(r2, key=lambda label: r2[label])
-            truth, demand = (best, "may") if r2[best] >= 0.98 else (NONE, "none")
-            place = (weights.circuits, checkpoint.task, float(step), demand)
-            yield Case("snapshot", truth, *place, run=path.name)
+    for heads, step in zip(weights, steps, strict=True):
+        fits = fit_learners(heads, ONE, context_lengths=[40], n_prompts=2000)
+        r2 = {label: fits.r2[0, LEARNERS.index(name)] for name, label in learners.items()}
+        best = max(r2, key=lambda label: r2[label])
+        truth, demand = (best, "may") if r2[best] >= 0.98 else (NONE, "none")
+        yield Case("snapshot", truth, heads, ONE, float(step), demand)
+
+
+def earlier() -> list[Case]:
+    """Every eighth of the built and drawn models that thresholds were set on or compared with, until November 2026."""
+    random = np.random.default_rng(0)
+    drawn = built(20, random), leaking(20, random), untrained(400, random, first=100_000)
+    return [*chain(*drawn, near_misses(200, random))][::8]
+
+
+def confirming() -> list[Case]:
+    """Models that no rule or threshold had seen when they were drawn; README.md says when to draw again."""
+    random = np.random.default_rng(SEED)
+    drawn = built(20, random), leaking(20, random), untrained(400, random, first=200_000)
+    others = near_misses(200, random), random_steps(60, random)
+    return [*chain(*drawn, *others), *snapshots(*trained())]
+
+
+def trained() -> tuple[list[AttentionWeights], list[int]]:
+    """Heads and step of every snapshot of eight softmax models, which analyses/calibration/train.py trained."""
+    tensors = load_file(TRAINED)
+    names = sorted({name.rpartition("/")[0] for name in tensors})
+    weights = [from_circuits(tensors[f"{n}/QK"], tensors[f"{n}/OV"]) for n in names]
+    return weights, [int(name.rpartition("/")[2]) for name in names]

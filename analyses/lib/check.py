@@ -1,9 +1,9 @@
-"""All records that take few seconds, measured again from the shipped checkpoints and compared with
-what is stored.
+"""All records that take few seconds, measured again from the shipped checkpoints, and the labels of all models of
+the calibration, computed anew. Both are compared with what is stored.
 
-python -m analyses.lib.check  (a minute)
+python -m analyses.lib.check  (two minutes)
 
-The numbers must agree within their standard errors. Fails with a line for each record that does not.
+Numbers must agree within their standard errors, labels exactly. Fails with a line for each record or label that does not.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from analyses.calibration.errors import changed_labels
 from analyses.lib.measured import RESULTS, module_of
 from analyses.lib.records import Record, agree, load
 
@@ -47,7 +48,9 @@ def main() -> None:
         count += len(stored)
         print(f"{script}: {len(stored)} records")
     print("\n".join([*lines, f"{count - len(lines)} of {count} records agree"]))
-    sys.exit(bool(lines))
+    changed = changed_labels(RESULTS)
+    print("\n".join([*changed, f"{len(changed)} labels of the calibration changed"]))
+    sys.exit(bool(lines or changed))
 
 
 if __name__ == "__main__":

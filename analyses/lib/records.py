@@ -281,6 +281,7 @@ def written_by(file: str) -> str:
         "sparse_settings_training": "sparse_settings",
         "sparse_start_expected": "sparse_start",
         "calibration_labels": "calibration_errors",
+        "calibration_models": "calibration_errors",
         "calibration_thresholds": "calibration_errors",
     }
     return several.get(name, name)

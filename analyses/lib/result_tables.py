@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
+from scipy.stats import binomtest
 
 from analyses.lib.records import span
 
@@ -93,7 +94,7 @@ def emergence(results: Path) -> str:
 
 
 def calibration_labels(results: Path) -> str:
-    """Truth by label, on the half that thresholds were not moved on."""
+    """Truth by label, of the confirming models."""
     found = pd.read_csv(results / "calibration_labels.csv").set_index("truth")
     rows = [(truth, *(f"{count}" for count in row)) for truth, row in found.iterrows()]
     return markdown(("truth", *found.columns), rows)
@@ -103,37 +104,63 @@ SOURCES = {
     "built + noise": "built + noise",
     "fault": "debiased pairs with a fault",
     "near miss": "near misses",
+    "random steps": "random linear steps",
     "random weights": "random weights",
     "snapshot": "snapshots of trained models",
 }
 
 
 def calibration_errors(results: Path) -> str:
-    """What became of the models of each source, and of those that got a pattern's name."""
+    """Verdicts on the models of each source, and the share of wrong labels among those with a pattern's name."""
     found = pd.read_csv(results / "calibration_errors.csv")
     found["source"] = found.source.str.split(":").str[0].map(SOURCES)
     columns = ["models", "right", "undetermined", "missed", "wrong"]
     counts = found.groupby("source", sort=False)[columns].sum()
     counts.loc["all"] = counts.sum()
     rows = [
-        (source, *(f"{row[name]}" for name in columns), f"{row.wrong} of {row.right + row.wrong}")
+        (source, *(f"{row[name]}" for name in columns), of_the_named(row.wrong, row.right))
         for source, row in counts.iterrows()
     ]
     header = ("source", "models", "right", "undetermined, as it may be", "missed", "wrong")
-    return markdown((*header, "wrong, of those with a pattern's name"), rows)
+    return markdown((*header, "wrong, of those with a pattern's name (95% interval)"), rows)
 
 
 def two_by_two(results: Path) -> str:
-    """Models with a plain pattern and others, by whether they got a pattern's name."""
-    found = pd.read_csv(results / "calibration_errors.csv")
-    total = found[["models", "must", "right", "missed", "wrong"]].sum()
-    plain, others = total.must - total.missed, total.right + total.wrong - total.must + total.missed
-    rows = [
-        ("whose pattern is plain", f"{plain}", f"{total.missed}"),
-        ("disturbed more, or without one", f"{others}", f"{total.models - total.must - others}"),
-    ]
-    header = (f"{total.models:,} models", f"named ({total.wrong} of them wrong)", "not named")
-    return markdown(header, rows)
+    """Models whose pattern is plain, disturbed more or absent, by whether they got a pattern's name."""
+    found = pd.read_csv(results / "calibration_models.csv")
+    plain, without = found.demand == "must", found.truth == "no pattern"
+    kinds = {
+        "whose pattern is plain": plain,
+        "whose pattern is disturbed more": ~plain & ~without,
+        "without a pattern": without,
+    }
+    rows = []
+    for kind, chosen in kinds.items():
+        verdicts = found[chosen].verdict.value_counts()
+        right, wrong = (int(verdicts.get(name, 0)) for name in ("right", "wrong"))
+        rows.append(
+            (
+                kind,
+                f"{right + wrong}",
+                of_the_named(wrong, right),
+                f"{chosen.sum() - right - wrong}",
+            )
+        )
+    return markdown((f"{len(found):,} models", "named", "of these wrong", "not named"), rows)
+
+
+def of_the_named(wrong: int, right: int) -> str:
+    """Wrong labels among the named models, with Wilson's interval of 95%.
+
+    Example:
+        >>> of_the_named(0, 50), of_the_named(0, 0)
+        ('0 of 50 (0% to 7.1%)', '0 of 0')
+    """
+    named = wrong + right
+    if not named:
+        return "0 of 0"
+    interval = binomtest(int(wrong), int(named)).proportion_ci(method="wilson")
+    return f"{wrong} of {named} ({100 * interval.low:.2g}% to {100 * interval.high:.2g}%)"
 
 
 def attack(results: Path) -> str:

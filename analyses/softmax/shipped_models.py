@@ -33,7 +33,6 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
         "omega_spread": found.scales.omega_spread,
         "eta": found.scales.eta[0],
         "eta_optimal": found.scales.eta_optimal,
-        "manifold_distance": found.scales.manifold_distance,
         "closest": fits.best,
         "fitted_eta": fits.factor[0, debiased],
         "fitted_eta_sem": fits.factor_sem[0, debiased],

@@ -10,6 +10,12 @@ from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
+from mechinterp.icl.given import PromptsTask, no_law
+
+LEFT_OUT = (
+    "Left out, as the law of the prompts is not known: {parts}. Ridge regression has the penalty that is best on "
+    "these prompts; task= (--task) states the law."
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -28,9 +34,11 @@ class Classified(Result):
     task: TaskConfig
     """Law of the prompts."""
     n_prompts: int
-    assumed: tuple[str, ...] = ()
-    """Fields of the task that nobody stated."""
+    trained_here: bool = False
+    """Whether this package trained the model, so that its task is not in doubt."""
 
+    needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
+    """Parts that need the law of the prompts."""
     heads_title: ClassVar[str]
     """Above the lines of the heads of a model, or of many of its kind."""
 
@@ -64,21 +72,29 @@ class Classified(Result):
 
     @property
     def task_doubt(self) -> str:
-        """Why the task may be another one than was assumed; empty where nothing says so."""
+        """Why the model may have been trained on another task; empty where nothing says so."""
+        if self.trained_here:
+            return ""
         factor = (self.best_factor, self.best_factor_sem)
         r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
-        return task_doubt(factor, r2, self.assumed)
+        return task_doubt(factor, r2)
+
+    @property
+    def left_out(self) -> str:
+        """A sentence on the parts that need a law of given prompts; empty where it is known."""
+        return LEFT_OUT.format(parts=self.needs_law) if no_law(self.task) else ""
 
     @property
     def loss_text(self) -> str:
         """The loss beside those of ridge regression and of predicting 0."""
-        return f"Loss on its task: {self.loss}."
+        on = "the given prompts" if isinstance(self.task, PromptsTask) else "its task"
+        return f"Loss on {on}: {self.loss}."
 
     @property
     def told_first(self) -> list[str]:
         """The verdict, the loss, and the task that it and every other number are of."""
-        task = f"Task: {self.task.in_words(self.assumed)}."
-        return [*str(self.verdict).splitlines(), self.loss_text, task]
+        told = [*str(self.verdict).splitlines(), self.loss_text, f"Task: {self.task.in_words}."]
+        return [*told, self.left_out] if self.left_out else told
 
     def __repr__(self) -> str:
         return "\n".join([f"{type(self).__name__}({self.pattern})", *self.told_first])
@@ -87,7 +103,8 @@ class Classified(Result):
         """The fields of the JSON document, the evidence with what is said of any model."""
         of_all = {
             "loss": asdict(self.loss),
-            "task": self.task.in_words(self.assumed),
+            "task": self.task.in_words,
+            **({"left_out": self.left_out} if self.left_out else {}),
             "best_factor": self.best_factor,
             "best_factor_sem": self.best_factor_sem,
             "n_prompts": self.n_prompts,

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
+from typing import Any
 
 from mechinterp.analysis import needs as has
 from mechinterp.analysis.needs import Model, Needs, never, nothing
 from mechinterp.analysis.result import Finding
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import usual_number
 from mechinterp.progress import ProgressCallback, no_progress
+
+GIVEN = ("prompts", "clean")
+"""Names of an argument for given prompts."""
+NO_TARGET = "y_query stands for the target without noise, as neither beta nor y_query_clean is given: an excess risk holds the noise too"
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,12 @@ class Analysis:
     def options(self) -> dict[str, Parameter]:
         """Its arguments after the model and the prompts, by name."""
         parameters = list(signature(self.function).parameters.values())[1:]
-        return {p.name: p for p in parameters if p.name not in ("prompts", "progress")}
+        return {p.name: p for p in parameters if p.name not in (*GIVEN, "progress")}
+
+    @property
+    def takes_prompts_as(self) -> str | None:
+        """Name of its argument for given prompts; None: it takes none."""
+        return next((name for name in GIVEN if name in signature(self.function).parameters), None)
 
     @property
     def draws_prompts(self) -> bool:
@@ -182,6 +193,7 @@ def run_analysis(
     named: str | Callable[..., Finding],
     checkpoint: Model,
     *,
+    prompts: Prompts | None = None,
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
@@ -192,13 +204,14 @@ def run_analysis(
 
     Args:
         named: One of `ANALYSES`, `module:function`, or a function.
+        prompts: Given prompts; None: they are drawn.
         context_length: Pairs per prompt; None: the task's own.
         n_prompts: None: as many as the analysis takes by itself.
         seed: Of the evaluation prompts; None: 0.
         settings: Further arguments of this analysis.
     Raises:
         ValueError: If there is no such analysis, it does not take this model or such an argument, it draws no prompts
-            and is told how many, how long or by which seed, or what it gives is no result.
+            and their number, length, seed or the prompts themselves are given, or its answer is no result.
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
@@ -206,17 +219,30 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
-    told = {option: value for option, value in drawn_by.items() if value is not None}
+    told: dict[str, Any] = {n: value for n, value in drawn_by.items() if value is not None}
     if told and not analysis.draws_prompts:
         option, value = next(iter(told.items()))
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    given: dict[str, object] = {}
+    if prompts is not None:
+        name_of = analysis.takes_prompts_as
+        if name_of is None or told.keys() & {"n_prompts", "seed"}:
+            why = (
+                "no given prompts"
+                if name_of is None
+                else "given prompts as they are: leave out n_prompts and seed"
+            )
+            raise ValueError(f"{name} takes {why}, got {prompts!r}.")
+        length = told.pop("context_length", prompts.x.shape[1])
+        given[name_of] = prompts.shortened(length)
     length = told.pop("context_length", None)
     if length not in (None, checkpoint.task.context_length):
         checkpoint = checkpoint.at_length(length)
-    given = {**told, **(settings or {})}
-    for option in given.keys() - analysis.options.keys():
+    told |= settings or {}
+    for option in told.keys() - analysis.options.keys():
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
+    given |= told
     if "progress" in signature(analysis.function).parameters:
         given["progress"] = progress
     result = analysis.function(checkpoint, **{**_required(analysis, checkpoint), **given})

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ from mechinterp.models.weights import AnyWeights, Weights, as_weights
 if TYPE_CHECKING:
     from mechinterp.models.hooked.transformer import ICLTransformer
     from mechinterp.models.run.predictor import Predictor
+
+
+CARD = "README.md"
+"""File of the model card, which hubs show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +90,21 @@ class Checkpoint(Run):
         """The folder's or file's name, printable."""
         return self.outline.name
 
-    @property
+    @cached_property
     def task(self) -> TaskConfig:
-        """The law of its prompts."""
-        return self.config.task
+        """Law of its prompts; fields that neither the file nor the reader stated are assumed."""
+        unsaid = [n.removeprefix("task.") for n in self.assumed if n.startswith("task.")]
+        return self.config.task.assuming({name.removesuffix(".kind") for name in unsaid})
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether this package trained it, so that its task is known."""
+        return "step" not in self.assumed
+
+    @property
+    def understood(self) -> bool:
+        """Whether the weights, as they were read, predict better than 0 on prompts of the task; True of own checkpoints."""
+        return self.assumed.get("understood") is not False
 
     @property
     def training(self) -> TrainConfig | None:
@@ -102,12 +118,6 @@ class Checkpoint(Run):
         return shortest if self.format == "native" else None
 
     @property
-    def assumed_of_task(self) -> tuple[str, ...]:
-        """Fields of the task that neither the file nor the reader said; of the covariance its kind decides."""
-        unsaid = {name.removesuffix(".kind") for name in self.assumed}
-        return tuple(each.name for each in fields(TaskConfig) if f"task.{each.name}" in unsaid)
-
-    @property
     def in_words(self) -> str:
         """One line on what the model is, what of it was assumed, and where it comes from."""
         config, model = self.config, self.config.model
@@ -117,12 +127,12 @@ class Checkpoint(Run):
         if model.d_mlp is not None:
             kind += f", MLPs of {model.d_mlp}"
         origin = f"seed {config.seed}, step {self.step}, config {config.id}"
-        if "step" in self.assumed:
+        if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
             origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
-        return f"{self._heads}, {kind}, {self.task.in_words(self.assumed_of_task)}; {origin}"
+        return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 
     @cached_property
     def outline(self) -> Outline:
@@ -203,7 +213,7 @@ class Checkpoint(Run):
             own_weights=lambda: self.weights,
             is_hooked=is_hooked,
             task=self.task,
-            assumed=self.assumed_of_task,
+            trained_here=self.trained_here,
         )
 
     @classmethod
@@ -218,12 +228,18 @@ class Checkpoint(Run):
         """
         return load(folder)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder with config.json, model.safetensors and what goes with them, as `save` does.
+    def save_pretrained(self, folder: str | Path, *, card: str | None = None) -> None:
+        """Write a folder with config.json, model.safetensors, what goes with them, and the model card README.md.
 
+        Args:
+            card: Text of the card; None: that of `model_card`; empty: none is written.
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
         """
+        if card is None:
+            # The card says what `classify` finds, floors above.
+            hub = import_module("mechinterp.report.hub")
+            card = hub.model_card(self, source=Path(folder).absolute().name)
         save(
             folder,
             self.config,
@@ -234,6 +250,9 @@ class Checkpoint(Run):
             assumed=self.assumed,
             origin=self.origin,
         )
+        if card:
+            with writing(Path(folder)):
+                (Path(folder) / CARD).write_text(card, encoding="utf-8")
 
 
 def checkpoint_of(source: object, purpose: str) -> Checkpoint:

@@ -12,24 +12,50 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.foreign.settings import settings_beside
+from mechinterp.checkpoints.foreign.settings import settings_of
 from mechinterp.checkpoints.io.archives import read_text
-from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
+from mechinterp.checkpoints.io.errors import (
+    CheckpointError,
+    NotUnderstoodError,
+    naming,
+    one_line,
+)
 from mechinterp.checkpoints.io.tensor_files import (
     SUFFIXES,
-    folder_arrays,
+    folder_file,
     has_weights_ending,
-    read_arrays,
+    read_file,
 )
 from mechinterp.checkpoints.native import npz as arrays
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
 from mechinterp.checkpoints.shipped import shipped_path
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike, task_fields
 
 FORMATS = ("native", *NAMED)
 """What `load` reads."""
+AS_NPZ = (
+    "numpy.savez('weights.npz', **{'/'.join(path): array}), a name and an array for each parameter"
+)
+ORBAX = (
+    *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "ocdbt.process_0"),
+    *("default/_METADATA", "default/manifest.ocdbt", "state/_METADATA", "params/_METADATA"),
+)
+"""What orbax writes into a folder."""
+FROM_ORBAX = (
+    "an orbax checkpoint, which is not read; where orbax is installed, restore it by "
+    f"orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER) and write {AS_NPZ}"
+)
+OTHER_FILES = {
+    ".eqx": f"an equinox file, which holds no names; where the class is, load it and write {AS_NPZ}",
+    ".onnx": "an ONNX graph, which is not read; where the model came from, write torch.save(model.state_dict(), 'weights.pt')",
+    ".h5": f"a Keras or HDF5 file, which is not read; write {AS_NPZ}",
+    ".keras": f"a Keras file, which is not read; write {AS_NPZ}",
+    ".gguf": "a GGUF file of a language model, which is not read",
+    ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
+}
+"""What to do with files of other kinds, by their endings."""
 TARGETS = ("native", FORMAT, "npz")
 """What `convert` writes."""
 
@@ -37,7 +63,7 @@ TARGETS = ("native", FORMAT, "npz")
 def load(
     path: str | Path,
     *,
-    task: Mapping[str, object] | TaskConfig | None = None,
+    task: TaskLike | None = None,
     format: str | None = None,
     d_x: int | None = None,
     d_y: int | None = None,
@@ -53,6 +79,8 @@ def load(
     output_scale: float | None = None,
     model: Mapping[str, object] | None = None,
     map: Sequence[str] | None = None,
+    weights: str | None = None,
+    anyway: bool | None = None,
 ) -> Checkpoint:
     """The checkpoint at a path, or the trained model of a name: a folder of this package, or what other people's code has written.
 
@@ -61,8 +89,8 @@ def load(
 
     Args:
         path: A local path; if nothing lies there, the name of a shipped model, such as "softmax-h2-s0".
-        task: A TaskConfig, or some of its fields; the setting of the paper that the format belongs to stands for
-            those left out.
+        task: A TaskConfig, a dict of its fields or a JSON file; fields that nobody passed are those of the paper that
+            the format belongs to, and stand in `assumed`.
         format: One of `FORMATS`, where the names do not tell.
         n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
         scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
@@ -79,8 +107,10 @@ def load(
         model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.foreign.options, such
             as {"norm": "before"}; tried in the same way if left out.
         map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
+        weights: Name of the state dict to read, where a file holds several, such as "ema".
+        anyway: Whether a file that was not understood, as no reading predicts better than 0, is loaded all the same.
     Raises:
-        CheckpointError: If nothing readable lies there, or an argument contradicts the file.
+        CheckpointError: If nothing readable lies there, the file was not understood, or an argument contradicts the file.
         ValueError: If an argument is out of range.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
@@ -90,11 +120,20 @@ def load(
     path = shipped_path(path)
     with _readable(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
-            return _run(steps, hints)
+            return _understood(_run(steps, hints), hints)
         stored = _stored(path, hints)
-        if isinstance(stored, Checkpoint):
-            return stored
-        return replace(read_foreign([stored], hints), path=path)
+        if isinstance(stored, Stored):
+            stored = replace(read_foreign([stored], hints), path=path)
+        return _understood(stored, hints)
+
+
+def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
+    """The checkpoint, refused where its file was not understood, unless the reader wants it anyway."""
+    if checkpoint.understood or hints.anyway:
+        return checkpoint
+    raise NotUnderstoodError(
+        f"{checkpoint.path}: {checkpoint.assumed.get('doubt')}; --anyway (anyway=True) shows what was read all the same."
+    )
 
 
 def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
@@ -121,7 +160,8 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
     """
     steps = _steps_at(path)
     with _readable(next(iter(steps.values())).parent):
-        return _run(steps, _hints(said))
+        hints = _hints(said)
+        return _understood(_run(steps, hints), hints)
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
@@ -187,7 +227,9 @@ def _hints(given: Mapping[str, object]) -> Hints:
         ValueError: If it is out of range.
     """
     task = given.get("task")
-    hints = Hints(**{**given, "task": asdict(task) if isinstance(task, TaskConfig) else task})  # type: ignore[arg-type]
+    if isinstance(task, TaskConfig):
+        task = {name: value for name, value in asdict(task).items() if name in task.given}
+    hints = Hints(**{**given, "task": None if task is None else task_fields(task)})  # type: ignore[arg-type]
     if hints.format is not None and hints.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
     return hints
@@ -212,17 +254,19 @@ def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:
 def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
+    if path.suffix in OTHER_FILES:
+        raise CheckpointError(f"{path}: {OTHER_FILES[path.suffix]}.")
     if not has_weights_ending(path) or not path.is_file():
         rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
         raise CheckpointError(f"{path}: {rule}; this is another file.")
     if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
     text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
-    tensors = read_arrays(path)
+    tensors, settings = read_file(path, hints.weights)
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
-    return Stored(path, tensors, settings_beside(path))
+    return Stored(path, tensors, settings_of(path, settings))
 
 
 def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
@@ -230,8 +274,8 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         _require_no_hints(path, hints, "native")
         return native.load(path)
     if (path / CONFIG).is_file():
-        file, tensors = folder_arrays(path)
-        return Stored(file, tensors, settings_beside(file))
+        file, (tensors, settings) = folder_file(path, hints.weights)
+        return Stored(file, tensors, settings_of(file, settings))
     if (path / SIDE_CAR).is_file():
         _require_no_hints(path, hints, FORMAT)
         return read_exchange(path)
@@ -239,6 +283,8 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
     if len(files) > 1:
         rule = f"holds several files of weights; name one of {_listed(files)}"
         raise CheckpointError(f"{path}: {rule}.")
+    if not files and any((path / name).exists() for name in ORBAX):
+        raise CheckpointError(f"{path}: {FROM_ORBAX}.")
     if not files:
         return native.load(path)  # which says what is missing
     stored = _in_file(files[0], hints)
@@ -248,7 +294,7 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
 def _require_no_hints(path: Path, hints: Hints, stated: str) -> None:
     """A checkpoint that says everything takes no hints, but for the right format."""
     for name, value in hints.given.items():
-        if (name, value) != ("format", stated):
+        if (name, value) != ("format", stated) and name != "anyway":
             raise CheckpointError(
                 f"{path}: {name} is only for files that do not state theirs, got {value} for a checkpoint of format {stated}."
             )
@@ -279,5 +325,5 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     if target == FORMAT:
         write_exchange(out, checkpoint)
     else:
-        checkpoint.save_pretrained(out)
+        checkpoint.save_pretrained(out, card="")
     return sorted(file for file in out.rglob("*") if file.is_file())

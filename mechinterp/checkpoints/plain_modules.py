@@ -6,7 +6,7 @@ Its layers of attention are found by their names, in the order in which they run
 import copy
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.errors import one_line
 from mechinterp.checkpoints.runs import Run
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.query_position import query_positions
@@ -39,8 +39,6 @@ class HookedModule(Run):
     hooked: HookedPredictor
     outputs: tuple[str, ...]
     """Of each layer the name of the module that takes the heads' outputs side by side."""
-    assumed: tuple[str, ...] = ()
-    """Fields of the task that nobody stated."""
     history: pd.DataFrame | None = None
     """Of a module that a `Monitor` watched: a row per kept step, layer and head."""
     snapshots: Mapping[int, "HookedModule"] = field(default_factory=dict)
@@ -53,7 +51,7 @@ class HookedModule(Run):
         step = "" if self.step is None else f", step {self.step}"
         return (
             f"HookedModule({self.name}: {layers} x {heads} heads, before {', '.join(self.outputs)}{step}; "
-            f"task: {self.task.in_words(self.assumed)})"
+            f"task: {self.task.in_words})"
         )
 
     @property
@@ -83,16 +81,13 @@ class HookedModule(Run):
 
     def at_length(self, context_length: int) -> "HookedModule":
         """The same module of a task with another context length."""
-        assumed = tuple(name for name in self.assumed if name != "context_length")
-        task = replace(self.task, context_length=context_length)
-        return replace(self, task=task, assumed=assumed)
+        return replace(self, task=replace(self.task, context_length=context_length))
 
     @property
     def in_words(self) -> str:
         """One line on what the model is."""
         layers, heads = counted(self.hooked.n_layers, "layer"), counted(self.hooked.n_heads, "head")
-        task = self.task.in_words(self.assumed)
-        return f"{layers} of {heads}, a PyTorch module with hooks, {task}"
+        return f"{layers} of {heads}, a PyTorch module with hooks, {self.task.in_words}"
 
     @property
     def model(self) -> "ModuleHooks":
@@ -103,9 +98,7 @@ class HookedModule(Run):
     def predictor(self) -> Predictor:
         """The model as the analyses take it."""
         hooked = self.hooked
-        return Predictor(
-            hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task, assumed=self.assumed
-        )
+        return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""
@@ -120,7 +113,7 @@ def hook_module(
     read: Callable[[Tensor], Tensor] | None = None,
     embed: Callable[[Prompts], Tensor] | None = None,
     outputs: Sequence[str] = (),
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     position: int | None = None,
 ) -> HookedModule:
     """A copy of a module, in evaluation mode, with hooks on the heads and the stream of each layer of attention.
@@ -135,7 +128,8 @@ def hook_module(
             d_y entries at the last position.
         embed: From prompts to the module's input, [batch, pos, width]; None: tokens (x, y), the query last with y = 0.
         outputs: Names of the modules that take the heads' outputs side by side, where none are found, or the wrong ones.
-        task: Law of the prompts; None: the softmax paper's setting.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; what is left out is assumed to
+            be the softmax paper's setting.
         position: Position of the stream at which the prediction is read, from 0 or, below 0, from the end; None: the one
             that it depends on after the last layer or, where it depends on several, the last one of a stream that is as
             long as the input. What looks into another stream refuses it.
@@ -153,8 +147,7 @@ def hook_module(
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
-    assumed = () if task is not None else tuple(each.name for each in fields(TaskConfig))
-    task = TaskConfig() if task is None else task
+    task = as_task({} if task is None else task)
     if heads is not None and (type(heads) is not int or heads < 1):
         raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
     if position is not None and type(position) is not int:
@@ -188,7 +181,7 @@ def hook_module(
         _note_sizes(hooked, trial)
         if position is not None:
             query_positions(hooked, trial)
-    return HookedModule(type(own).__name__, task, hooked, tuple(names), assumed)
+    return HookedModule(type(own).__name__, task, hooked, tuple(names))
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

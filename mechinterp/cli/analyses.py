@@ -11,10 +11,11 @@ import typer
 
 from mechinterp.cli.options import (
     Asked,
+    CountOption,
     Files,
     PathArgument,
     PromptsOption,
-    SeedOption,
+    SeedOrNoneOption,
     about_paths,
     asks_checkpoints,
     runs_checkpoints,
@@ -75,8 +76,9 @@ def analyse(
 @runs_checkpoints
 def fit(
     path: PathArgument,
-    n_prompts: PromptsOption = 20_000,
-    seed: SeedOption = 0,
+    prompts: PromptsOption = None,
+    n_prompts: CountOption = None,
+    seed: SeedOrNoneOption = None,
     context_length: Annotated[
         list[int] | None,
         typer.Option(
@@ -92,10 +94,8 @@ def fit(
     files: Files,
 ) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    from mechinterp.analysis.learners.fits import CONTEXT_LENGTHS
-
-    asked = Asked(n_prompts=n_prompts, seed=seed, quiet=quiet, as_json=as_json, wide=wide)
-    settings = {"context_lengths": context_length or CONTEXT_LENGTHS}
+    asked = Asked(prompts, n_prompts, seed, quiet=quiet, as_json=as_json, wide=wide)
+    settings = {"context_lengths": context_length} if context_length else {}
     show("fit", path, asked, files, settings)
 
 
@@ -116,11 +116,12 @@ def show(
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
 
-    with about_paths(path), progress_bars(quiet=asked.quiet) as progress:
+    with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         result = run_analysis(
             name,
             checkpoint,
+            prompts=asked.given,
             context_length=asked.context_length,
             n_prompts=asked.n_prompts,
             seed=asked.seed,
@@ -128,9 +129,9 @@ def show(
             settings=settings,
         )
     if asked.as_json:
-        say_json(to_json(analysis_of(name)[0], checkpoint, result))
+        say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
-        say_of(path, to_text(analysis_of(name)[0], result, wide=asked.wide))
+        say_of(path, led(checkpoint, to_text(analysis_of(name)[0], result, wide=asked.wide)))
 
 
 @asks_checkpoints
@@ -171,14 +172,14 @@ def prune(
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
-    paths = (path,) if out is None else (path, out)
+    paths = (path, *asked.files) if out is None else (path, *asked.files, out)
     with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         if checkpoint.config.model.n_layers == 1:
             raise ValueError(
                 f"{path}: prune takes models of several layers, got one; ablate masks its heads."
             )
-        prompts, chosen = asked.prompts(checkpoint), pruning.RULES[rule]
+        prompts, chosen = asked.drawn(checkpoint), pruning.RULES[rule]
         pruned = pruning.prune(
             checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
         )
@@ -194,11 +195,16 @@ def prune(
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
         document["checkpoint"] = None if out is None else str(out)
         return say_json(document)
-    say_of(path, to_text("prune", pruned, wide=asked.wide))
+    say_of(path, led(checkpoint, to_text("prune", pruned, wide=asked.wide)))
     if tuned is not None:
         say(wrapped(*tuned.sentences()))
     if out is not None:
         say(f"Pruned model: {shown_path(out)}")
+
+
+def led(checkpoint: "Checkpoint", text: str) -> str:
+    """The text, below a line that says that the file was not understood, where that is so."""
+    return text if checkpoint.understood else f"{checkpoint.assumed['doubt']}\n{text}"
 
 
 def _fine_tuned(
@@ -216,7 +222,7 @@ def _fine_tuned(
             f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
         )
     # The heads are chosen on all of the prompts that were asked for.
-    others = replace(asked, seed=(asked.seed or 0) + 1).prompts(checkpoint)
+    others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
     return fine_tune(checkpoint, pruned.kept, others, steps=steps, progress=progress)
 
 

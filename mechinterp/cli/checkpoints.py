@@ -40,6 +40,7 @@ def classify(
     files: Files,
 ) -> None:
     """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    from mechinterp.checkpoints.io.errors import NotUnderstoodError
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
@@ -56,12 +57,13 @@ def classify(
     with progress_bars(quiet=asked.quiet) as progress:
         for path in progress(all_paths, "classifying"):
             try:
-                with about_paths(path):
+                with about_paths(path, *asked.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = _classified(checkpoint, asked)
-                    documents.append(to_json("classify", checkpoint, result) | numbers)
+                    documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
             except (ValueError, OSError) as error:
-                documents.append({"path": str(path), "error": str(error)})
+                unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
+                documents.append({"path": str(path), **unread, "error": str(error)})
                 complain(str(error))
                 continue
             if not asked.as_json:
@@ -95,12 +97,17 @@ def _steps(
 
 
 def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
-    from mechinterp.analysis.one_layer.classify import classify as classified
 
-    task = None  # the checkpoint's own, of which it is known what is assumed
-    if asked.context_length not in (None, checkpoint.task.context_length):
-        task = replace(checkpoint.task, context_length=asked.context_length)
-    return classified(checkpoint, task, n_prompts=asked.n_prompts, seed=asked.seed or 0)
+    from mechinterp.analysis.registry import run_analysis
+
+    return run_analysis(  # type: ignore[return-value]
+        "classify",
+        checkpoint,
+        prompts=asked.given,
+        context_length=asked.context_length,
+        n_prompts=asked.n_prompts,
+        seed=asked.seed,
+    )
 
 
 def _show_classification(

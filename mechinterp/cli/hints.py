@@ -1,6 +1,7 @@
 """Options that say what a file of weights does not say itself."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,19 +54,28 @@ OPTIONS: Mapping[str, Any] = {
     "map": _option(
         list[str], "A name as a known one (to_q=q_proj); repeatable.", metavar="THEIRS=KNOWN"
     ),
+    "weights": _option(str, "State dict to read, where a file holds several.", metavar="NAME"),
+    "anyway": _option(bool, "Show tables of a file that was not understood.", "--anyway"),
 }
 
 
 def hints_of(**given: Any) -> "Hints":
     """What the options say of files that do not say it."""
     from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.checkpoints.io.atomic import read_task
+    from mechinterp.config import task_fields
 
     task, rows = given.pop("task", None), given.pop("model", None)
     joins = (row.partition("=") for row in rows or ())
-    flags = {"true": True, "false": False}
-    model = {name: flags.get(value.lower(), value) for name, _, value in joins} or None
-    return Hints(task=None if task is None else read_task(task), model=model, **given)
+    model = {name: _value(value) for name, _, value in joins} or None
+    return Hints(task=None if task is None else task_fields(task), model=model, **given)
+
+
+def _value(text: str) -> str | bool | int | float:
+    """A value as it is typed: true, false, a number or a word."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 hints_of.__signature__ = Signature(  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mechinterp.checkpoints.io.errors import NotUnderstoodError
 from mechinterp.cli.hints import hints_of
 from mechinterp.cli.training import (
     DeviceOption,
@@ -22,9 +23,12 @@ from mechinterp.cli.training import (
     WideOption,
     device_of,
     say,
+    say_json,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
@@ -39,13 +43,17 @@ CountOption = Annotated[
     int | None,
     typer.Option(
         "--n-prompts",
-        min=2,
-        help="Number of evaluation prompts; what the analysis takes by itself if left out.",
+        help="Number of evaluation prompts; the analysis' own number if left out.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
 PromptsOption = Annotated[
-    int, typer.Option("--n-prompts", min=2, help="Number of evaluation prompts.")
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE.npz",
+        help="Your own prompts: arrays x, y, x_query, y_query and, if known, beta, y_query_clean.",
+    ),
 ]
 LengthOption = Annotated[
     int | None,
@@ -56,13 +64,16 @@ SeedOrNoneOption = Annotated[
     int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; 0 if left out.")
 ]
 LENGTH = "task.context_length"
+NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
+"""Arrays of a file of prompts; the first four are needed."""
 TOO_LARGE = "needs more memory than there is."
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the commands about heads are asked alike."""
+    """Options that all commands about heads share."""
 
+    prompts: PromptsOption = None
     n_prompts: CountOption = None
     seed: SeedOrNoneOption = None
     context_length: LengthOption = None
@@ -70,16 +81,84 @@ class Asked:
     as_json: JsonOption = False
     wide: WideOption = False
 
-    def prompts(self, checkpoint: "Checkpoint") -> "Prompts":
-        """Evaluation prompts, those that an analysis draws if it is asked the same."""
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file of prompts, which messages may be about."""
+        return () if self.prompts is None else (self.prompts,)
+
+    @property
+    def given(self) -> "Prompts | None":
+        """The prompts of the file; None: they are drawn."""
+        return None if self.prompts is None else prompts_of(self.prompts)
+
+    @property
+    def note(self) -> dict[str, object]:
+        """Field of the JSON document that says on which prompts of a file it rests."""
+        if self.prompts is None:
+            return {}
+        known = {"beta", "y_query_clean"} & set(arrays_of(self.prompts))
+        from mechinterp.analysis.registry import NO_TARGET
+
+        return {"prompts": {"file": str(self.prompts), "note": "" if known else NO_TARGET}}
+
+    def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
+        """The prompts of the file, or those that an analysis draws by the same options."""
         from mechinterp.models.run.evaluation import evaluation_prompts
 
         return evaluation_prompts(
             checkpoint,
+            self.given,
             n_prompts=self.n_prompts,
             seed=self.seed or 0,
             context_length=self.context_length,
         )
+
+
+def prompts_of(file: Path) -> "Prompts":
+    """Prompts from the arrays of a file.
+
+    Raises:
+        ValueError: If it is no .npz file, an array is missing or unknown, or the shapes do not fit.
+    """
+    from mechinterp.icl.prompts import Prompts
+
+    found = arrays_of(file)
+    try:
+        given = Prompts.from_arrays(**found)
+    except ValueError as error:
+        raise ValueError(f"{file}: no prompts ({str(error).removesuffix('.')}).") from None
+    if not {"beta", "y_query_clean"} & found.keys():
+        from mechinterp.analysis.registry import NO_TARGET
+
+        complain(f"{file}: {NO_TARGET}.")
+    return given
+
+
+def arrays_of(file: Path) -> "dict[str, np.ndarray]":
+    """Arrays of a file of prompts, by name.
+
+    Raises:
+        ValueError: If it is no .npz file of numbers, or an array is missing or unknown.
+    """
+    import zipfile
+
+    import numpy as np
+
+    needed, known = NAMES[:4], ", ".join(NAMES)
+    wrong = f"{file}: must be an .npz file of the arrays {known}"
+    if file.suffix != ".npz" or not file.is_file():
+        raise ValueError(f"{wrong}, got {'another file' if file.exists() else 'nothing'}.")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile):
+        raise ValueError(
+            f"{wrong}, got a file that is none, or holds other than numbers."
+        ) from None
+    for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
+        what = "is missing" if name in needed else "is unknown"
+        raise ValueError(f"{wrong}; {name} {what}, it holds {', '.join(found) or 'none'}.")
+    return found
 
 
 def by_name(given: dict[str, object]) -> None:
@@ -119,8 +198,15 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: object) -> None:
             by_name(given)
             require_there(given)
+            as_json = given.get("as_json")
             apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            command(**given, **{name: bundles[name](**options) for name, options in apart.items()})
+            path = given.get("path")
+            try:
+                command(**given, **{name: bundles[name](**o) for name, o in apart.items()})
+            except NotUnderstoodError as error:
+                if as_json:
+                    say_json({"path": str(path), "understood": False, "error": str(error)})
+                raise
 
         options = [option for group in shared.values() for option in group.values()]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
@@ -194,7 +280,7 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
         shown["scale"] = 1 / divisor
     task = checkpoint.task.told
-    assumed = [f"task.{n} = {task[n]}" for n in checkpoint.assumed_of_task if n in task]
+    assumed = [f"task.{n} = {task[n]}" for n in checkpoint.task.assumed if n in task]
     assumed += [
         f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
         for name, value in shown.items()
@@ -211,8 +297,9 @@ def about_paths(*paths: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        named = str(error).startswith(tuple(map(str, paths)))
-        raise ValueError(str(error) if named else f"{paths[0]}: {error}") from None
+        if str(error).startswith(tuple(map(str, paths))):
+            raise
+        raise ValueError(f"{paths[0]}: {error}") from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -8,9 +8,11 @@ import typer
 from mechinterp.cli.options import (
     CountOption,
     Files,
+    PromptsOption,
     SeedOption,
     about_paths,
     complain,
+    prompts_of,
     runs_checkpoints,
     shown_path,
 )
@@ -28,6 +30,7 @@ def report(
         typer.Argument(metavar="PATH...", help="A checkpoint; several, or a folder, are compared."),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
+    prompts: PromptsOption = None,
     n_prompts: CountOption = None,
     seed: SeedOption = 0,
     analyses: Annotated[
@@ -56,6 +59,7 @@ def report(
 
     with progress_bars(quiet=quiet) as progress:
         asked: dict[str, Any] = {
+            **({} if prompts is None else {"prompts": prompts_of(prompts)}),
             **({} if n_prompts is None else {"n_prompts": n_prompts}),
             "seed": seed,
             "overwrite": overwrite,
@@ -90,8 +94,9 @@ def _written(
         with about_paths(path, out):
             checkpoint = run or files.load(path)
             return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
-    if analyses is not None:
-        raise ValueError(f"--analysis is of one checkpoint, got {len(all_paths)} of them.")
+    for option, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
+        if value is not None:
+            raise ValueError(f"{option} is of one checkpoint, got {len(all_paths)} of them.")
     loaded, about = _those_that_load(groups, files)
     left_out = {each["path"]: each["error"] for each in about if "error" in each}
     with about_paths(out):

@@ -12,7 +12,7 @@ from mechinterp.config.experiment import (
     value_of,
 )
 from mechinterp.config.model import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
-from mechinterp.config.task import CovarianceConfig, TaskConfig
+from mechinterp.config.task import CovarianceConfig, TaskConfig, TaskLike, as_task, task_fields
 from mechinterp.config.train import TrainConfig
 
 __all__ = [
@@ -22,9 +22,12 @@ __all__ = [
     "ExperimentConfig",
     "ModelConfig",
     "TaskConfig",
+    "TaskLike",
     "TrainConfig",
+    "as_task",
     "differences",
     "from_dict",
     "override",
+    "task_fields",
     "value_of",
 ]

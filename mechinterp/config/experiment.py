@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 from mechinterp.config.model import ModelConfig
-from mechinterp.config.task import TaskConfig
+from mechinterp.config.task import CovarianceConfig, TaskConfig
 from mechinterp.config.train import TrainConfig
 from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
@@ -15,7 +15,8 @@ LATER_FIELDS = {
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
-        "d_read_in",
+        *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
+        "rms_norm",
     ),
     "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm", "warm_up"),
 }
@@ -49,6 +50,9 @@ class ExperimentConfig:
         merges = not model.merged_qk or self.d_head == self.d_model
         Rules("model", self).require("d_head", merges, rule)
         divides = not model.context_only or not self.d_model % model.n_heads
+        rule = f"must be at most the width {self.d_head} of a head"
+        fits = model.rotary_dim is None or model.rotary_dim <= self.d_head
+        Rules("model", model).require("rotary_dim", fits, rule)
         rule = f"must divide the width {self.d_model} where d_head is null"
         Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)
         rule = f"must be <= d_x = {task.d_x} where model.layout is 'in_turn'"
@@ -75,7 +79,7 @@ class ExperimentConfig:
         """Refuse what the closed forms behind training on moments do not cover."""
         optimizer = self.train.optimizer
         off = ("attend_to_self", "biases", "context_only", "final_norm")
-        absent = ("d_model", "norm", "d_mlp", "n_positions", "d_read_in")
+        absent = ("d_model", "norm", "d_mlp", "n_positions", "rotary_dim", "d_read_in")
         needed: dict[str, object] = {"model.score": "linear/L", "model.n_layers": 1}
         needed |= {f"model.{name}": False for name in off}
         needed |= {f"model.{name}": None for name in absent}
@@ -114,7 +118,7 @@ class ExperimentConfig:
     @property
     def id(self) -> str:
         """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
-        values = asdict(self)
+        values = self.to_dict()
         default = ExperimentConfig()
         for section, names in LATER_FIELDS.items():
             for name in names:
@@ -125,7 +129,16 @@ class ExperimentConfig:
 
     def to_json(self) -> str:
         """The config as sorted, indented JSON."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    def to_dict(self) -> dict:
+        """All fields, nested; the scale and the matrix of the covariance only where they are set."""
+        values = asdict(self)
+        covariance, default = values["task"]["covariance"], CovarianceConfig()
+        for name in ("scale", "matrix"):
+            if covariance[name] == getattr(default, name):
+                del covariance[name]
+        return values
 
     @classmethod
     def from_json(cls, text: str) -> "ExperimentConfig":

@@ -44,7 +44,9 @@ class ModelConfig:
     final_norm: bool = False
     """Whether a layer norm stands before the read-out."""
     norm_eps: float = 1e-5
-    """What layer norms add to the variance."""
+    """What norms add to the variance, or to the mean square."""
+    rms_norm: bool = False
+    """Whether norms divide by the root mean square alone; False: they subtract the mean first."""
     d_mlp: int | None = None
     """Hidden width of the MLP of each layer; None: no MLP."""
     activation: str = "relu"
@@ -53,6 +55,12 @@ class ModelConfig:
     """Tokens: "pairs", (x_1, y_1), ..., (x_query, 0), or "in_turn", x_1, y_1, ..., x_query, y padded to d_x."""
     n_positions: int | None = None
     """Number of learned positions, added to the stream; None: there are none."""
+    rotary_dim: int | None = None
+    """Entries of every query and key that are turned by an angle that grows with the position; None: no rotation."""
+    rotary_base: float = 10000.0
+    """Entry pair i turns by position / rotary_base^(2i / rotary_dim)."""
+    rotary_adjacent_pairs: bool = False
+    """Whether entries 2i and 2i + 1 are a pair; False pairs entry i with entry i + rotary_dim/2."""
     d_read_in: int | None = None
     """Hidden width of an MLP that reads the tokens in: W_in acts on activation(tokens W_read + b_read); None: W_in
     acts on the tokens."""
@@ -60,7 +68,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         set_checked(self, "model")
         rules = Rules("model", self)
-        sizes = ("n_layers", "n_heads", "d_head", "d_model", "d_mlp", "n_positions", "d_read_in")
+        sizes: tuple[str, ...] = ("n_layers", "n_heads", "d_head", "d_model", "d_mlp")
+        sizes += ("n_positions", "d_read_in", "rotary_dim")
         rules.at_least(1, *sizes)
         rules.at_most(MAX_SIZE, *sizes)
         rules.at_least(0, "norm_eps")
@@ -73,12 +82,16 @@ class ModelConfig:
         rule = "must be given where layout is 'in_turn'"
         rules.require("d_model", wide or self.layout == "pairs", rule)
         rules.require("d_model", wide or self.d_read_in is None, "must be given where d_read_in is")
+        rules.require("rotary_dim", not (self.rotary_dim or 0) % 2, "must be even")
+        rules.require("rotary_base", self.rotary_base > 0, "must be > 0")
+        turned = self.rotary_dim is None or not self.merged_qk
+        rules.require("rotary_dim", turned, "must be null where merged_qk is true")
 
     @property
     def attention_only(self) -> bool:
         """Whether nothing but the heads adds to the stream or changes it: no norm, MLP or position."""
-        parts = (self.norm, self.d_mlp, self.n_positions, self.d_read_in)
-        return parts == (None, None, None, None) and not self.final_norm
+        parts = (self.norm, self.d_mlp, self.n_positions, self.rotary_dim, self.d_read_in)
+        return set(parts) == {None} and not self.final_norm
 
     @property
     def one_attention(self) -> bool:

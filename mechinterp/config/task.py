@@ -1,26 +1,40 @@
 """The task: the law of the prompts."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import InitVar, asdict, dataclass, field, fields
+from functools import wraps
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
-from mechinterp.fields import MAX_SIZE, Rules, set_checked
+from mechinterp.fields import MAX_SIZE, Rules, build, set_checked
 
-COVARIANCES = ("identity", "kms", "eigenvalues")
+COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 NONZEROS = ("gaussian", "signs")
 MOST_NUMBERS = 8
-"""Eigenvalues that are told one by one."""
+"""Up to this many eigenvalues are printed one by one."""
+MAX_FILE = 2**22
+"""Largest task file that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class CovarianceConfig:
-    """Covariance Sigma of the covariates."""
+    """Covariance Sigma of the covariates: `scale` times a matrix of the kind."""
+
+    EXAMPLE: ClassVar = (
+        '{"kind": "identity", "scale": 2} or {"kind": "matrix", "matrix": [[1, 0.5], [0.5, 1]]}'
+    )
 
     kind: str = "identity"
-    """"identity", "kms" (Kac-Murdock-Szego, Sigma_ij = rho^|i-j|) or "eigenvalues" (a diagonal Sigma)."""
+    """"identity", "kms" (Kac-Murdock-Szego, rho^|i-j|), "eigenvalues" (a diagonal matrix) or "matrix"."""
     rho: float = 0.0
     """Correlation of neighbouring coordinates, used by "kms"."""
     eigenvalues: tuple[float, ...] = ()
     """The d_x diagonal entries, used by "eigenvalues"."""
+    scale: float = 1.0
+    """Factor on the whole matrix, of any kind."""
+    matrix: tuple[tuple[float, ...], ...] = ()
+    """All d_x times d_x entries, row by row, used by "matrix"."""
 
     @property
     def in_words(self) -> str:
@@ -29,28 +43,78 @@ class CovarianceConfig:
         Example:
             >>> CovarianceConfig("eigenvalues", eigenvalues=(1, 0.25)).in_words
             'diagonal (1, 0.25)'
+            >>> CovarianceConfig(scale=2).in_words
+            'identity times 2'
         """
+        times = "" if self.scale == 1 else f" times {self.scale:.4g}"
         if self.kind == "kms":
-            return f"kms with rho {self.rho:.4g}"
+            return f"kms with rho {self.rho:.4g}{times}"
         if self.kind == "identity":
-            return self.kind
-        values = self.eigenvalues
+            return f"{self.kind}{times}"
+        kind = "diagonal" if self.kind == "eigenvalues" else "matrix with diagonal"
+        values = self.diagonal(len(self.eigenvalues or self.matrix))
         if len(values) > MOST_NUMBERS:
-            return f"diagonal, {len(values)} numbers from {min(values):.4g} to {max(values):.4g}"
-        return f"diagonal ({', '.join(f'{value:.4g}' for value in values)})"
+            return f"{kind}, {len(values)} numbers from {min(values):.4g} to {max(values):.4g}"
+        return f"{kind} ({', '.join(f'{value:.4g}' for value in values)})"
+
+    def diagonal(self, d_x: int) -> tuple[float, ...]:
+        """Variance of each coordinate.
+
+        Example:
+            >>> CovarianceConfig(scale=2).diagonal(3)
+            (2.0, 2.0, 2.0)
+        """
+        own = tuple(row[i] for i, row in enumerate(self.matrix)) or self.eigenvalues
+        return tuple(self.scale * value for value in own or (1.0,) * d_x)
 
     def __post_init__(self) -> None:
         set_checked(self, "task.covariance")
         rules = Rules("task.covariance", self)
         rules.one_of("kind", COVARIANCES)
-        values, given = self.eigenvalues, self.kind == "eigenvalues"
-        rules.require("rho", not self.rho or self.kind == "kms", "is used by kind 'kms' only")
-        rules.require("eigenvalues", not values or given, "are used by kind 'eigenvalues' only")
+        rules.positive("scale")
+        for name, kind in (("rho", "kms"), ("eigenvalues", "eigenvalues"), ("matrix", "matrix")):
+            unused = not getattr(self, name) or self.kind == kind
+            rules.require(
+                name, unused, f"{'is' if name == 'rho' else 'are'} used by kind {kind!r} only"
+            )
         rules.require("rho", -1 < self.rho < 1, "must lie in (-1, 1)")
-        positive = bool(values) and min(values) > 0
-        rules.require("eigenvalues", positive or not given, "must be positive numbers")
+        values = self.eigenvalues
+        positive = self.kind != "eigenvalues" or (bool(values) and min(values) > 0)
+        rules.require("eigenvalues", positive, "must be positive numbers")
+        holds = self.kind != "matrix" or _is_covariance(self.matrix)
+        rules.require("matrix", holds, "must be a symmetric matrix with eigenvalues above 0")
 
 
+def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:
+    """Whether the rows are those of a symmetric matrix whose eigenvalues are above 0."""
+    import numpy as np  # needed for this kind alone
+
+    if not matrix or any(len(row) != len(matrix) for row in matrix):
+        return False
+    full = np.array(matrix)
+    near = 1e-12 * np.abs(full).max()
+    symmetric = np.allclose(full, full.T, rtol=0, atol=near)
+    return bool(symmetric and np.linalg.eigvalsh(full).min() > near)
+
+
+T = TypeVar("T")
+
+
+def _noting_what_is_passed(cls: type[T]) -> type[T]:
+    """The class, which notes which fields are passed; `==`, `hash`, the id and JSON do not see it."""
+    own = cls.__init__
+
+    @wraps(own)
+    def init(self: T, *values: object, **named: object) -> None:
+        positional = (each.name for each in fields(cls)[: len(values)])  # type: ignore[arg-type]
+        object.__setattr__(self, "_given", frozenset([*positional, *named]))
+        own(self, *values, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_noting_what_is_passed
 @dataclass(frozen=True)
 class TaskConfig:
     """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
@@ -83,18 +147,26 @@ class TaskConfig:
     """Size M of a fixed pool that the task vectors of prompts are drawn from, uniformly; None: fresh ones."""
     task_seed: int = 0
     """Seed of the pool; of one seed a smaller pool is the beginning of a larger one."""
+    before: InitVar["TaskConfig | None"] = field(default=None, kw_only=True)
+    """The task that `dataclasses.replace` changes: what was assumed of it stays assumed."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, before: "TaskConfig | None") -> None:
         set_checked(self, "task")
+        if before is not None:
+            passed = self.given - {"before"}
+            changed = {n for n in passed if getattr(self, n) != getattr(before, n)}
+            object.__setattr__(self, "_given", before.given | changed)
+        object.__setattr__(self, "before", self)  # dataclasses.replace reads it here
         rules = Rules("task", self)
         rules.at_least(1, "d_x", "d_y", "context_length")
         rules.at_most(MAX_SIZE, "d_x", "d_y", "context_length")
         rules.at_least(0, "noise_var")
         rules.positive("beta_var")
-        eigenvalues = self.covariance.eigenvalues
-        if self.covariance.kind == "eigenvalues" and len(eigenvalues) != self.d_x:
+        kind, size = self.covariance.kind, len(self.covariance.diagonal(self.d_x))
+        if size != self.d_x:
+            what = "numbers" if kind == "eigenvalues" else "rows"
             raise ValueError(
-                f"task.covariance.eigenvalues must hold d_x = {self.d_x} numbers, got {len(eigenvalues)}."
+                f"task.covariance.{kind} must hold d_x = {self.d_x} {what}, got {size}."
             )
         self._check_supports()
         self._check_sparsity(rules)
@@ -161,17 +233,37 @@ class TaskConfig:
             settings |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
         return settings
 
-    def in_words(self, assumed: Collection[str] = ()) -> str:
-        """The whole task in one line.
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that were passed."""
+        return vars(self)["_given"]
 
-        Args:
-            assumed: Names of the fields that nobody stated.
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Names of the fields that nobody stated.
+
         Example:
-            >>> TaskConfig(noise_var=0).in_words(["noise_var"])
-            'd_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0; assumed: noise_var'
+            >>> "noise_var" in TaskConfig(d_x=4).assumed, "d_x" in TaskConfig(d_x=4).assumed
+            (True, False)
+        """
+        return tuple(each.name for each in fields(self) if each.name not in self.given)
+
+    def assuming(self, names: Collection[str]) -> "TaskConfig":
+        """The same task with these fields assumed, and no others."""
+        task = TaskConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
+        object.__setattr__(task, "_given", task.given - set(names))
+        return task
+
+    @property
+    def in_words(self) -> str:
+        """The whole task in one line, with the fields that nobody stated.
+
+        Example:
+            >>> TaskConfig(noise_var=0).assuming(["d_x"]).in_words
+            'd_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0; assumed: d_x'
         """
         told = self.told
-        unstated = ", ".join(name for name in told if name in assumed)
+        unstated = ", ".join(name for name in told if name in self.assumed)
         line = ", ".join(f"{name} {value}" for name, value in told.items())
         return f"{line}; assumed: {unstated}" if unstated else line
 
@@ -195,8 +287,55 @@ class TaskConfig:
     @property
     def signal_var(self) -> float:
         """Variance of x . beta, the mean over responses: beta_var times the trace of Sigma on a support, unit y^2."""
-        given = self.covariance.kind == "eigenvalues"
-        diagonal = self.covariance.eigenvalues if given else (1.0,) * self.d_x
+        diagonal = self.covariance.diagonal(self.d_x)
         supports = self.supports or (tuple(range(self.d_x)),)
         traces = [sum(diagonal[i] for i in support) for support in supports]
         return self._live * self.beta_variance * sum(traces) / len(traces)
+
+
+TaskLike = TaskConfig | Mapping[str, object] | str | Path
+"""A task, some of its fields by name, or a JSON file that holds them."""
+
+
+def as_task(given: TaskLike, own: TaskConfig | None = None) -> TaskConfig:
+    """The task; fields that a dict or a file leaves out are those of `own`, or the defaults, and stay assumed.
+
+    Raises:
+        ValueError: If it is no task, or a field is unknown, of the wrong type or out of range.
+    Example:
+        >>> as_task({"noise_var": 0.5}, TaskConfig(d_x=3)).in_words
+        'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0.5, query_noise yes; assumed: d_y, context_length, covariance, beta_var, query_noise'
+    """
+    if isinstance(given, TaskConfig):
+        return given
+    values = task_fields(given)
+    if own is None:
+        return build(TaskConfig, values, "task.")
+    task = build(TaskConfig, {**asdict(own), **values}, "task.")
+    return task.assuming(set(own.assumed) - values.keys())
+
+
+def task_fields(given: Mapping[str, object] | str | Path) -> dict[str, object]:
+    """Fields of a task by name, from a mapping or a JSON file.
+
+    Raises:
+        ValueError: If it is neither, or the file cannot be read.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, str | Path):
+        raise ValueError(
+            f"task must be a TaskConfig, a dict of its fields or a JSON file, got {type(given).__name__}."
+        )
+    try:
+        if not Path(given).is_file():
+            raise ValueError("must be an existing file")
+        if (size := Path(given).stat().st_size) > MAX_FILE:
+            raise ValueError(f"must be at most {MAX_FILE} bytes, got {size}")
+        values = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{given}: not a readable JSON file of a task ({reason}).") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{given}: must hold a JSON object, got {type(values).__name__}.")
+    return values

@@ -5,21 +5,27 @@ prompts is a pure function of (seed, stream, step), so that a run can be resumed
 on the same prompts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 STREAMS = ("init", "train", "eval", "pool")
+NO_LAW = "The law of the given prompts is not known, so that no others can be drawn; pass task= (--task), too."
 POOL_BLOCK = 1024
 """Task vectors of a pool that are drawn at once."""
+
+
+class NoTaskVectorsError(ValueError):
+    """Given prompts come without the task vectors that an analysis needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +41,62 @@ class Prompts:
     y_query: Float[Tensor, "batch d_y"]
     """Target of training; carries noise unless the task says otherwise."""
     y_query_clean: Float[Tensor, "batch d_y"]
-    """x_query . beta, the target without noise."""
-    beta: Float[Tensor, "batch d_x d_y"]
-    """Task vectors."""
+    """x_query . beta, the target without noise; y_query where neither is known."""
+    beta: Float[Tensor, "batch d_x d_y"] | None
+    """Task vectors; None where they are not known."""
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: ArrayLike,
+        y: ArrayLike,
+        x_query: ArrayLike,
+        y_query: ArrayLike,
+        beta: ArrayLike | None = None,
+        y_query_clean: ArrayLike | None = None,
+    ) -> "Prompts":
+        """Prompts of your own data, numpy or torch; a missing axis of one response is added.
+
+        Args:
+            x: Covariates [batch, L, d_x].
+            y: Responses [batch, L, d_y], or [batch, L] for one response.
+            x_query: Covariates of the query, [batch, d_x].
+            y_query: Response of the query, [batch, d_y] or [batch].
+            beta: Task vectors [batch, d_x, d_y] or [batch, d_x], where the targets are linear and they are known.
+            y_query_clean: Target without noise, [batch, d_y] or [batch]; None: x_query . beta. Without both, y_query
+                stands for it, and an "excess risk" is then the loss, its noise included.
+        Raises:
+            ValueError: If the shapes do not fit each other, or an entry is not a finite number.
+        Example:
+            >>> x, y = np.ones((8, 5, 3)), np.ones((8, 5))
+            >>> Prompts.from_arrays(x, y, x[:, 0], y[:, 0])
+            Prompts(8 of 5 pairs, d_x=3, d_y=1, torch.float64, without task vectors)
+        """
+        needed = {"x": x, "y": y, "x_query": x_query, "y_query": y_query}
+        further = {"beta": beta, "y_query_clean": y_query_clean}
+        given = needed | {name: array for name, array in further.items() if array is not None}
+        tensors = {name: _tensor(name, array) for name, array in given.items()}
+        shape = tensors["x"].shape
+        if len(shape) != 3 or 0 in shape:
+            raise ValueError(f"x must be [batch, L, d_x], none of them 0, got {list(shape)}.")
+        batch, length, d_x = shape
+        start = {"y": (batch, length), "x_query": (batch, d_x), "beta": (batch, d_x)}
+        for name, tensor in tensors.items():
+            want = start.get(name, (batch,))
+            if name in ("y", "y_query", "beta", "y_query_clean") and tensor.ndim == len(want):
+                tensors[name] = tensor = tensor[..., None]
+            d_y = tensors["y"].shape[2:3] if name != "y" else tensor.shape[2:]
+            full = shape if name == "x" else want if name == "x_query" else (*want, *d_y)
+            if tuple(tensor.shape) != tuple(full) or not tensor.numel():
+                raise ValueError(
+                    f"{name} must be {[*full]} beside x {[*shape]}, got {list(tensor.shape)}."
+                )
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+        tensors = {name: tensor.to(tensors["x"].device, dtype) for name, tensor in tensors.items()}
+        clean = tensors["y_query"]
+        if "beta" in tensors:
+            clean = (tensors["x_query"][:, None] @ tensors["beta"])[:, 0]
+        return cls(**{"beta": None, "y_query_clean": clean, **tensors})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
@@ -45,15 +104,15 @@ class Prompts:
 
     def __repr__(self) -> str:
         batch, context, d_x = self.x.shape
-        return (
-            f"Prompts({batch} of {context} pairs, d_x={d_x}, d_y={self.y.shape[2]}, {self.x.dtype})"
-        )
+        without = ", without task vectors" if self.beta is None else ""
+        sizes = f"d_x={d_x}, d_y={self.y.shape[2]}, {self.x.dtype}"
+        return f"Prompts({batch} of {context} pairs, {sizes}{without})"
 
     def __len__(self) -> int:
         return self.x.shape[0]
 
     def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> "Prompts":
-        return Prompts(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return self._each(lambda tensor: tensor[rows])
 
     @cached_property
     def context_tokens(self) -> Float[Tensor, "batch context d_model"]:
@@ -69,7 +128,51 @@ class Prompts:
 
     def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
         """The same prompts on another device or in another dtype."""
-        return Prompts(**{f.name: getattr(self, f.name).to(target) for f in fields(self)})
+        return self._each(lambda tensor: tensor.to(target))
+
+    def shortened(self, context_length: int) -> "Prompts":
+        """The same prompts with their first pairs alone.
+
+        Raises:
+            ValueError: If they have fewer pairs.
+        """
+        most = self.x.shape[1]
+        if not 1 <= context_length <= most:
+            raise ValueError(
+                f"context_length must lie in 1 to {most}, the pairs of the given prompts, got {context_length}."
+            )
+        return replace(self, x=self.x[:, :context_length], y=self.y[:, :context_length])
+
+    def task_vectors(self, purpose: str) -> Float[Tensor, "batch d_x d_y"]:
+        """The task vectors, which must be known.
+
+        Raises:
+            NoTaskVectorsError: If they are not; it names the purpose.
+        """
+        if self.beta is None:
+            raise NoTaskVectorsError(f"{purpose} needs the task vectors of the prompts; pass beta.")
+        return self.beta
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Prompts(**{n: None if v is None else change(v) for n, v in values.items()})  # type: ignore[arg-type]
+
+
+def _tensor(name: str, values: ArrayLike) -> Tensor:
+    """A real, finite tensor; whole numbers become float64."""
+    try:
+        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be an array of numbers, got {type(values).__name__}."
+        ) from None
+    if tensor.is_complex():
+        raise ValueError(f"{name} must hold real numbers, got {tensor.dtype}.")
+    if not tensor.is_floating_point():
+        tensor = tensor.double()
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
+    return tensor
 
 
 def ordinary(tensor: Tensor) -> Tensor:
@@ -109,10 +212,10 @@ def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarra
     """
     if covariance.kind == "kms":
         row = np.arange(d_x)
-        return covariance.rho ** np.abs(row[:, None] - row[None, :])
-    if covariance.kind == "eigenvalues":
-        return np.diag(covariance.eigenvalues)
-    return np.eye(d_x)
+        return covariance.scale * covariance.rho ** np.abs(row[:, None] - row[None, :])
+    if covariance.kind == "matrix":
+        return covariance.scale * np.array(covariance.matrix)
+    return np.diag(covariance.diagonal(d_x))
 
 
 def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "d_x d_y"]:
@@ -164,13 +267,16 @@ def sample_prompts(
         new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's; the
             covariates and the noise are the same.
     Raises:
-        ValueError: If n_prompts or context_length is below 1, or the prompts do not fit into memory.
+        ValueError: If n_prompts or context_length is below 1, the prompts do not fit into memory, or the task is that
+            of given prompts without a law.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
     Example:
         >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
     """
+    if getattr(task, "law", task) is None:  # `given.PromptsTask` of prompts without a law
+        raise ValueError(NO_LAW)
     if generator is None:
         generator = generator_for(seed, "eval", 0)
     length = task.context_length if context_length is None else context_length
@@ -189,7 +295,7 @@ def sample_prompts(
     normal.normal_(generator=generator)
     x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
     x_all = x_draw.view(n_prompts, n_tokens, task.d_x)
-    if task.covariance.kind != "identity":
+    if task.covariance != CovarianceConfig():
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
     if task.n_tasks is None or new_tasks:

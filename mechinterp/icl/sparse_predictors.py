@@ -43,7 +43,7 @@ def oracle_ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     """Least squares on the true support, the nonzero entries of each task vector."""
     outputs = []
     for response in range(prompts.y.shape[2]):
-        live = prompts.beta[:, :, response] != 0
+        live = prompts.task_vectors("oracle_ols")[:, :, response] != 0
         masked = replace(prompts, x=prompts.x * live[:, None], x_query=prompts.x_query * live)
         # Zero columns get zero weights: the least squares solution of minimal norm.
         outputs.append(ols(masked)[:, response, None])

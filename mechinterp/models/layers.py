@@ -1,11 +1,14 @@
-"""Activations and biases as plain functions."""
+"""Activations, biases, norms and rotary positions as plain functions."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from jaxtyping import Float
 from torch import Tensor
+
+from mechinterp.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -19,3 +22,46 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def plus(values: Tensor, bias: Tensor | None) -> Tensor:
     """The values with a bias added, if there is one."""
     return values if bias is None else values + bias
+
+
+def normed(
+    stream: Float[Tensor, "*axes d_model"],
+    w: Float[Tensor, " d_model"],
+    b: Float[Tensor, " d_model"],
+    model: ModelConfig,
+) -> Float[Tensor, "*axes d_model"]:
+    """The stream through a layer norm, or a root-mean-square norm, with its factors and biases."""
+    if model.rms_norm:
+        return F.rms_norm(stream, w.shape, w, model.norm_eps) + b
+    return F.layer_norm(stream, w.shape, w, b, model.norm_eps)
+
+
+def rotated(
+    heads: Float[Tensor, "*batch pos head d_head"], model: ModelConfig, *, first: int = 0
+) -> Float[Tensor, "*batch pos head d_head"]:
+    """Queries or keys turned by their positions; the same without rotary positions.
+
+    Entry pair i, with i < rotary_dim/2, turns by the angle position / rotary_base^(2i / rotary_dim), as in
+    HookedTransformer; entries behind rotary_dim stay.
+
+    Args:
+        first: Position of the first row.
+    Source:
+        Su et al. 2021, arXiv 2104.09864, section 3.2.
+    """
+    n = model.rotary_dim
+    if n is None:
+        return heads
+    at = torch.arange(first, first + heads.shape[-3], dtype=torch.float64, device=heads.device)
+    turns = model.rotary_base ** (-torch.arange(0, n, 2, dtype=at.dtype, device=at.device) / n)
+    angle = at[:, None, None] * turns  # [pos, 1, pair]
+    cos, sin = angle.cos().to(heads), angle.sin().to(heads)
+    turning, rest = heads[..., :n], heads[..., n:]
+    if model.rotary_adjacent_pairs:
+        one, other = turning[..., ::2], turning[..., 1::2]
+    else:
+        one, other = turning.chunk(2, -1)
+    pairs = (one * cos - other * sin, other * cos + one * sin)
+    adjacent = model.rotary_adjacent_pairs
+    turned = torch.stack(pairs, -1).flatten(-2) if adjacent else torch.cat(pairs, -1)
+    return torch.cat([turned, rest], -1)

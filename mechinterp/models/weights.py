@@ -252,7 +252,7 @@ def why_no_circuits(model: ModelConfig) -> str | None:
         "layer norms": model.norm is not None or model.final_norm,
         "MLPs": model.d_mlp is not None,
         "a read-in and read-out": model.d_model is not None,
-        "positions": model.n_positions is not None,
+        "positions": (model.n_positions, model.rotary_dim) != (None, None),
     }
     return next((extra for extra, has_it in extras.items() if has_it), None)
 

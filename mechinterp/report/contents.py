@@ -11,24 +11,26 @@ from mechinterp import figures
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.needs import one_attention
-from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis
+from mechinterp.analysis.registry import ANALYSES, NO_TARGET, Analysis, analysis_of, run_analysis
 from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
-from mechinterp.models.run.evaluation import least_number
+from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.parts import Section, Toggles
 
 HEIGHT, TOP = 420, 60
 """Of a figure that does not say how high it is, and of the room above it."""
-LEAST_PROMPTS, MOST_TOGGLES = 8, 8
+MOST_TOGGLES = 8
 CLASSIFY = ANALYSES["classify"]
 
 
 def contents_of(
     checkpoint: Checkpoint | HookedModule,
     *,
+    prompts: Prompts | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
@@ -37,21 +39,25 @@ def contents_of(
     """The verdict, a line on the loss beside those of ridge regression and of predicting 0, and the sections.
 
     Args:
+        prompts: Given prompts; None: they are drawn.
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
         analyses: Names of those that get a section, or functions; None: those that suit the model.
     Raises:
         ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
     """
+    if prompts is not None and n_prompts is not None:
+        raise ValueError(
+            f"n_prompts is of prompts that are drawn, got {n_prompts} and {prompts!r}."
+        )
     if n_prompts is not None and not one_attention(checkpoint):
-        if n_prompts < LEAST_PROMPTS:
-            raise ValueError(
-                f"n_prompts must be >= {LEAST_PROMPTS} to choose heads on and to measure on, got {n_prompts}."
-            )
+        require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
+    def told_of(analysis: Analysis) -> dict[str, Any]:
+        return prompts_of(analysis, n_prompts, seed, prompts)
+
     def run(analysis: Analysis) -> Finding:
-        told = prompts_of(analysis, n_prompts, seed)
-        return run_analysis(analysis.function, checkpoint, progress=progress, **told)
+        return run_analysis(analysis.function, checkpoint, progress=progress, **told_of(analysis))
 
     results: dict[str, Finding] = {}
     left_out: dict[str, str] = {}
@@ -59,7 +65,7 @@ def contents_of(
     for name, analysis in list(shown.items()):
         try:
             results[name] = run(analysis)
-        except NoStreamError as error:
+        except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
@@ -69,14 +75,17 @@ def contents_of(
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
     for name, analysis in shown.items():
-        prompts = _prompts_text(prompts_of(analysis, n_prompts, seed))
-        section = section_of(name, analysis, results[name], shown=top, prompts=prompts)
+        text = _prompts_text(told_of(analysis))
+        section = section_of(name, analysis, results[name], shown=top, prompts=text)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        names, why = ", ".join(left_out), next(iter(left_out.values()))
-        text, method = f"{names}: {why}", "These read the stream between layers."
-        listed.append(Section("Left out", text, method))
+        reasons = {
+            why: ", ".join(n for n, each in left_out.items() if each == why)
+            for why in left_out.values()
+        }
+        text = " ".join(f"{names}: {why}" for why, names in reasons.items())
+        listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
 
 
@@ -94,19 +103,28 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
     )
 
 
-def prompts_of(analysis: Analysis, n_prompts: int | None, seed: int) -> dict[str, Any]:
-    """Number and seed of an analysis' prompts: what is asked for, of many runs no more than its own."""
+def prompts_of(
+    analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None = None
+) -> dict[str, Any]:
+    """Given prompts of an analysis, or their number and seed; of a slow analysis no more than its default number."""
     if not analysis.draws_prompts:
         return {}
+    if prompts is not None and analysis.takes_prompts_as is not None:
+        most = analysis.options["n_prompts"].default if analysis.many_runs else None
+        return {"prompts": prompts[:most]}
     if n_prompts is None:
         return {"seed": seed}
     usual = analysis.options["n_prompts"].default
     return {"seed": seed, "n_prompts": min(n_prompts, usual) if analysis.many_runs else n_prompts}
 
 
-def _prompts_text(told: Mapping[str, int]) -> str:
+def _prompts_text(told: Mapping[str, Any]) -> str:
     if not told:
         return ""
+    if "prompts" in told:
+        given: Prompts = told["prompts"]
+        no_target = given.beta is None and given.y_query_clean is given.y_query
+        return f"{len(given)} given prompts." + (f" {NO_TARGET}." if no_target else "")
     many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
     return f"{many}, seed {told['seed']}."
 

@@ -24,6 +24,7 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
+        **({"understood": False} if checkpoint.assumed.get("understood") is False else {}),
         "format": checkpoint.format,
         "assumed": {**checkpoint.assumed, **number},
         "n_layers": shape.n_layers,

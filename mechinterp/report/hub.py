@@ -1,6 +1,5 @@
 """A model for the Hugging Face hub: its card, and the upload of folder and card."""
 
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
@@ -10,7 +9,6 @@ from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.display import counted
 from mechinterp.version import __version__
 
-CARD = "README.md"
 CARD_TEXT = """---
 license: {licence}
 library_name: mechinterp
@@ -54,16 +52,21 @@ def model_card(
         >>> print(card.splitlines()[-9])
         | trained | 500,001 steps of 256 prompts at learning rate 0.001, seed 0 |
     """
-    answer = classify(checkpoint, seed=seed)
+    try:
+        answer = classify(checkpoint, seed=seed)
+        said = (answer.pattern, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
+    except ValueError as error:  # such as predictions that overflow
+        said = ("not classified", str(error), "not known")
+    pattern, verdict, loss = said
     return CARD_TEXT.format(
         licence=licence,
         name=checkpoint.name,
         architecture=_architecture(checkpoint),
         version=__version__,
-        pattern=answer.pattern,
-        verdict="\n\n".join(str(answer.verdict).splitlines()),
-        task=checkpoint.task.in_words(checkpoint.assumed_of_task),
-        loss=answer.loss,
+        pattern=pattern,
+        verdict=verdict,
+        task=checkpoint.task.in_words,
+        loss=loss,
         trained=_trained(checkpoint),
         source=source or checkpoint.name,
     )
@@ -114,9 +117,8 @@ def push_to_hub(
     hub = hub_library()
     api = hub.HfApi(token=token)
     with TemporaryDirectory() as folder:
-        checkpoint.save_pretrained(folder)
         card = model_card(checkpoint, source=repository, licence=licence)
-        Path(folder, CARD).write_text(card, encoding="utf-8")
+        checkpoint.save_pretrained(folder, card=card)
         try:
             api.create_repo(repository, private=private, exist_ok=True)
             commit = api.upload_folder(

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mechinterp.analysis.number_format import digits
@@ -31,7 +30,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
         "name": outline.name,
         "id": outline.config.id,
         "step": outline.step,
-        "experiment": asdict(outline.config),
+        "experiment": outline.config.to_dict(),
         "origin": dict(outline.origin),
         "history_rows": 0 if history is None else len(history),
         "snapshots": steps,

@@ -14,6 +14,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.icl.prompts import Prompts
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
@@ -42,6 +43,7 @@ def write_report(
     checkpoint: Checkpoint | HookedModule,
     out: str | Path,
     *,
+    prompts: Prompts | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
@@ -57,6 +59,7 @@ def write_report(
     Args:
         analyses: Those that get a section, each a name in `ANALYSES`, `module:function`, or a function of your own;
             None: those that suit the model.
+        prompts: Given prompts, such as `Prompts.from_arrays` makes; None: they are drawn.
         n_prompts: Evaluation prompts; None: as many as each analysis takes by itself. Either way the page's numbers are
             those of the commands. What takes fewer by itself, since it needs many runs, takes no more, and models
             of several layers take no fewer than probes need; the page says how many.
@@ -79,7 +82,12 @@ def write_report(
     if figures:
         require_format(Path(f"figure.{figures}"))
     verdict, loss, sections = contents_of(
-        checkpoint, n_prompts=n_prompts, seed=seed, analyses=analyses, progress=progress
+        checkpoint,
+        prompts=prompts,
+        n_prompts=n_prompts,
+        seed=seed,
+        analyses=analyses,
+        progress=progress,
     )
     return write_page(
         Path(out),

@@ -128,7 +128,7 @@ def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
     assert f"(zero: L0H0 median {found.median_rise[0, 0]:+.3g}, mean +" in repr(found)
     few = prune(model, prompts, rule=lambda rise: np.array([[False, True]]))
     assert few.carried_by_few
-    assert f"heads kept: {few.refit_risk:.3g} with a new read-out; risk " in repr(few)
+    assert f"heads kept: {few.refit_risk:.3g} with a new read-out; excess risk " in repr(few)
     clear = prune(model, prompts, rule=lambda rise: np.array([[True, False]]))
     assert not clear.carried_by_few
-    assert "heads kept: risk " in repr(clear)
+    assert "heads kept: excess risk " in repr(clear)

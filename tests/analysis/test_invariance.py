@@ -55,7 +55,7 @@ def model(kind: str, noise: float, seed: int, score: str, attend_to_self: bool) 
 def numbers(found: Classification) -> dict[str, float]:
     """All that is reported of a whole model."""
     survivals = {"substitution": found.substitution.r2, "learner": found.learner.r2}
-    names = ("omega_spread", "zero_sum", "gamma", "manifold_distance", "support_leak")
+    names = ("omega_spread", "zero_sum", "support_leak")
     form = {"isotropy": found.form.isotropy, "shared": found.form.shared}
     return survivals | form | {name: getattr(found.scales, name) for name in names}
 

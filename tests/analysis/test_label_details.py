@@ -165,10 +165,10 @@ def test_a_leaning_head_needs_a_better_substitute():
     found = classify(with_blocks(0.1 * (EYE + 0.55 * antisymmetric())[None], [1.5]))
     assert found.labels == ("positive",)
     assert found.pattern == "undetermined"
-    assert 0.9 < found.substitution.r2 < 0.98
+    assert 0.9 < found.substitution.r2 < 0.95
     cosine = 1 / (1 + 0.55**2) ** 0.5
     assert f"has cosine {cosine:.3f} with its form, below 0.9" in found.reason
-    assert f"R² = {found.substitution.r2:.3f}, below 0.98" in found.reason
+    assert f"R² = {found.substitution.r2:.3f}, below 0.95" in found.reason
 
 
 def test_one_leaning_head_among_clean_ones_is_enough():
@@ -183,10 +183,10 @@ def test_one_leaning_head_among_clean_ones_is_enough():
 def test_dummies_do_not_lean():
     weights = pair()
     OV = weights.OV.clone()
-    OV[:, 0, 0] = 0.55  # both read x, so that idealised heads lose some of the prediction
+    OV[:, 0, 0] = 0.9  # both read x, so that idealised heads lose some of the prediction
     dummy = with_blocks(0.1 * antisymmetric()[None], [1e-4])
     found = classify(stack([from_circuits(weights.QK, OV), dummy]))
-    assert 0.9 < found.substitution.r2 < 0.98
+    assert 0.9 < found.substitution.r2 < 0.95
     assert found.labels[2] == "dummy"
     assert found.pattern == "debiased_gd"
 
@@ -214,13 +214,12 @@ def test_the_prediction_alone_may_be_beyond_random_weights(size: float, pattern:
 
 @pytest.mark.slow
 def test_linear_heads_are_labelled_by_their_own_diagonal():
-    random = torch.Generator().manual_seed(1)
-    blocks = torch.randn(3, 5, 5, dtype=torch.float64, generator=random)
-    # Under covariance I a symmetric step has principal directions, its eigenvectors.
-    weights = with_blocks(blocks + blocks.mT, [0.5, -0.2, 0.1])
-    found = classify(replace(weights, score="linear", score_slope=0.025))
+    # Their sum is .9 I, a step; alone none of them is near a multiple of I.
+    turn = 3 * antisymmetric()
+    blocks = torch.stack([0.45 * EYE + turn, 0.45 * EYE - turn])
+    found = classify(replace(with_blocks(blocks, [1.0, 1.0]), score="linear", score_slope=0.025))
     assert found.pattern == "linear_gd"
-    assert found.labels == ("unstructured",) * 3
+    assert found.labels == ("unstructured",) * 2
 
 
 def test_a_leak_below_its_limit_has_no_sign():
@@ -331,7 +330,7 @@ def test_heads_count_by_their_share_in_the_common_matrix():
 
 def test_a_matrix_is_common_only_if_it_explains_most_deviations_from_the_identity():
     found = classify(with_blocks(two_shapes(1.2), [4.0, -4.0]))
-    assert found.form.isotropy < 0.98
+    assert 1 - found.form.isotropy**2 > 0.05
     assert 0.5 < found.form.shared < 0.85
     assert found.form.kind == "scalar"
 
@@ -396,7 +395,7 @@ def test_random_models_are_drawn_with_the_law_of_the_model(law: dict):
 
 @pytest.mark.parametrize("n_prompts", [1, 0])
 def test_too_few_prompts_are_refused(n_prompts: int):
-    with pytest.raises(ValueError, match=f"n_prompts must be >= 2, got {n_prompts}"):
+    with pytest.raises(ValueError, match=f"n_prompts must be >= 8, .*, got {n_prompts}"):
         classify(pair(), n_prompts=n_prompts)
 
 

@@ -141,7 +141,8 @@ def test_colours_end_where_a_masked_model_is_no_better_than_one_that_predicts_0(
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     found = classify_layers(checkpoint_of(encoder(6).layers[0], n_heads=2), n_prompts=16)
     assert found.pattern == "undetermined"
-    assert found.reason.startswith("LayerNorm and MLP lie between the heads and the prediction")
+    assert "between the heads and the prediction" in found.reason
+    assert "LayerNorm" in found.reason
     assert found.increase.shape == (1, 2)
 
 
@@ -165,7 +166,7 @@ def test_prompts_are_the_seeds_and_the_tasks():
     assert classify_layers(checkpoint, task, n_prompts=8).task.context_length == 9
     with pytest.raises(ValueError, match=r"the model's, \(3, 1\), got \(5, 1\)"):
         classify_layers(checkpoint, TaskConfig(), n_prompts=8)
-    with pytest.raises(ValueError, match="n_prompts must be >= 2 for a standard error, got 1"):
+    with pytest.raises(ValueError, match=r"n_prompts must be >= 8, .*, got 1"):
         classify_layers(checkpoint, n_prompts=1)
 
 

@@ -212,7 +212,7 @@ def test_a_model_of_the_package_frame_and_figures():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((mixture(0.0),), "compare_priors needs a task when the model is a function of prompts"),
+        ((mixture(0.0),), "compare_priors needs a task for a function of prompts"),
         ((mixture(0.0), replace(TASK, n_tasks=None)), "task.n_tasks must be a number where no"),
         ((mixture(0.0), TASK, POOL[:, :2]), r"\[M, 3, 2\], got \[6, 2, 2\]"),
     ],

@@ -91,7 +91,7 @@ def test_every_position_and_layer(prompts):
     np.testing.assert_allclose(found.risk[0, :2], 0.1, atol=0.04)
     frame = found.to_frame()
     assert list(frame["pos"]) == [0, 39, 40] * 2
-    assert repr(found).startswith("LayerProbes(risk ")
+    assert repr(found).startswith("LayerProbes(excess risk ")
     assert len(found.plot().data) == 3
 
 
@@ -141,7 +141,7 @@ def test_targets(few):
 
 def test_fewer_prompts_than_features_are_refused(few):
     model = random_model(1)
-    rule = "A probe of 5 features needs more .* of 6 it is fitted to 4"
+    rule = r"prompts must be >= 10, since 5 numbers are fitted to them, got 6\."
     with pytest.raises(ValueError, match=rule):
         probe_layers(model, few[:6])
 
@@ -207,7 +207,7 @@ def test_the_input_is_as_good_as_raw_x(few):
     assert found.log_area[2] == pytest.approx(0, abs=1e-9)
     assert list(found.to_frame().columns) == ["features", "step", "risk", "risk_sem"]
     assert list(found.area_frame()["features"]) == ["raw x", "reweighted x", "input"]
-    assert repr(found).startswith("DescentCurves(least risk: raw x ")
+    assert repr(found).startswith("DescentCurves(least excess risk: raw x ")
     assert len(found.plot().data) == 3
 
 

@@ -92,7 +92,7 @@ def test_risks_are_those_of_the_masked_model(make, many):
     assert found.refit_ratio_sem >= within[1] * (1 - 1e-9)
     assert found.refit_risk < found.risk
     assert list(found.to_frame().columns) == ["layer", "head", "kept", "chosen", "rise"]
-    assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: risk ")
+    assert repr(found).startswith(f"Pruning({shape[1]}, 1, 1 heads kept: excess risk ")
     as_it_is, refit = (trace.y.tolist() for trace in found.plot().data)
     assert as_it_is == [found.full_risk, found.risk]
     assert refit == [found.full_refit_risk, found.refit_risk]
@@ -165,7 +165,7 @@ def test_the_heads_needed_are_the_fewest_within_the_ratio(many: Prompts):
     for ratios, needed in (([1, 1.5, 3], 1), ([1, 3, 1.5], 0), ([1, 3, 3], 2)):
         assert replace(found, ratio=np.array([ratios], dtype=float)).needed("all") == needed
     assert found.needed("all", ratio=1e9) == 0
-    assert f"twice the risk at most: all {found.needed('all')} of 2)" in repr(found)
+    assert f"twice the excess risk at most: all {found.needed('all')} of 2)" in repr(found)
 
 
 def test_an_order_must_name_every_head_once(many: Prompts):

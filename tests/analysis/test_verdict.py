@@ -32,7 +32,6 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from mechinterp.models.run.predictor import BEYOND_SIZES
 from tests.conftest import CHECKPOINTS
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
@@ -99,9 +98,9 @@ def test_the_repr_and_the_lines_are_the_verdict(step):
         "Classification(debiased_gd)",
         *str(step.verdict).splitlines(),
         f"Loss on its task: {step.loss}.",
-        f"Task: {step.task.in_words(step.assumed)}.",
+        f"Task: {step.task.in_words}.",
     ]
-    stated = classify(debiased_gradient_step(0.7, 0.05, d_x=5), TaskConfig())
+    stated = classify(debiased_gradient_step(0.879, 0.05, d_x=5), TaskConfig())
     assert list(stated.verdict.lines) == ["What it computes", "How sure", "What it is not"]
     all_lines = replace(step.verdict, alike="a", doubt="b").lines
     assert list(all_lines)[2:] == ["What predicts as well", "What it is not", "What to doubt"]
@@ -127,33 +126,34 @@ def test_a_p_value_is_told_by_its_count():
 
 
 @pytest.mark.parametrize(
-    ("factor", "sem", "r2", "assumed", "doubted"),
+    ("factor", "sem", "r2", "doubted"),
     [
-        (0.61, 0.02, 0.5, True, True),
-        (1.61, 0.02, 0.5, True, True),
-        (0.61, 0.02, 0.5, False, False),  # what the user has stated is not doubted
-        (1.09, 0.001, 0.5, True, False),  # within a tenth
-        (0.61, 0.10, 0.5, True, False),  # within 4 standard errors
-        (0.61, 0.02, 0.03, True, False),  # the model does nothing there
+        (0.61, 0.02, 0.5, True),
+        (1.61, 0.02, 0.5, True),
+        (1.09, 0.001, 0.5, False),  # within a tenth
+        (0.61, 0.10, 0.5, False),  # within 4 standard errors
+        (0.61, 0.02, 0.03, False),  # the model does nothing there
     ],
 )
-def test_the_assumed_task_is_doubted_by_the_best_factor(factor, sem, r2, assumed, doubted):
-    said = task_doubt((factor, sem), (r2, 0.01), ("noise_var",) if assumed else ())
+def test_the_task_is_doubted_by_the_best_factor(factor, sem, r2, doubted):
+    said = task_doubt((factor, sem), (r2, 0.01))
     assert bool(said) == doubted
     if doubted:
         assert f"the best factor on its prediction is {with_error(factor, sem)}, 1 for" in said
 
 
-def test_a_step_of_another_size_is_doubted_under_its_own_task_only_if_that_is_assumed():
+def test_a_step_of_another_size_is_doubted_whatever_was_stated_of_its_task():
     weights = debiased_gradient_step(0.5, 0.05, d_x=5)
     found = classify(weights)
     # A step of 0.5 where that of the task is 0.879.
     assert found.best_factor == pytest.approx(0.879 / 0.5, abs=4 * found.best_factor_sem)
-    assert found.assumed == BEYOND_SIZES
+    assert {"d_x", "d_y"} & set(found.task.assumed) == set()
+    assert {"noise_var", "beta_var", "context_length", "covariance"} <= set(found.task.assumed)
     assert "the task may be another one" in found.verdict.doubt
     assert found.verdict.doubt in repr(found)
-    stated = classify(weights, TaskConfig())
-    assert (stated.assumed, stated.verdict.doubt) == ((), "")
+    stated = classify(weights, TaskConfig().assuming(()))
+    assert stated.task.assumed == ()
+    assert stated.verdict.doubt == found.verdict.doubt
     assert stated.best_factor == found.best_factor
     assert classify(debiased_gradient_step(0.879, 0.05, d_x=5)).verdict.doubt == ""
 
@@ -198,7 +198,7 @@ def test_a_formula_without_numbers_is_told_without_them():
     assert found.pattern == "posterior_mean"
     assert found.verdict.computes.endswith("(posterior_mean)")
     assert "this formula, with nothing fitted, explains" in found.verdict.sure
-    assert "n_tasks 4, task_seed 0" in found.task.in_words(())
+    assert "n_tasks 4, task_seed 0" in found.task.in_words
 
 
 def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():
@@ -211,19 +211,19 @@ def test_each_label_of_layers_has_a_formula_a_name_and_a_calibration():
             assert len(LAYERED[algorithm.label].numbers) == len(algorithm.scalars)
 
 
-def test_calibration_is_what_the_analyses_counted():
-    counts = pd.read_csv(RESULTS / "calibration_labels.csv").set_index("truth")
-    named = counts.drop(columns=["undetermined", "unstructured"])
-    found = {
-        label: (int(column.sum() - column.get(label, 0)), int(column.sum()))
-        for label, column in named.items()
-    }
-    assert found == {name: (each.wrong, each.named) for name, each in PATTERNS.items()}
-    models = pd.read_csv(RESULTS / "algorithms" / "algorithm_calibration_models.csv")
-    models = models[models["label"].isin(LAYERED)]
-    wrong = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
-    assert {k: (int(v["sum"]), int(v["size"])) for k, v in wrong.iterrows()} == {
-        name: (each.wrong, each.named) for name, each in LAYERED.items()
+@pytest.mark.parametrize(
+    ("file", "labels"),
+    [
+        ("calibration_models.csv", PATTERNS),
+        ("algorithms/algorithm_calibration_models.csv", LAYERED),
+    ],
+)
+def test_calibration_is_what_the_analyses_counted(file: str, labels: dict[str, Label]):
+    models = pd.read_csv(RESULTS / file)
+    models = models[models["label"].isin(labels)]
+    counts = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
+    assert {k: (int(v["sum"]), int(v["size"])) for k, v in counts.iterrows()} == {
+        name: (each.wrong, each.named) for name, each in labels.items()
     }
 
 

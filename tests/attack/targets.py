@@ -18,7 +18,7 @@ import torch
 from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
-from mechinterp.checkpoints.load import TARGETS, convert, load
+from mechinterp.checkpoints.load import TARGETS, convert
 from mechinterp.checkpoints.native.history import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
@@ -30,6 +30,7 @@ from mechinterp.training.state import read_state
 from mechinterp.training.train import RESULTS, train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.files import hugging_face
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import attention_module, write_valid_files
 from tests.models.test_layered_models import encoder, garg
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.load import load, load_run
 from mechinterp.models.heads import AttentionWeights
 
 
@@ -23,7 +23,7 @@ def saved(folder: Path, state: object) -> Path:
 
 def loaded(folder: Path, state: object, **hints: object) -> Checkpoint:
     """What is read from such a file."""
-    return load(saved(folder, state), **hints)
+    return read(saved(folder, state), **hints)
 
 
 def hugging_face(
@@ -56,3 +56,13 @@ def assert_same_circuits(actual: AttentionWeights, expected: AttentionWeights) -
     """Equal QK and OV circuits but for rounding."""
     torch.testing.assert_close(actual.QK, expected.QK)
     torch.testing.assert_close(actual.OV, expected.OV)
+
+
+def read(path: str | Path, **hints: object) -> Checkpoint:
+    """What is loaded, also where no reading predicts: random weights, say."""
+    return load(path, anyway=True, **hints)
+
+
+def read_run(path: object, **hints: object) -> Checkpoint:
+    """The same of the steps of a run."""
+    return load_run(path, anyway=True, **hints)

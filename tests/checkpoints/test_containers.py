@@ -14,8 +14,8 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.torch_files import WRAPPERS
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
-from mechinterp.checkpoints.load import load
 from tests.checkpoints.files import assert_refused, loaded
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, State, matrices
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state, positions_for
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import NAMES, predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
 from tests.conftest import assert_close_to_rounding, assert_same
 
 CONFIG = ExperimentConfig(

@@ -15,11 +15,12 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
 from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
 
@@ -314,9 +315,7 @@ def test_whether_the_query_is_a_key_must_be_true_or_false():
 
 @pytest.mark.parametrize("value", ["4", 4.0, True, [4], 0, -2])
 def test_heads_must_be_a_whole_number(value: object):
-    with pytest.raises(
-        CheckpointError, match="n_head, stated beside it, must be an integer >= 1, got"
-    ):
+    with pytest.raises(CheckpointError, match="n_head must be an integer >= 1, got"):
         read(garg().state_dict(), settings={"n_head": value})
 
 

@@ -1,6 +1,7 @@
 """What lies at a path is found out, and conversion overwrites nothing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,15 +10,15 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.atomic import read_task
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import COLUMNS
 from mechinterp.checkpoints.paths import checkpoint_paths
-from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.config import ExperimentConfig, TaskConfig, as_task
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
 
 CONFIG = ExperimentConfig()
 HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})
@@ -103,8 +104,12 @@ def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tm
 def test_a_task_file(tmp_path: Path):
     file = tmp_path / "task.json"
     file.write_text(json.dumps({"noise_var": 0.2}))
-    assert read_task(file) == {"noise_var": 0.2}
+    assert as_task(file).in_words == as_task({"noise_var": 0.2}).in_words
     file.write_text("[1]")
-    assert_refused(r"task\.json: must hold a JSON object, got list", read_task, file)
+    refused = [file, tmp_path, tmp_path / "gone.json"]
+    with pytest.raises(ValueError, match=r"task\.json: must hold a JSON object, got list"):
+        as_task(file)
     file.write_text("{")
-    assert_refused(r"task\.json: not a readable JSON file", read_task, file)
+    for path in refused:
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: not a readable JSON file"):
+            as_task(path)

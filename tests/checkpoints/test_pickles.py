@@ -18,7 +18,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.pickled_values import Encoded
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import read_pickle
-from mechinterp.checkpoints.load import load
+from tests.checkpoints.files import read as load
 from tests.checkpoints.files import saved
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
 from tests.checkpoints.test_archives import little, with_pickle

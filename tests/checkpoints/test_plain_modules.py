@@ -341,12 +341,16 @@ def test_a_report_is_written_in_one_call(tmp_path):
 
 def test_the_task_is_told_whole_and_called_assumed_only_where_it_is():
     layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
-    stated, assumed = hook_module(layer, task=TaskConfig()), hook_module(layer)
-    assert f"task: {TaskConfig().in_words()})" in repr(stated)
+    whole = TaskConfig().assuming(())
+    stated, assumed = hook_module(layer, task=whole), hook_module(layer)
+    assert f"task: {whole.in_words})" in repr(stated)
+    assert repr(hook_module(layer, task=TaskConfig(d_x=5))) == repr(
+        hook_module(layer, task={"d_x": 5})
+    )
     assert repr(assumed).endswith(
         "beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, "
         "beta_var, noise_var, query_noise)"
     )
     results = classify(assumed, n_prompts=16), classify(stated, n_prompts=16)
-    assert [bool(each.assumed) for each in results] == [True, False]
-    assert f"Task: {TaskConfig().in_words(assumed.assumed)}." in repr(results[0])
+    assert [bool(each.task.assumed) for each in results] == [True, False]
+    assert f"Task: {TaskConfig().in_words}." in repr(results[0])

@@ -13,9 +13,10 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_same_circuits
+from tests.checkpoints.files import read as load
 
 pytestmark = pytest.mark.usefixtures("small_null")
 N_PROMPTS = 128

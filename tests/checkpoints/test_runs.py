@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp import load, load_run
 from mechinterp.analysis.training.deep_snapshots import deep_snapshots
 from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -18,6 +17,8 @@ from mechinterp.checkpoints.runs import N_PROMPTS
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
+from tests.checkpoints.files import read_run as load_run
 from tests.checkpoints.wild_files import LAYOUTS
 from tests.conftest import CHECKPOINTS
 

@@ -17,12 +17,13 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import interpret
 from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.cli.hints import hints_of
 from mechinterp.cli.main import app
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded
+from tests.checkpoints.files import read as load
 from tests.checkpoints.wild_files import State
 from tests.models.test_layered_models import garg
 
@@ -264,7 +265,7 @@ def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_pa
     assert not any(each.predicts for each in guessed.readings)
     result = classify(guessed)
     assert result.pattern == "undetermined"
-    assert result.reason.startswith("nothing was understood of this file: ")
+    assert result.reason.startswith("this file was not understood: ")
     # Said in full, the same weights are as random ones are: the statement is about them.
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
     stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **hints)
@@ -281,7 +282,7 @@ def test_nothing_is_understood_of_an_encoder_that_predicts_nothing(tmp_path: Pat
     layer = nn.TransformerEncoderLayer(6, 2, 8)
     result = classify(loaded(tmp_path, layer.state_dict(), n_heads=2, task={"context_length": 10}))
     assert result.pattern == "undetermined"
-    assert result.reason.startswith("nothing was understood of this file: ")
+    assert result.reason.startswith("this file was not understood: ")
     assert "--model norm=" in result.reason
 
 

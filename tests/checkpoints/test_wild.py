@@ -13,9 +13,9 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.matrices import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import load
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.wild_files import LAYOUTS, linear_layers, matrices
 from tests.conftest import sampled
@@ -41,7 +41,9 @@ def require_true_or_asked(file: Path, name: str, **hints: object) -> None:
     result = classify(load(file, **sizes), n_prompts=N_PROMPTS)
     assert result.pattern in (true, "undetermined"), result.reason
     assert result.pattern == true or "--" in result.reason, result.reason
-    stated = {"score": weights.score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
+    # No option says a slope of linear scores; that of the shipped model is 1/L.
+    score = {"linear": "linear/L"}.get(weights.score, weights.score)
+    stated = {"score": score, "scale": weights.scale, "columns": "x,y", "sign": "plus"}
     stated |= {"attend_to_self": weights.attend_to_self, **sizes, **hints}
     told = load(file, task={"context_length": task.context_length}, **stated)
     assert_same_circuits(told.weights.circuits, weights)
@@ -167,9 +169,7 @@ def test_a_factor_on_the_output(tmp_path: Path):
 
 def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
     file = saved(tmp_path, LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]))
-    with pytest.raises(
-        CheckpointError, match=r"model \(norm\) is said of layers with norms or MLPs"
-    ):
+    with pytest.raises(CheckpointError, match=r"model \(norm\) is for layers with norms or MLPs"):
         load(file, n_heads=1, model={"norm": "before"})
 
 
@@ -196,7 +196,9 @@ def test_a_row_for_one_run(tmp_path: Path):
     rows = [f"mine_{x}=to_{x}" for x in ("q", "k", "v", "out")]
     checkpoint = load(file, n_heads=2, score="softmax", map=rows)
     torch.testing.assert_close(checkpoint.weights.circuits.QK, weights.QK)
-    with pytest.raises(CheckpointError, match="map must name a part of a tensor's name, got 'a=b'"):
+    with pytest.raises(
+        CheckpointError, match="map must name whole words of a tensor's name, got 'a=b'"
+    ):
         load(file, n_heads=2, map=["a=b"])
     assert_refused("map must keep the names apart", load, file, n_heads=2, map=["mine_q=mine_k"])
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.report.to_csv import classification_frame, write_table
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
     arrays,
     attention_module,

@@ -26,7 +26,6 @@ from torch import Tensor
 import mechinterp
 from mechinterp import cli
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -34,6 +33,7 @@ from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
 from mechinterp.training.train import train_models
 from mechinterp.training.trained import Progress
+from tests.checkpoints.files import read as load
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"

@@ -9,12 +9,12 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
-from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, predict
 from mechinterp.training.one_layer.step import initial_weights
+from tests.checkpoints.files import read as load
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8), model=ModelConfig(n_heads=2, d_head=4)

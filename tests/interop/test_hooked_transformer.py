@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
+from tests.checkpoints.files import read as load
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("hooked_transformer.py")

@@ -94,7 +94,7 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     text = opened(written).text
     assert f"excess risk is {with_error(found.model_risk, found.model_risk_sem)} y²" in text
     assert f"{with_error(found.ratio[0], found.ratio_sem[0])} times that of predicting 0" in text
-    assert f"{with_error(pruned.ratio, pruned.ratio_sem)} times the risk" in text
+    assert f"{with_error(pruned.ratio, pruned.ratio_sem)} times the excess risk" in text
     curves = pd.read_csv(folder / "pruning.csv")
     assert curves["order"].unique().tolist() == ["greedy", "least rise first"]
     assert len(curves) == 2 * 13

@@ -131,11 +131,11 @@ def test_classification_document(checkpoint: Checkpoint):
     assert sum(head["share"] for head in document["heads"]) == pytest.approx(1)
 
     evidence = document["evidence"]
-    assert (evidence["task"], evidence["best_factor"]) == (found.task.in_words(), found.best_factor)
+    assert (evidence["task"], evidence["best_factor"]) == (found.task.in_words, found.best_factor)
     assert evidence["best_factor"] == pytest.approx(1, abs=4 * evidence["best_factor_sem"])
     assert set(evidence) == {
-        *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal", "gamma"),
-        *("manifold_distance", "theta", "supports", "support_leak", "theta_spread"),
+        *("sign_matching", "omega_spread", "zero_sum", "eta", "eta_optimal"),
+        *("theta", "supports", "support_leak", "theta_spread"),
         *("form", "isotropy", "shared", "rotation", "p_values", "n_random", "random_ranges"),
         *("loss", "learners", "task", "best_factor", "best_factor_sem", "n_prompts"),
         *("n_components", "learned", "off_diagonal"),

@@ -109,6 +109,8 @@ def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch)
         own.weights.circuits.OV, load("checkpoints/softmax-h2-s0").weights.circuits.OV
     )
     own.save_pretrained(tmp_path / "someone" / "two")
+    card = (tmp_path / "someone" / "two" / "README.md").read_text(encoding="utf-8")
+    assert card == model_card(own, source="two")
     monkeypatch.chdir(tmp_path)
     assert from_pretrained("someone/two").step == own.step
     with pytest.raises(CheckpointError, match="a revision is of a repository, got 'main'"):

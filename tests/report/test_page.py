@@ -305,7 +305,7 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5))
     found = classify(checkpoint, n_prompts=N_PROMPTS)
     scales = found.scales
-    undefined = (scales.omega_spread, scales.zero_sum, scales.gamma, found.substitution.r2)
+    undefined = (scales.omega_spread, scales.zero_sum, found.substitution.r2)
     assert np.isnan(undefined).all()
     evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     assert evidence["omega_spread"] == "–"

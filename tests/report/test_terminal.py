@@ -155,7 +155,7 @@ def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, sever
     assert len(line) <= 80
     assert len(heads) == (found.increase.size if several_layers else len(found.labels))
     # Of a task that nobody stated it says on further lines that it may be another one.
-    doubted = replace(found, assumed=("beta_var",), best_factor=0.5, best_factor_sem=0.01)
+    doubted = replace(found, trained_here=False, best_factor=0.5, best_factor_sem=0.01)
     said = " ".join(brief_text(doubted).split())
     assert f"{r2}; {doubted.task_doubt}" in said
     assert "the task may be another one" in said

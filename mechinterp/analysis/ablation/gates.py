@@ -125,7 +125,9 @@ def learn_gates(
         >>> learn_gates(checkpoint.model, prompts, steps=20).roles
         ['facilitating', 'facilitating']
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=len(predictor_of(source).heads)
+    )
     if pressure <= 0:
         raise ValueError(f"pressure must be > 0, got {pressure}.")
     if steps < 1:

@@ -48,7 +48,7 @@ class PruningCurves(Result):
 
     def __repr__(self) -> str:
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
-        return f"PruningCurves(heads for twice the risk at most: {needed} of {len(self.heads[0])})"
+        return f"PruningCurves(heads for twice the excess risk at most: {needed} of {len(self.heads[0])})"
 
     @property
     def sentence(self) -> str:
@@ -57,7 +57,7 @@ class PruningCurves(Result):
         return f"Of {len(self.heads[0])} heads, the excess risk stays within twice the full model's with {counts}."
 
     def needed(self, order: str, *, ratio: float = 2.0) -> int:
-        """The least number of heads of an order with which the risk is no more than this many times the full one."""
+        """The least number of heads of an order with which the excess risk is no more than this many times the full one."""
         ratios = self.ratio[self.orders.index(order)]
         return int(len(ratios) - 1 - np.flatnonzero(ratios <= ratio).max())
 
@@ -139,7 +139,7 @@ def greedy_order(
         method: As in `ablate_heads`.
         progress: Optional progress callback.
     Raises:
-        ValueError: If the method is unknown, there are fewer than four prompts, or halves that are to be
+        ValueError: If the method is unknown, there are fewer than 8 prompts, or halves that are to be
             swapped are odd in number.
     Example:
         >>> from mechinterp import load
@@ -149,7 +149,7 @@ def greedy_order(
         >>> greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk.shape
         (1, 3)
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     chosen_on, measured_on = halves(prompts)
     order = greedy_heads(source, chosen_on, method=method, progress=progress)
     return pruning_curves(source, measured_on, {"greedy": order}, method=method, progress=progress)

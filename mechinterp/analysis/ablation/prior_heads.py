@@ -12,7 +12,7 @@ from scipy.special import ndtri
 from mechinterp import figures
 from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -95,7 +95,7 @@ class PriorHeads(Result):
 
 def prior_heads(
     source: Source,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     pool: Pool | None = None,
     *,
     context_lengths: Sequence[int] | None = None,

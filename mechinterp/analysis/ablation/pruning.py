@@ -22,7 +22,7 @@ from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -70,7 +70,7 @@ def prune(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
-    """The model without the heads that a rule lets go, its risk and that with a new read-out.
+    """The model without the heads that a rule lets go, its excess risk and that with a new read-out.
 
     Heads are scored by zero ablation. `kept` is chosen on all prompts: measure it on others. The risks are
     cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's
@@ -101,7 +101,9 @@ def prune(
         >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
         1.0
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     errors = MaskedErrors(predictor_of(source), prompts, progress)
     return pruned_by(errors, rule, sequential=sequential, splits=splits)
 

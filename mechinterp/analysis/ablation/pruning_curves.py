@@ -11,7 +11,7 @@ from mechinterp.analysis.ablation.pruning import RULES, pruned_by, pruning_of
 from mechinterp.analysis.ablation.pruning_result import FULL, Pruning
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -50,7 +50,9 @@ def prune_by_rules_and_orders(
         >>> found.curves.orders
         ('greedy', 'least rise first')
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     predictor = predictor_of(source)
     scored, measured = halves(prompts)
     heads = predictor.heads

@@ -26,7 +26,7 @@ class Pruning(Result):
     and what is left as head after head is masked, where these were asked for."""
 
     kept: Bool[np.ndarray, "layer head"]
-    """The choice on all prompts; what the risks are of is chosen anew on each half of them."""
+    """The choice on all prompts; what the excess risks are of is chosen anew on each half of them."""
     rise: Float[np.ndarray, "layer head"]
     """What the rule saw on all prompts: the rise of the excess risk when a head is masked, unit y^2."""
     chosen: Float[np.ndarray, "layer head"]
@@ -46,7 +46,7 @@ class Pruning(Result):
     """Risk with a new read-out over that of the full model as it is."""
     refit_ratio_sem: float
     carried_by_few: bool
-    """Whether a hundredth of the prompts carries more than half of `risk`; then the risk with a new read-out says
+    """Whether a hundredth of the prompts carries more than half of `risk`; then the excess risk with a new read-out says
     more."""
     full_risk: float
     """Excess risk of the full model."""
@@ -81,7 +81,7 @@ class Pruning(Result):
 
     @property
     def to_read(self) -> tuple[float, float, str]:
-        """Ratio, its standard error and what it is of: with a new read-out where few prompts carry the risk as it is."""
+        """Ratio, its standard error and what it is of: with a new read-out where few prompts carry the excess risk as it is."""
         if self.carried_by_few:
             return self.refit_ratio, self.refit_ratio_sem, " with a new read-out"
         return self.ratio, self.ratio_sem, ""
@@ -96,7 +96,7 @@ class Pruning(Result):
             ratios = [f"{name} {each.times}" for name, each in self.pruned.items()]
             return f"Pruning({', '.join(ratios) or FULL})"
         times = with_error(self.ratio, self.ratio_sem)
-        as_is = f"risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
+        as_is = f"excess risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
         refit = f"{digits(self.refit_risk)} with a new read-out"
         if self.carried_by_few:
             as_is, refit = refit, f"{as_is}, which few prompts carry"
@@ -124,7 +124,7 @@ class Pruning(Result):
     def _of_rules(self) -> list[str]:
         told = [] if self.curves is None else [self.curves.sentence]
         costs = [
-            f"{name} keeps {each.kept.sum()} and has {with_error(*each.to_read[:2])} times the risk{each.to_read[2]}"
+            f"{name} keeps {each.kept.sum()} and has {with_error(*each.to_read[:2])} times the excess risk{each.to_read[2]}"
             for name, each in self.pruned.items()
         ]
         told.append(
@@ -132,7 +132,9 @@ class Pruning(Result):
         )
         few = " and ".join(name for name, each in self.by_rule.items() if each.carried_by_few)
         if few:
-            told.append(f"Of {few} one prompt in a hundred carries most of the risk as it is.")
+            told.append(
+                f"Of {few} one prompt in a hundred carries most of the excess risk as it is."
+            )
         often = self.pruned["best-later"].chosen.max(1) if "best-later" in self.pruned else ()
         layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
         if layers:

@@ -1,7 +1,6 @@
 """A model's loss on its task beside those of ridge regression and of predicting 0, and what it says of the task."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,6 @@ from mechinterp.icl.prompts import Prompts
 FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
 """By how much the best factor on a prediction is off 1 where the task is doubted, by how many of its standard errors,
 and the R^2 on the task, at that factor, from which on a model does it at all."""
-DECIDING = {"context_length", "covariance", "beta_var", "noise_var"}
-"""Fields of the task of which one at least must be assumed for the task to be doubted."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +44,26 @@ class TaskLoss:
         )
 
 
-def task_doubt(
-    factor: tuple[float, float], r2: tuple[float, float], assumed: Collection[str]
-) -> str:
-    """That the task may be another one than was assumed; nothing where nothing says so.
+def task_doubt(factor: tuple[float, float], r2: tuple[float, float]) -> str:
+    """A sentence that the model may have been trained on another task; empty where nothing says so.
 
     Args:
         factor: The best factor on the prediction, with its standard error.
         r2: 1 - loss / loss of predicting 0 of the prediction times that factor, with its standard error. As it is, a
             prediction twice too large is no better than predicting 0, whatever it says of the task. No task turns its
             sign: of a factor below 0 nothing is said.
-        assumed: Fields of the task that nobody stated.
     Example:
-        >>> task_doubt((0.61, 0.02), (0.3, 0.03), ("noise_var",))
+        >>> task_doubt((0.61, 0.02), (0.3, 0.03))
         'the task may be another one: the best factor on its prediction is 0.61 ± 0.02, 1 for the task it was trained on; --task (task=)'
-        >>> task_doubt((1.05, 0.01), (0.8, 0.01), ("noise_var",)), task_doubt((0.61, 0.02), (0.3, 0.03), ())
+        >>> task_doubt((1.05, 0.01), (0.8, 0.01)), task_doubt((-1220, 30), (0.3, 0.03))
         ('', '')
-        >>> task_doubt((-1220, 30), (0.3, 0.03), ("noise_var",))
-        ''
     """
     value, sem = factor
     off = abs(value - 1)
     clear = (
         value > 0 and off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
     )
-    if not (clear and DECIDING & set(assumed)):
+    if not clear:
         return ""
     return (
         f"the task may be another one: the best factor on its prediction is {with_error(value, sem)}, "

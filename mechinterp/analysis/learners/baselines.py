@@ -11,8 +11,9 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.icl.given import PENALTIES
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge, zero_prediction
 from mechinterp.icl.prompts import Prompts, task_pool
@@ -23,10 +24,9 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
-from mechinterp.models.run.task import require_task
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of
+from mechinterp.models.run.task import task_for
 
-PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 STEPS = 128
 EXACT = 1e-9
 """A learner below this part of the risk of predicting 0 makes no error, and no ratio to it is formed."""
@@ -86,7 +86,7 @@ def baselines(
     source: Source | Learner,
     prompts: Prompts | None = None,
     *,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> Baselines:
@@ -100,25 +100,24 @@ def baselines(
     Args:
         source: A model, or a function from prompts to predictions.
         prompts: None: `n_prompts` of the task are drawn, by `seed`.
-        task: Law of the prompts; None: the model's own. A function has none.
+        task: Law of the prompts; None: the model's own. It decides which prompts are drawn, and whether there is a
+            pool to compare with.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.config import TaskConfig, TaskLike
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> prompts = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "eval", 0))
         >>> found = baselines(load("checkpoints/softmax-h2-s0").model, prompts)
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    require_task(task, "baselines")
-    if is_learner(source) and task is None and prompts is None:
-        raise ValueError("baselines needs prompts or a task when the model is a function.")
-    law = task if task is not None or is_learner(source) else predictor_of(source).task
-    drawn_from = source if task is None else task
-    prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed)
+    given = prompts is not None and is_learner(source) and task is None
+    law = None if given else task_for(source, task, "baselines")
+    drawn_from = source if law is None or task is None else law
+    prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     predictions = learner_of(source)(prompts).double()
     require_moderate(predictions)
     own = _errors(predictions, prompts)

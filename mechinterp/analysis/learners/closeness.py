@@ -19,13 +19,13 @@ from mechinterp.analysis.stats import (
     require_moderate,
     without_worst,
 )
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import frame_of
 from mechinterp.icl.pools import Pool, dmmse, require_pool
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, is_learner
+from mechinterp.models.run.predictor import Source
 from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
@@ -122,6 +122,7 @@ class Setting:
             seed=seed,
             context_length=max(lengths),
             new_tasks=kind == "new" or not self.own,
+            fitted=1,  # the weight
         )
         if kind == "pool" and not self.own:
             rows = torch.randint(
@@ -224,16 +225,12 @@ def _with_cut(sem: np.ndarray, residual: np.ndarray, n_prompts: int) -> np.ndarr
     return np.sqrt(np.square(sem) + np.square(residual).sum(0) / n_prompts**2)
 
 
-def setting_of(
-    source: Source, task: TaskConfig | None, pool: Pool | None, analysis: str
-) -> Setting:
+def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> Setting:
     """The task and pool of a comparison.
 
     Raises:
         ValueError: If one is missing, or the pool is of other sizes than the task.
     """
-    if task is None and is_learner(source):
-        raise ValueError(f"{analysis} needs a task when the model is a function of prompts.")
     task = task_for(source, task, analysis)
     if pool is None:
         if task.n_tasks is None:

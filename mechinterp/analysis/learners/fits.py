@@ -1,6 +1,6 @@
 """Fits of closed-form learners to a model, over the context length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -18,8 +18,9 @@ from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import (
     debiased_gd,
@@ -29,6 +30,7 @@ from mechinterp.icl.predictors import (
     zero_prediction,
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
+from mechinterp.models.run.evaluation import require_number
 from mechinterp.models.run.predictor import (
     Learner,
     Predictor,
@@ -37,7 +39,7 @@ from mechinterp.models.run.predictor import (
     learner_of,
     predictor_of,
 )
-from mechinterp.models.run.task import require_task, task_for
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
@@ -45,6 +47,10 @@ LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
 """Of any task; where it has a pool, dmmse comes behind them."""
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
 N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
+LEFT_OUT = (
+    "Left out, as the law of the prompts is not known: longer contexts, the posterior mean under a pool. Ridge has the "
+    "penalty that is best on these prompts; task= states the law."
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,6 +92,8 @@ class LearnerFits(Result):
     lead_sem: float
     """Standard error of `lead`, paired over prompts."""
     learners: tuple[str, ...] = LEARNERS
+    left_out: str = ""
+    """Sentence on what needs a law of given prompts; empty where it is known."""
     COLUMNS: ClassVar = dict.fromkeys((*LEARNERS, "dmmse"), "R² of the learner on the predictions.")
 
     @property
@@ -117,7 +125,7 @@ class LearnerFits(Result):
         return int(np.flatnonzero(self.context_length == self.trained_length)[0])
 
     def __repr__(self) -> str:
-        return f"LearnerFits({self.verdict})"
+        return f"LearnerFits({' '.join(self.sentences())})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per context length and learner."""
@@ -126,8 +134,8 @@ class LearnerFits(Result):
         return frame_of(self, *names, context_length=self.context_length, learner=self.learners)
 
     def sentences(self) -> list[str]:
-        """The verdict."""
-        return [self.verdict]
+        """The verdict, and what is left out."""
+        return [self.verdict, *filter(None, [self.left_out])]
 
     def tables(self) -> dict[str, Table]:
         """The fits at the trained context length, R^2 over all lengths, and every number of all lengths."""
@@ -151,7 +159,9 @@ class LearnerFits(Result):
     def to_document(self) -> dict:
         """What scripts read of the fits."""
         names = ("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem")
-        return {name: getattr(self, name) for name in names} | {"fits": records(self.to_frame())}
+        told = {name: getattr(self, name) for name in names}
+        told |= {"left_out": self.left_out} if self.left_out else {}
+        return told | {"fits": records(self.to_frame())}
 
     def figures(self) -> dict[str, go.Figure]:
         """Distance and loss over the context length."""
@@ -186,8 +196,9 @@ class LearnerFits(Result):
 
 def fit_learners(
     source: Source | Learner,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     *,
+    prompts: Prompts | None = None,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     n_prompts: int = N_PROMPTS,
     seed: int = 0,
@@ -204,10 +215,13 @@ def fit_learners(
             needs a task), the last of those after every layer where it gives several.
         context_lengths: Numbers of pairs; the task's own is added. Of those that stand for none given, a model
             takes as many as it has room for.
-        n_prompts: Prompts per context length.
+        task: Law of the prompts; None: the model's own. Of given prompts it is then not known: ridge has the penalty
+            that is best on them.
+        prompts: Given prompts, whose length is the longest; None: they are drawn.
+        n_prompts: Prompts per context length, at least 8.
         progress: Optional progress callback.
     Raises:
-        ValueError: If a predicting function comes without a task.
+        ValueError: If a predicting function comes without a task or prompts, or there are too few prompts.
     Source:
         He et al. 2025, arXiv 2503.12734, section 4 (vanilla, debiased GD, Bayes) and eq. (4.12).
     Example:
@@ -216,12 +230,13 @@ def fit_learners(
         >>> fits.best, round(float(fits.factor[0, 2]), 2)
         ('debiased_gd', 0.88)
     """
-    model, given = learner_of(source), is_learner(source)
-    if task is None and given:
-        raise ValueError("fit_learners needs a task when the model is a function of prompts.")
-    require_task(task, "fit_learners")
-    task = task_for(source, None, "fit_learners") if task is None else task
-    if context_lengths is CONTEXT_LENGTHS and not given:
+    model = learner_of(source)
+    task = task_for(source, task, "fit_learners", prompts)
+    given = task if isinstance(task, PromptsTask) else None
+    require_number(n_prompts if given is None else len(given.prompts), 2)  # omega and mu
+    if context_lengths is CONTEXT_LENGTHS and given is not None:
+        context_lengths = [n for n in CONTEXT_LENGTHS if n < task.context_length]
+    if context_lengths is CONTEXT_LENGTHS and not is_learner(source):
         predictor = predictor_of(source)
         context_lengths = [n for n in CONTEXT_LENGTHS if _has_room(predictor, task, n)]
     lengths = sorted({*context_lengths, task.context_length})
@@ -236,7 +251,8 @@ def fit_learners(
     return LearnerFits(
         context_length=np.array(lengths),
         trained_length=task.context_length,
-        n_prompts=n_prompts,
+        n_prompts=n_prompts if given is None else len(given.prompts),
+        left_out=LEFT_OUT if no_law(task) else "",
         learners=LEARNERS if task.n_tasks is None else (*LEARNERS, "dmmse"),
         **columns,
         **estimates(lead=mean_and_sem(squares[:, runner_up] - squares[:, best])),
@@ -262,7 +278,9 @@ def _fit_at(
 ) -> dict:
     """All columns of one context length, and the squared distances per prompt and learner."""
 
-    def chunks():
+    def chunks() -> Iterator[Prompts]:
+        if isinstance(task, PromptsTask):
+            return iter([task.prompts.shortened(length)])
         return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
 
     first = next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)]

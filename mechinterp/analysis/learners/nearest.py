@@ -134,7 +134,7 @@ class Evaluation:
 @lru_cache(maxsize=16)
 def evaluation(task: TaskConfig, n_prompts: int, seed: int, attend_to_self: bool) -> Evaluation:
     """Prompts drawn once for all models of a task; with `attend_to_self` the token (x_query, 0) counts, too."""
-    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed, fitted=1)
     keys = prompts.tokens if attend_to_self else prompts.context_tokens
     x, y = keys.split([task.d_x, task.d_y], dim=-1)
     # Linear attention divides by the length of the context, however many keys there are.

@@ -22,7 +22,7 @@ from mechinterp.analysis.learners.closeness import (
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import carried_by_few
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
 from mechinterp.icl.prompts import Prompts
@@ -159,7 +159,7 @@ class PriorComparison(Result):
 
 def compare_priors(
     source: Source | Callable[[Prompts], Tensor],
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     pool: Pool | None = None,
     *,
     context_lengths: Sequence[int] | None = None,

@@ -49,19 +49,19 @@ from mechinterp.analysis.multi_layer.algorithm_tests import (
     scaled_risk,
     setting_of,
 )
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm, at_depth
 from mechinterp.icl.algorithm_controls import CONTROLS, OF_ANY_DEPTH, ONLINE
+from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, require_number
 from mechinterp.models.run.predictor import (
     Learner,
     Source,
     is_learner,
 )
 
-LEAST_PROMPTS = 8
 GROWTH = (1, 4, 16)
 """Prompts in turn, in units of those asked for, until the label stands."""
 CLEAR = 0.99
@@ -75,6 +75,10 @@ DEPTHS = (1, 2, 3, 5, 6)
 """Layers, beside those of the algorithms, that a function without a path may have."""
 SPREAD = 3.0
 """Standard errors that hardly a resample goes beyond."""
+LEFT_OUT = (
+    "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, and identities other "
+    "than the order of pairs; task= (--task) states the law."
+)
 HALF = 0.5
 """Most of a learner in what an algorithm leaves of a function."""
 
@@ -84,7 +88,7 @@ def name_algorithm(
     source: Source | Learner,
     prompts: Prompts | None = None,
     *,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     n_prompts: int = 256,
     seed: int = 0,
     limits: AlgorithmLimits | None = None,
@@ -94,15 +98,15 @@ def name_algorithm(
     Args:
         source: A model; or a function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every
             layer, which needs a task.
-        prompts: Of the model's own length, and no more than these are used; None: those of its task. All others are
-            drawn from the task, by `seed`.
-        task: Law of the prompts; None: the model's own.
+        prompts: Given prompts, of the model's own length: no more than these are used. None: drawn from the task.
+        task: Law of the prompts; None: the model's own. The law of given prompts is then not known, and `left_out`
+            says which parts need it.
         n_prompts: The model is asked on as many to begin with; where these do not decide, on four times as many, then
             on sixteen times. The last are the same for every seed, and so is what they say of a model at the edge of
             a limit.
     Raises:
-        ValueError: If there is no task, there are fewer than 8 prompts, they do not fit the model, or a function
-            gives something else than predictions.
+        ValueError: If there is no task, there are fewer than 8 prompts or twice the scalars of an algorithm, they do
+            not fit the model, or a function gives something else than predictions.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128).label
@@ -114,12 +118,13 @@ def name_algorithm(
     limits = AlgorithmLimits() if limits is None else limits
     model = algorithm_source(source, prompts, task)
     limits = limits_for(source, limits)
-    first = n_prompts if prompts is None else len(prompts)
-    if first < LEAST_PROMPTS:
-        raise ValueError(f"name_algorithm needs >= {LEAST_PROMPTS} prompts, got {first}.")
-    for growth in GROWTH if prompts is None else (1,):
+    n_scalars = max(len(each.names(model.n_layers)) for each in candidates_of(model.task))
+    if isinstance(model.task, PromptsTask):
+        n_prompts = len(model.task.prompts)
+    require_number(n_prompts, n_scalars)
+    for growth in (1,) if isinstance(model.task, PromptsTask) else GROWTH:
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
-        drawn = evaluation_prompts(model.task, prompts, n_prompts=growth * first, seed=drawn_by)
+        drawn = evaluation_prompts(model.task, n_prompts=growth * n_prompts, seed=drawn_by)
         evidence = _evidence(model, drawn.to(torch.float64), drawn_by, limits)
         if _is_clear(evidence, limits):
             break
@@ -194,6 +199,7 @@ def _evidence(
         answered=answered,
         n_layers=model.n_layers,
         n_prompts=len(prompts),
+        left_out=LEFT_OUT if no_law(model.task) else "",
     )
 
 

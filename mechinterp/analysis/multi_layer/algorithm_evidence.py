@@ -65,6 +65,8 @@ class AlgorithmEvidence(Result):
     """Whether the model still does its task there; other settings are not evidence."""
     n_layers: int
     n_prompts: int
+    left_out: str = ""
+    """Parts that need a law of the prompts where given prompts come without one."""
 
     def __repr__(self) -> str:
         return f"AlgorithmEvidence({self.label}: {self.reason})"
@@ -176,7 +178,7 @@ class AlgorithmEvidence(Result):
 
     def sentences(self) -> list[str]:
         """The label, how far the nearest algorithm is before the next, and the nearest path layer by layer."""
-        told = [f"The label is {self.label}: {self.reason}."]
+        told = [f"The label is {self.label}: {self.reason}.", *filter(None, [self.left_out])]
         best, other = self.best, self.runner_up
         if best is not None and other is not None:
             lead = with_error(*self.lead(best, other))

@@ -11,6 +11,7 @@ from mechinterp.analysis.multi_layer.algorithm_source import AlgorithmSource
 from mechinterp.analysis.multi_layer.algorithm_tests import Setting
 from mechinterp.analysis.multi_layer.step_effects import held, step_image
 from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.predictor import Predictor
@@ -53,6 +54,10 @@ def path_of(source: AlgorithmSource, own: Setting, seed: int) -> Path:
         if _missed(read[-1], own.known) <= MISSED:
             return Path(read, "the unembedding", W_U.cpu().double())
     prompts = _reading_prompts(source, own, seed, streams.shape[2])
+    if prompts is None:
+        return Path(
+            None, f"a read-out of the stream needs {PER_FEATURE * streams.shape[2]} prompts"
+        )
     last = query_streams(predictor, prompts)[-1]
     fitted = _read_out(last, source.predicted(prompts))
     read = streams @ fitted
@@ -92,6 +97,8 @@ def claims_r2(
         return float("nan"), float("nan")
     width = query_streams(predictor, own.prompts[:1]).shape[2]
     prompts = _reading_prompts(source, own, seed, width)
+    if prompts is None:
+        return float("nan"), float("nan")
     streams = query_streams(predictor, prompts)
     states = held(algorithm, scalars, prompts, source.task, source.n_layers)
     layers = range(source.n_layers)
@@ -113,7 +120,12 @@ def query_streams(predictor: Predictor, prompts: Prompts) -> Float[Tensor, "laye
     return predictor.streams(prompts)[:, :, -1].cpu().double()
 
 
-def _reading_prompts(source: AlgorithmSource, own: Setting, seed: int, width: int) -> Prompts:
+def _reading_prompts(
+    source: AlgorithmSource, own: Setting, seed: int, width: int
+) -> Prompts | None:
+    """Other prompts for read-outs; without a law the given ones, None if they are too few."""
+    if no_law(source.task):
+        return own.prompts if len(own.prompts) >= PER_FEATURE * width else None
     return sample_prompts(
         source.task,
         PER_FEATURE * width,

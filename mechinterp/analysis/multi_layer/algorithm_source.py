@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.prompt_moments import PromptMoments
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
     Learner,
     Predictor,
@@ -18,7 +19,7 @@ from mechinterp.models.run.predictor import (
     is_learner,
     predictor_of,
 )
-from mechinterp.models.run.task import require_task, task_for
+from mechinterp.models.run.task import task_for
 
 DEPTH = 4
 """Layers of the algorithms that are held against a function without a path."""
@@ -59,24 +60,20 @@ class AlgorithmSource:
 
 
 def algorithm_source(
-    source: Source | Learner, prompts: Prompts | None, task: TaskConfig | None
+    source: Source | Learner, prompts: Prompts | None, task: TaskLike | None
 ) -> AlgorithmSource:
     """A source with its task and its number of layers.
 
     Args:
-        prompts: To find out the layers of a function; None: a few of the task.
+        prompts: Given prompts; None: they are drawn from the task.
     Raises:
         ValueError: If there is no task, or a function gives something else than predictions.
     """
+    task = task_for(source, task, "name_algorithm", prompts)
     if not is_learner(source):
         predictor = predictor_of(source)
-        return AlgorithmSource(
-            predictor, task_for(predictor, task, "name_algorithm"), predictor.n_layers
-        )
-    require_task(task, "name_algorithm")
-    if task is None:
-        raise ValueError("name_algorithm needs a task for a function of prompts, got none.")
-    few = sample_prompts(task, 2, dtype=torch.float64) if prompts is None else prompts[:2]
+        return AlgorithmSource(predictor, task, predictor.n_layers)
+    few = evaluation_prompts(task, n_prompts=2)[:2]
     given = AlgorithmSource(source, task, DEPTH)  # type: ignore[arg-type]
     path = given.path(few)
     if source(few).ndim == 2:  # type: ignore[operator]

@@ -16,7 +16,8 @@ from torch import Tensor
 from mechinterp.analysis.stats import best_factor, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.given import no_law
+from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 
 CONDITION = 30.0
 """Largest over smallest eigenvalue of the covariance with a wide spread."""
@@ -91,9 +92,8 @@ def scaled_risk(predictions: Tensor, target: Tensor) -> tuple[float, float, floa
 
 def isotropic(task: TaskConfig) -> bool:
     """Whether Sigma is a multiple of I."""
-    covariance = task.covariance
-    spread = covariance.kind == "kms" and covariance.rho != 0
-    return not (spread or len(set(covariance.eigenvalues)) > 1)
+    Sigma = covariance_matrix(task.covariance, task.d_x)
+    return bool((Sigma == Sigma[0, 0] * np.eye(task.d_x)).all())
 
 
 def other_settings(
@@ -101,9 +101,14 @@ def other_settings(
 ) -> dict[str, Setting]:
     """Half as many prompts, of half and of twice the length, and of a covariance with a wide spread.
 
-    A thousandth more are drawn, so that half as many stay without the worst thousandth.
+    A thousandth more are drawn, so that half as many stay without the worst thousandth. Of given prompts without a
+    law there are those of half the length alone.
     """
     n, half = prompts.x.shape[1], len(prompts) // 2
+    many = half + half // 999
+    if no_law(task):
+        shorter = prompts[:many].shortened(max(1, n // 2))
+        return {"half length": setting_of(shorter, predict(shorter), shorter.x.shape[1] / n)}
     laws = {"half length": (task, max(1, n // 2)), "double length": (task, 2 * n)}
     if task.d_x > 1:
         eigenvalues = np.geomspace(1, CONDITION, task.d_x)
@@ -114,7 +119,7 @@ def other_settings(
     for step, (name, (law, length)) in enumerate(laws.items(), start=1):
         drawn = sample_prompts(
             law,
-            half + half // 999,
+            many,
             generator=generator_for(seed, "eval", step),
             context_length=length,
             dtype=torch.float64,
@@ -136,31 +141,35 @@ def satisfies(member: Algorithm, test: str) -> bool:
 def identity_tests(
     predict: Predict, own: Setting, task: TaskConfig, seed: int
 ) -> dict[str, IdentityTest]:
-    """Whether the predictions satisfy what those of algorithms do, on the prompts that scores are taken on."""
+    """Whether the predictions satisfy what those of algorithms do, on the prompts that scores are taken on.
+
+    Without a law of the prompts only the order of the pairs is asked: others may make prompts that are not of it.
+    """
     prompts, known = own.prompts[1::2], own.known[1::2]
+    lawful = not no_law(task)
     # A sum of sparse task vectors, or of two of a pool, is no task vector.
     dense, clean = task.sparsity is None and task.n_tasks is None, prompts.y_query_clean
     made: dict[str, tuple[Prompts, Tensor] | None] = {}
-    made["linear in y: sum"] = _summed(predict, prompts, known) if dense else None
+    made["linear in y: sum"] = _summed(predict, prompts, known) if dense and lawful else None
     for scale in SCALES:
         scaled = replace(prompts, y=scale * prompts.y, y_query_clean=scale * clean)
         # Entries of fixed size have no other scale.
-        fixed = task.nonzeros == "signs" or task.n_tasks is not None
+        fixed = task.nonzeros == "signs" or task.n_tasks is not None or not lawful
         made[f"linear in y: times {scale:g}"] = None if fixed else (scaled, scale * known)
-    same = dense and task.supports is None and isotropic(task)
+    same = lawful and dense and task.supports is None and isotropic(task)
     made["same when x is rotated"] = (_rotated(prompts, seed), known) if same else None
     order = torch.randperm(
         prompts.x.shape[1], generator=generator_for(seed, "init", 2), device="cpu"
     )
     shuffled = replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order])
     made[ORDER] = (shuffled, known)
-    made["linear in x_query"] = _query_summed(predict, prompts, known)
+    made["linear in x_query"] = _query_summed(predict, prompts, known) if lawful else None
     return {name: _test(predict, pair, len(prompts)) for name, pair in made.items()}
 
 
 def _summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
-    noise = prompts.y - prompts.x @ prompts.beta
-    beta = prompts.beta.roll(1, 0)
+    own = prompts.task_vectors("an identity")
+    noise, beta = prompts.y - prompts.x @ own, own.roll(1, 0)
     clean = (prompts.x_query[:, None] @ beta)[:, 0]
     other = replace(prompts, y=prompts.x @ beta + noise.roll(1, 0), y_query_clean=clean, beta=beta)
     added = replace(
@@ -173,7 +182,7 @@ def _summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts,
 
 def _query_summed(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
     x = prompts.x_query.roll(1, 0)
-    clean = (x[:, None] @ prompts.beta)[:, 0]
+    clean = (x[:, None] @ prompts.task_vectors("an identity"))[:, 0]
     other = replace(prompts, x_query=x, y_query_clean=clean)
     added = replace(
         prompts,

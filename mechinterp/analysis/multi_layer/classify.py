@@ -26,10 +26,10 @@ from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
 from mechinterp.analysis.stats import best_factor, mean_and_sem
 from mechinterp.analysis.verdict import Verdict
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.run.task import assumed_of, task_for
+from mechinterp.models.run.task import task_for
 
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -43,6 +43,9 @@ class LayeredClassification(Classified):
     "unstructured"; "undetermined" for a single layer.
     """
 
+    needs_law: ClassVar = (
+        "longer prompts, a wide spread of x, identities other than the order of pairs"
+    )
     heads_title: ClassVar = """Heads: what the excess risk rises by when one is masked
   head                    rise (y²)  share of its layer's rises"""
 
@@ -123,7 +126,8 @@ class LayeredClassification(Classified):
         if self.algorithm is None:
             return told
         # The first says why, as the verdict does where there is no label.
-        return told + sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
+        further = sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
+        return told + [each for each in further if each != self.algorithm.left_out]
 
     def tables(self) -> dict[str, Table]:
         """Heads, and the tables of the algorithm."""
@@ -177,7 +181,7 @@ class LayeredClassification(Classified):
 
 def classify_layers(
     source: Source,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     *,
     n_prompts: int = 256,
     seed: int = 0,
@@ -191,8 +195,7 @@ def classify_layers(
         task: Law of the prompts; None: the checkpoint's.
         n_prompts: For the heads; the algorithm takes four times as many, and sixteen times where these do not decide.
     Raises:
-        ValueError: If there are fewer than two prompts, 8 for several layers, or the task's prompts
-            are of other sizes than the model's.
+        ValueError: If there are fewer than 8 prompts, or the task's prompts are of other sizes than the model's.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
@@ -208,13 +211,11 @@ def classify_layers(
         'undetermined'
     """
     predictor = predictor_of(source)
-    assumed = assumed_of(source, task)
     task = task_for(predictor, task, "classify")
-    if n_prompts < 2:
-        raise ValueError(f"n_prompts must be >= 2 for a standard error, got {n_prompts}.")
     evaluated = evaluation(task, n_prompts, seed, attend_to_self=False)
     prompts = evaluated.prompts
     prediction = predictor.run(prompts)[0].double()
+    weights = predictor.weights
     full, rises = single_masks(predictor, prompts)
     (excess_risk, excess_risk_sem), (increase, increase_sem) = map(mean_and_sem, (full, rises))
     factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
@@ -223,7 +224,7 @@ def classify_layers(
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
         pattern="undetermined" if algorithm is None else algorithm.label,
-        reason=_reason(algorithm, prediction, by_name=predictor.weights is not None),
+        reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
         excess_risk=float(excess_risk),
         excess_risk_sem=float(excess_risk_sem),
@@ -234,19 +235,33 @@ def classify_layers(
         best_factor=factor,
         best_factor_sem=factor_sem,
         task=task,
-        n_prompts=n_prompts,
-        assumed=assumed,
+        n_prompts=len(prompts),
+        trained_here=predictor.trained_here,
     )
+
+
+def _between(model: ModelConfig | None) -> str:
+    """What lies between the heads of one layer and the prediction."""
+    if model is None:
+        return "parts that are not known by name lie between the heads and the prediction"
+    parts = {
+        "RMSNorm" if model.rms_norm else "LayerNorm": model.norm is not None or model.final_norm,
+        "an MLP": model.d_mlp is not None,
+        "positions": model.rotary_dim is not None or model.n_positions is not None,
+        "a read-in and a read-out": model.d_model is not None,
+    }
+    *first, last = [name for name, there in parts.items() if there] or ["more than attention"]
+    verb = "lie" if first or last == "positions" else "lies"
+    return f"{', '.join(first)}{' and ' if first else ''}{last} {verb} between the heads and the prediction"
 
 
 def _reason(
-    algorithm: AlgorithmEvidence | None, prediction: Float[Tensor, "batch d_y"], *, by_name: bool
+    algorithm: AlgorithmEvidence | None,
+    prediction: Float[Tensor, "batch d_y"],
+    model: ModelConfig | None,
 ) -> str:
     """Why the label is what it is, and whether the model answers its prompts at all."""
-    between = "LayerNorm and MLP lie" if by_name else "what is not known by name lies"
-    why = (
-        f"{between} between the heads and the prediction" if algorithm is None else algorithm.reason
-    )
+    why = _between(model) if algorithm is None else algorithm.reason
     size = float(prediction.square().mean())
     if not size:
         return f"{why}; the model predicts 0 on every prompt"

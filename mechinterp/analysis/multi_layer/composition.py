@@ -131,7 +131,7 @@ def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head
     if weights.model.norm != "before":
         return read
     scaled = weights.tensors["ln1.w"][:, None, :, None] * read
-    return scaled - scaled.mean(2, keepdim=True)
+    return scaled if weights.model.rms_norm else scaled - scaled.mean(2, keepdim=True)
 
 
 def _overlap(

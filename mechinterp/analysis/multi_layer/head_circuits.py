@@ -179,6 +179,7 @@ def why_not_in_tokens(weights: Weights) -> str:
         "layer norms": model.norm is not None or model.final_norm,
         "a read-in that is not linear": model.d_read_in is not None,
         "x and y in turn": model.layout == "in_turn",
+        "rotary positions, which turn queries and keys": model.rotary_dim is not None,
     }
     return next((reason for reason, there in reasons.items() if there), "")
 

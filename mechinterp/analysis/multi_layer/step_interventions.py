@@ -20,10 +20,12 @@ from mechinterp.analysis.multi_layer.algorithm import name_algorithm
 from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
 from mechinterp.analysis.multi_layer.step_effects import QueryRun, held, step_image
 from mechinterp.analysis.stats import r2_and_sem
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.given import PromptsTask
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.run.evaluation import require_number
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 
@@ -84,7 +86,8 @@ def intervene_on_steps(
     source: Source,
     evidence: AlgorithmEvidence | None = None,
     *,
-    task: TaskConfig | None = None,
+    prompts: Prompts | None = None,
+    task: TaskLike | None = None,
     n_prompts: int = 256,
     seed: int = 0,
 ) -> StepInterventions:
@@ -96,7 +99,9 @@ def intervene_on_steps(
     Args:
         evidence: What `name_algorithm` says of the model; None: it is asked, with the same task,
             number of prompts and seed.
-        seed: Of the prompts, which are others than those of the evidence with the same seed.
+        prompts: Given prompts, for the evidence too; None: they are drawn.
+        task: Law of the prompts; None: the model's own, of given prompts not known.
+        seed: Seed of the prompts, which are others than those of the evidence with the same seed.
     Raises:
         ValueError: If there is no task, what the layers put out is not the stream, or no algorithm with a path comes near.
     Example:
@@ -106,9 +111,16 @@ def intervene_on_steps(
         [1.0, 1.0, 1.0]
     """
     predictor = predictor_of(source)
-    task = task_for(predictor, task, "intervene_on_steps")
-    generator = generator_for(seed, "eval", PROMPTS)
-    prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    task = task_for(predictor, task, "intervene_on_steps", prompts)
+    if prompts is not None:
+        n_prompts = len(prompts)
+    # Images of the prediction so far, of x as changed and of x, fitted to half of the prompts.
+    require_number(n_prompts, 2 * (task.d_y + 2 * task.d_x))
+    if isinstance(task, PromptsTask):
+        prompts = task.prompts.to(torch.float64)
+    else:
+        generator = generator_for(seed, "eval", PROMPTS)
+        prompts = sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
     streams = predictor.streams(prompts)[:, :, -1].cpu().double()
     if evidence is None:
         evidence = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
@@ -131,7 +143,7 @@ def intervene_on_steps(
         control_r2_sem=np.array([sem for _, sem in control]),
         exchanged_r2=np.array([r2 for r2, _ in swapped]),
         exchanged_r2_sem=np.array([sem for _, sem in swapped]),
-        n_prompts=n_prompts,
+        n_prompts=len(prompts),
     )
 
 

@@ -31,7 +31,7 @@ MEANINGS = {
 ADDS = "adds y weighted by how alike token and query are"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
-    *("omega_spread", "zero_sum", "eta", "eta_optimal", "gamma", "manifold_distance"),
+    *("omega_spread", "zero_sum", "eta", "eta_optimal"),
     *("theta", "supports", "support_leak", "theta_spread"),
 )
 HOW = {
@@ -41,8 +41,6 @@ HOW = {
     "zero_sum": "|Σ mu| / Σ |mu|",
     "eta": "Σ mu·omega, times f'(0): the step",
     "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² the noise variance over the signal's",
-    "gamma": "|omega| of the nearest point of the solution manifold",
-    "distance to the solution manifold": "of (omega, mu), each relative to its norm",
     "R² with idealised heads": "of the model's predictions, by heads that keep omega and mu only",
     "R² of the closed form": "of the model's predictions, by the learner built from omega and mu",
     "R² on its task": "1 − loss / loss of predicting 0",
@@ -177,8 +175,6 @@ class Classification(Evidence, Classified):
             "zero_sum": cell(scales.zero_sum),
             "eta": ", ".join(cell(eta) for eta in scales.eta),
             "optimal eta for the task": cell(scales.eta_optimal),
-            "gamma": cell(scales.gamma),
-            "distance to the solution manifold": cell(scales.manifold_distance),
             "R² with idealised heads": with_error(self.substitution.r2, self.substitution.r2_sem),
             "R² of the closed form": with_error(self.learner.r2, self.learner.r2_sem),
             "R² on its task": cell(self.loss.r2),

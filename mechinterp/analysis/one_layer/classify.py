@@ -32,11 +32,13 @@ from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.readings import Reading
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.icl.given import no_law
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.run.task import assumed_of, require_task
+from mechinterp.models.run.task import task_for
 from mechinterp.models.scores import is_normalised, kernel_text
 
 if TYPE_CHECKING:
@@ -47,27 +49,30 @@ N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 
 def classify(
     source: Source,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     *,
+    prompts: Prompts | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification | LayeredClassification:
-    """What a model computes: the pattern of one layer of attention, or what the heads of any other are worth.
+    """The pattern of one layer of attention; of any other model the rises of its heads and its algorithm.
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
-        task: Law of the prompts; None: a checkpoint's own, else the softmax paper's setting for the model's sizes.
-        n_prompts: Prompts behind the evidence; None: 512, and 256 for models of several layers.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the model's own; of given
+            prompts it is then not known, and `left_out` says which parts need it.
+        prompts: Given prompts, such as `Prompts.from_arrays` makes; None: they are drawn.
+        n_prompts: Number of prompts; None: 512, and 256 for models of several layers.
     Raises:
-        ValueError: If the model has another d_x or d_y than the task, or n_prompts is below 2.
+        ValueError: If the model has another d_x or d_y than the task, or there are fewer than 8 prompts.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
         'debiased_gd'
     """
-    require_task(task, "classify")
     predictor = predictor_of(source)
+    task = None if task is None and prompts is None else task_for(source, task, "classify", prompts)
     one = predictor.is_one_attention
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
@@ -76,10 +81,9 @@ def classify(
             source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
         )
     limits = Thresholds() if thresholds is None else thresholds
-    assumed = assumed_of(source, task)
     readings: tuple[Reading, ...] = getattr(source, "readings", ())
     if not readings:
-        return replace(_classified_layers(source, task, n_prompts, seed, limits), assumed=assumed)
+        return _classified_layers(source, task, n_prompts, seed, limits)
     checkpoint = cast("Checkpoint", source)
     sizes = None if task is None else (task.d_x, task.d_y)
     fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
@@ -92,7 +96,7 @@ def classify(
     ]
     labels = [each.pattern for each in under_each]
     pattern, reason = agreed_label(labels, under_each[0].reason, standing)
-    return replace(under_each[0], pattern=pattern, reason=reason, assumed=assumed)
+    return replace(under_each[0], pattern=pattern, reason=reason)
 
 
 def _classified_layers(
@@ -115,7 +119,7 @@ def _classified_layers(
         best_factor=layered.best_factor,
         best_factor_sem=layered.best_factor_sem,
     )
-    if r2 >= limits.clear_r2:
+    if r2 >= 1 - limits.equal:
         reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {how_well}"
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
@@ -127,7 +131,7 @@ def _classified_layers(
 
 def classify_attention(
     source: Source,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     *,
     n_prompts: int = N_PROMPTS,
     seed: int = 0,
@@ -145,7 +149,7 @@ def classify_attention(
             paper's setting for the model's d_x and d_y.
         n_prompts: Prompts behind `share`, `substitution` and `learner`.
     Raises:
-        ValueError: If the model has another d_x or d_y than the task, more than one layer, or n_prompts is below 2.
+        ValueError: If the model has another d_x or d_y than the task, more than one layer, or n_prompts is below 8.
     Source:
         He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
     Example:
@@ -153,15 +157,15 @@ def classify_attention(
         >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
         ('positive', 'negative')
     """
-    require_task(task, "classify_attention")
     weights = weights_of(source, "classify_attention")
-    assumed = assumed_of(source, task)
-    task = task or predictor_of(source).task or TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
-    _require_fit(weights, task, n_prompts)
+    task = task_for(source, task, "classify_attention")
+    _require_fit(weights, task)
+    here = predictor_of(source).trained_here
     limits = Thresholds() if thresholds is None else thresholds
     readings: tuple[Reading, ...] = getattr(source, "readings", ())
     if not readings:
-        return replace(_classified(weights, task, n_prompts, seed, limits), assumed=assumed)
+        found = _classified(weights, task, n_prompts, seed, limits)
+        return replace(found, trained_here=here)
     under_each = [
         _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
         for each in readings
@@ -170,7 +174,7 @@ def classify_attention(
     step = under_each[0].scales.step[0] if under_each[0].form.kind == "matrix" else None
     labels = [each.pattern for each in under_each]
     pattern, reason = agreed_label(labels, under_each[0].reason, readings, step)
-    return replace(under_each[0], pattern=pattern, reason=reason, assumed=assumed)
+    return replace(under_each[0], pattern=pattern, reason=reason)
 
 
 def _classified(
@@ -207,8 +211,9 @@ def _classified(
     )
     alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
     used = None
-    if form.kind == "matrix" and task.d_y == 1 and task.supports is None:
-        used = components(scales.step[0].mT.numpy(), task, limit=limits.off_diagonal)
+    plain = task.d_y == 1 and task.supports is None and not no_law(task)
+    if form.kind == "matrix" and plain:
+        used = components(scales.step[0].mT.numpy(), task, limit=limits.equal)
     evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
@@ -235,7 +240,7 @@ def _classified(
         best_factor=factor,
         best_factor_sem=factor_sem,
         task=task,
-        n_prompts=n_prompts,
+        n_prompts=len(prompts.prompts),
     )
 
 
@@ -244,7 +249,7 @@ def classify_circuits(
     OV: Float[np.ndarray | Tensor, "..."],
     d_y: int = 1,
     *,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     score: str = "softmax",
     score_slope: float = 1.0,
     attend_to_self: bool = False,
@@ -294,10 +299,8 @@ def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_m
     return tensor
 
 
-def _require_fit(weights: AttentionWeights, task: TaskConfig, n_prompts: int) -> None:
+def _require_fit(weights: AttentionWeights, task: TaskConfig) -> None:
     for name in ("d_x", "d_y"):
         own, other = getattr(weights, name), getattr(task, name)
         if own != other:
             raise ValueError(f"The task's {name} must be the model's, {own}, got {other}.")
-    if n_prompts < 2:
-        raise ValueError(f"n_prompts must be >= 2, got {n_prompts}.")

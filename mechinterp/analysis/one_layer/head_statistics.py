@@ -257,7 +257,7 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
     matrix = common.matrix if metric else _signed(common, groups.mu[active.numpy(), 0])
     angle = float("nan") if metric else rotation_angle(matrix.numpy())
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
-    if isotropy < limits.isotropy and (alone or (len(blocks) > 1 and shared >= limits.shared)):
+    if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared, float("nan"))
 

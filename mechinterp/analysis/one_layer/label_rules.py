@@ -9,14 +9,17 @@ import torch
 
 from mechinterp.analysis.one_layer.effective_step import Scales
 from mechinterp.analysis.one_layer.head_statistics import Form, Heads
-from mechinterp.analysis.one_layer.pca_components import Components
+from mechinterp.analysis.one_layer.pca_components import LEARNED, Components
 from mechinterp.analysis.one_layer.substitution import Faithfulness
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.readings import Reading, advice
+from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 
 # Numbers of which one must lie beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
+
+LIMITS = {"support_leak": "leak", "theta_spread": "omega_spread"}
+"""Thresholds of numbers that have none of their own name."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +41,7 @@ class Evidence:
     components: Components | None
     """Of one step of linear attention: which principal components of x it uses; None for all other models."""
     bare: bool
-    """Whether heads are linear, compare x with x and read y by construction, as random weights of their kind do."""
+    """Whether heads are linear, compare x with x and read y alone; the random weights are then of that kind, too."""
 
 
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
@@ -60,7 +63,7 @@ def model_label(
     if np.isnan(evidence.substitution.r2):
         return "undetermined", "the predictions are all 0, or not finite"
     chance = {name: evidence.p_values[name] for name in STRUCTURE}
-    # Bare heads are a step whatever their weights; what its matrix has learned decides below.
+    # Bare heads are a step whatever their weights are; whether the step does the task decides below.
     if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
         return "unstructured", f"random weights reach as far: {numbers}"
@@ -68,16 +71,7 @@ def model_label(
         missing = ", ".join(map(str, evidence.scales.unserved))
         return "undetermined", f"no head serves response {missing}"
     if evidence.form.kind == "matrix":
-        used = evidence.components
-        if used is not None and used.n_components == 0:
-            why = (
-                f"its step has learned {used.learned.max():.2g} of the component that it uses most"
-            )
-            return "undetermined", f"linear attention; {why}"
-        if evidence.bare and used is not None and used.n_components is None:
-            off = f"its directions are not principal ones, and {_off_identity(evidence.scales.step[0])}"
-            return "undetermined", f"{_linear_sentence(evidence)}; {off}"
-        return _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+        return _linear(evidence, limits)
     if len(kinds) == 1 and kinds <= {"positive", "negative"}:
         sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
         return _if_explained("kernel_regression", sentence, evidence, limits)
@@ -107,14 +101,9 @@ def agreed_label(
         step: Matrix of the step that linear heads are under the first.
     """
     standing = [reading for reading in readings if reading.stands]
-    if not readings[0].predicts and any(reading.predicts for reading in readings):
-        return (
-            "undetermined",
-            f"read as its format has it, the file is not clearly better than predicting 0 ({readings[0]!r}); {advice(readings)}",
-        )
-    if not any(reading.predicts for reading in readings):
+    if not readings[0].predicts:
         off = "" if step is None else f"; {_off_identity(step)}"
-        return "undetermined", _not_understood(readings) + off
+        return "undetermined", not_understood(readings) + off
     if len(set(patterns)) == 1:
         return patterns[0], reason + _of_one_score(patterns[0], standing)
     labelled = list(zip(patterns, standing, strict=True))
@@ -124,17 +113,6 @@ def agreed_label(
     return (
         "undetermined",
         f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
-    )
-
-
-def _not_understood(readings: Sequence[Reading]) -> str:
-    """That a file was not understood: of its weights, a label under a wrong guess would say nothing."""
-    losses = "; ".join(map(repr, readings[:4])) + ("; ..." if readings[4:] else "")
-    named = [*map(option, readings[0].said), "--scale", "--output-scale", "--task"]
-    *first, last = dict.fromkeys(named)
-    return (
-        "nothing was understood of this file: no reading predicts better than 0 on prompts of the task "
-        f"(loss over that of 0: {losses}); say {', '.join(first)} or {last}"
     )
 
 
@@ -169,13 +147,27 @@ def _off_identity(M: torch.Tensor) -> str:
     return f"{float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
 
 
+def _linear(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
+    """Linear heads: a step by some matrix, and a label only where that step has learned the task."""
+    used, task_p = evidence.components, evidence.p_values["task_r2"]
+    if used is not None and used.learned.max() <= LEARNED:
+        why = f"its step has learned {used.learned.max():.2g} of the component that it uses most"
+        return "undetermined", f"linear attention; {why}"
+    pattern, sentence = _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+    if pattern == "linear_gd" and not task_p <= limits.p_value:
+        chance = f"random weights do the task as well: task_r2 p = {task_p:.2g}"
+        return "undetermined", f"{sentence}; {chance}"
+    return pattern, sentence
+
+
 def _linear_sentence(evidence: Evidence) -> str:
     used, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
     if used is None:
         return f"linear attention; one preconditioned step {explained}"
     if used.n_components is None:
         off = f"entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y²"
-        return f"linear attention; one preconditioned step {explained}; {off}"
+        matrix = _off_identity(evidence.scales.step[0])
+        return f"linear attention; one preconditioned step {explained}; {off}, and {matrix}"
     count = f"{used.n_components} of {len(used.learned)} components"
     return f"linear attention; one preconditioned step on {count} {explained}"
 
@@ -206,16 +198,16 @@ def _several_tasks(
     uneven = _above(evidence, limits, "omega_spread")
     clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
     explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
-    if clean and leak <= limits.task_leak and not uneven:
+    if clean and leak <= limits.leak and not uneven:
         sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
         return _if_explained("task_heads", sentence, evidence, limits)
     if clean and smallest >= 0.5 and not uneven:
         full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
-        even = full and evidence.scales.theta_spread <= limits.theta_even
+        even = full and evidence.scales.theta_spread <= limits.equal
         pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
         sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
         return _if_explained(pattern, sentence, evidence, limits)
-    if clean and uneven and (leak <= limits.task_leak or smallest >= 0.5):
+    if clean and uneven and (leak <= limits.leak or smallest >= 0.5):
         return "undetermined", uneven
     too_large = _above(evidence, limits, "support_leak", "theta_spread")
     if too_large:
@@ -233,7 +225,7 @@ def _several_tasks(
 def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
     """The first of these numbers that is above its limit, in words."""
     for name in names:
-        value, limit = getattr(evidence.scales, name), getattr(limits, name)
+        value, limit = getattr(evidence.scales, name), getattr(limits, LIMITS.get(name, name))
         if np.isnan(value):
             return f"{name} is not defined"
         if value > limit:
@@ -250,10 +242,11 @@ def _if_explained(
         if not r2 >= limits.substitution_r2:
             why = f"{name}_r2 of {pattern} {_short(r2)} is below {limits.substitution_r2:g}"
             return "undetermined", why
-    if evidence.alignment < limits.qk_clear and not evidence.substitution.r2 >= limits.clear_r2:
-        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {limits.qk_clear:g}"
-        explained = f"idealised heads explain R² = {evidence.substitution.r2:.3f}"
-        return "undetermined", f"{why}, and {explained}, below {limits.clear_r2:g}"
+    clear, r2 = limits.ov_last_entry, evidence.substitution.r2
+    if evidence.alignment < clear and not r2 >= 1 - limits.equal:
+        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {clear:g}"
+        explained = f"idealised heads explain R² = {r2:.3f}, below {1 - limits.equal:g}"
+        return "undetermined", f"{why}, and {explained}"
     return pattern, sentence
 
 
@@ -271,12 +264,11 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
         if value < limit:
             return "unstructured", f"{label} {value:.3f} is below {limit:g}"
     omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
-    least = limits.sign_entry if len(mu) == 1 else limits.task_leak
     for label, values in (("omega", omega), ("mu", mu)):
-        if len(_signs(values, least)) > 1:
+        if len(_signs(values, limits.leak)) > 1:
             return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
-    signs = _signs(omega, least)
-    if signs != _signs(mu, least):
+    signs = _signs(omega, limits.leak)
+    if signs != _signs(mu, limits.leak):
         return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
     return ("positive" if signs == {1} else "negative"), ""
 

@@ -15,6 +15,8 @@ from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear.trainer import task_moments
 
 REPEATED = 1e-6  # growth rates nearer than this, relative to the largest, share an eigenspace
+LEARNED = 0.5
+"""A direction counts as used if more than this part of it is learned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,7 @@ class Components:
 
 
 def components(
-    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().off_diagonal
+    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().equal
 ) -> Components:
     """The components of y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
 
@@ -52,7 +54,7 @@ def components(
     learned = aligned.learned(M)
     along = (aligned.vectors * learned * aligned.targets) @ aligned.vectors.T
     off = float(moments.squared_norm(M - along)) / moments.yy
-    count = int((learned > 0.5).sum()) if off <= limit else None
+    count = int((learned > LEARNED).sum()) if off <= limit else None
     return Components(learned=learned, off_diagonal=off, n_components=count)
 
 

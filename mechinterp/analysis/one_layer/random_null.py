@@ -23,6 +23,8 @@ from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
 MIDDLE = (0.05, 0.95)
+ROUNDING = 1e-6
+"""A part of a circuit is absent if its norm is below this fraction of the circuit's: weights are stored in float32."""
 N_PROMPTS, HEADS_AT_ONCE = 512, 128
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
 
@@ -105,7 +107,7 @@ def _statistics(
         "ov_last_entry": last_entry,
         "qk_diagonal_best": diagonal.amax(1),
         "ov_last_entry_best": last_entry.amax(1),
-        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().task_leak),
+        "omega_spread": spread_over_heads(sizes, mu, serving=Thresholds().leak),
         "zero_sum": (mu.sum(1).abs() / mu.abs().sum(1)).amax(1),
         "substitution_r2": r2,
         "task_r2": task_r2,
@@ -120,9 +122,11 @@ def random_shape(weights: AttentionWeights) -> ModelConfig:
 
 def is_bare(weights: AttentionWeights) -> bool:
     """Whether linear heads compare x with x and read y, and nothing else, as those trained on moments do."""
+    if is_normalised(weights.score):
+        return False
     d_x = weights.d_x
-    other = weights.OV[:, :d_x].any() or weights.QK[:, :d_x, d_x:].any()
-    return not is_normalised(weights.score) and not other
+    others = (weights.OV[:, :d_x], weights.OV), (weights.QK[:, :d_x, d_x:], weights.QK)
+    return all(bool(other.norm() <= ROUNDING * circuit.norm()) for other, circuit in others)
 
 
 def stripped(weights: AttentionWeights) -> AttentionWeights:

@@ -5,40 +5,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits of the classifier; analyses/calibration/errors.py says how often each leads astray."""
+    """Limits of the classifier; analyses/calibration/ counts how often labels are wrong under the defaults."""
 
     share: float = 0.01
     """A head is active if its share of the heads' output is above this."""
-    equal: float = 0.05
-    """Heads whose QK circuits differ by less than this, relative to their norm, count as one."""
     qk_diagonal: float = 0.8
-    """Least cosine of a head's QK x block with its form; 99.9% of random heads (d_x = 5) have less than 0.8."""
-    qk_clear: float = 0.9
-    """Where a head's cosine is below this, idealised heads must explain `clear_r2`."""
-    clear_r2: float = 0.98
-    """Least R^2 of idealised heads that makes up for a QK x block which is not clearly of its form."""
+    """Least `qk_diagonal` of a structured head; 99.9% of random heads (d_x = 5) have less than 0.8."""
     ov_last_entry: float = 0.9
-    """Least `ov_last_entry` of a head that is not unstructured."""
-    sign_entry: float = 0.1
-    """Entries of omega or mu below this fraction of the largest have no sign."""
+    """Least `ov_last_entry` of a structured head. A QK x block whose cosine with its form is below this, too, is
+    clear only if idealised heads explain all but `equal`."""
     omega_spread: float = 0.25
-    """Most `omega_spread` of homogeneous heads."""
+    """Most `omega_spread` of homogeneous heads, and most that theta may vary on a support (`theta_spread`)."""
     zero_sum: float = 0.05
     """Most `zero_sum` of heads whose mu cancel."""
-    isotropy: float = 0.98
-    """Least cosine to I of a common matrix that counts as I."""
+    leak: float = 0.25
+    """A part below this fraction of the largest counts as none: entries of omega and mu have no sign, a head serves
+    one response (`task_leak`), theta is confined to its supports (`support_leak`)."""
+    equal: float = 0.05
+    """Relative difference below which two things count as one: QK circuits of heads; a common matrix and I (squared
+    sine of their angle); theta on all coordinates; a step and its part along the principal components of x."""
     shared: float = 0.85
     """Least part of the heads' deviation from I that must be common for the matrix to count as common."""
-    task_leak: float = 0.25
-    """Most `task_leak` of a head that serves one response; half of it is too little for one that serves all."""
-    support_leak: float = 0.15
-    """Most `support_leak` of theta that is confined to its supports."""
-    theta_spread: float = 0.25
-    """Most that theta may vary on a support, max/min - 1."""
-    theta_even: float = 0.06
-    """Most that theta may vary where all responses weigh all coordinates alike."""
-    off_diagonal: float = 0.05
-    """Most `off_diagonal` of a step of linear attention that has components."""
     substitution_r2: float = 0.9
     """Least R^2 with which idealised heads, and the closed form, must stand in for the model."""
     p_value: float = 0.01

@@ -26,14 +26,21 @@ def clean_and_corrupted(
 
     Args:
         clean: None: `n_prompts` are drawn, by `seed`.
-        corrupted: None: made of the clean ones and of task vectors that are drawn by the seed after that.
+        corrupted: None: made of the clean ones and of other task vectors: of given prompts those of the prompt before,
+            else drawn by the seed after that.
     Raises:
-        ValueError: If prompts are to be drawn for a model that comes without a task.
+        ValueError: If prompts are to be drawn for a model that comes without a task, or given prompts come without
+            task vectors.
     """
+    given = clean is not None
     clean = evaluation_prompts(source, clean, n_prompts=n_prompts, seed=seed)
     if corrupted is None:
-        others = evaluation_prompts(source, n_prompts=len(clean), seed=seed + 1)
-        corrupted = with_task_vectors(clean, others.beta.to(clean.beta))
+        own = clean.task_vectors("patching without corrupted prompts")
+        other = own.roll(1, 0)
+        if not given:
+            drawn = evaluation_prompts(source, n_prompts=len(clean), seed=seed + 1)
+            other = drawn.task_vectors("patching").to(own)
+        corrupted = with_task_vectors(clean, other)
     return clean, corrupted
 
 
@@ -47,7 +54,7 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
         >>> bool((other.y - 2 * prompts.y).abs().max() < 1e-12)
         True
     """
-    moved = beta - prompts.beta
+    moved = beta - prompts.task_vectors("with_task_vectors")
     at_query = (prompts.x_query[:, None] @ moved)[:, 0]
     return replace(
         prompts,

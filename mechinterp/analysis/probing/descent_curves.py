@@ -29,7 +29,7 @@ class DescentCurves(Result):
     """Mean squared distance from the noise-free target after 0, 1, ... steps, unit y^2."""
     risk_sem: Float[np.ndarray, "features step"]
     log_area: Float[np.ndarray, " features"]
-    """Mean over steps 1, 2, ... of log risk minus that of the first features; below 0 is faster."""
+    """Mean over steps 1, 2, ... of log excess risk minus that of the first features; below 0 is faster."""
     log_area_sem: Float[np.ndarray, " features"]
     """Standard error of `log_area`, paired over prompts, by the delta method."""
 
@@ -40,27 +40,27 @@ class DescentCurves(Result):
 
     @property
     def at_step(self) -> Int[np.ndarray, " features"]:
-        """Step of descent with the least risk."""
+        """Step of descent with the least excess risk."""
         return self.risk.argmin(1)
 
     def __repr__(self) -> str:
         rows = zip(self.features, self.least_risk, self.at_step, strict=True)
         least = ", ".join(f"{name} {risk:.3g}@{step}" for name, risk, step in rows)
-        return f"DescentCurves(least risk: {least})"
+        return f"DescentCurves(least excess risk: {least})"
 
     def sentences(self) -> list[str]:
-        """The least risk, and how much faster than on the first features."""
+        """The least excess risk, and how much faster than on the first features."""
         rows = zip(self.features, self.least_risk, self.at_step, strict=True)
         least = ", ".join(f"{digits(risk)} at step {step} on {name}" for name, risk, step in rows)
         areas = zip(self.features, self.log_area, self.log_area_sem, strict=True)
         faster = " and ".join(f"{with_error(*area)} for {name}" for name, *area in list(areas)[1:])
         return [
             f"Gradient descent on features of the context has its least excess risk (y²) of {least}.",
-            f"Log area, the mean over steps of log risk minus that of {self.features[0]}, is {faster}: below 0 is faster.",
+            f"Log area, the mean over steps of log excess risk minus that of {self.features[0]}, is {faster}: below 0 is faster.",
         ]
 
     def tables(self) -> dict[str, Table]:
-        """What descent reaches on each kind of features; the risk of every step."""
+        """What descent reaches on each kind of features; the excess risk of every step."""
         title = (
             "Gradient descent on the features; log area: mean log risk minus that of the first row"
         )
@@ -82,7 +82,7 @@ class DescentCurves(Result):
         return frame_of(self, *with_sem("risk"), features=self.features, step=steps)
 
     def area_frame(self) -> pd.DataFrame:
-        """One row per kind of features: the least risk and the area."""
+        """One row per kind of features: the least excess risk and the area."""
         names = ("least_risk", "at_step", *with_sem("log_area"))
         return frame_of(self, *names, features=self.features)
 

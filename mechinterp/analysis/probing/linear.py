@@ -16,7 +16,7 @@ from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -34,10 +34,10 @@ class LayerProbes(Result):
     positions: tuple[int, ...]
     """Positions in the prompt, from 0; the last is the query's."""
     risk: Float[np.ndarray, "layer pos"]
-    """Mean squared error of the probe on prompts it was not fitted to, against the target without noise."""
+    """Excess risk of the probe, on prompts it was not fitted to: its mean squared error against the target without noise."""
     risk_sem: Float[np.ndarray, "layer pos"]
     r2: Float[np.ndarray, "layer pos"]
-    """1 - risk over the mean square of the target without noise."""
+    """1 - excess risk over the mean square of the target without noise."""
     r2_sem: Float[np.ndarray, "layer pos"]
     control_r2: Float[np.ndarray, "layer pos"]
     """The same for targets of other prompts, dealt out at random: what a probe finds where there is nothing."""
@@ -47,7 +47,7 @@ class LayerProbes(Result):
 
     def __repr__(self) -> str:
         risks = " ".join(f"{risk:.3g}" for risk in self.risk[:, -1])
-        return f"LayerProbes(risk {risks} at position {self.positions[-1]})"
+        return f"LayerProbes(excess risk {risks} at position {self.positions[-1]})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer and position."""
@@ -55,7 +55,7 @@ class LayerProbes(Result):
         return frame_of(self, *names, layer=range(len(self.risk)), pos=self.positions)
 
     def plot(self) -> go.Figure:
-        """Risk of the probe over layers, a curve per position."""
+        """Excess risk of the probe over layers, a curve per position."""
         names = [f"position {pos}" for pos in self.positions]
         return figures.lines(
             np.arange(len(self.risk)),
@@ -68,9 +68,10 @@ class LayerProbes(Result):
 
 
 def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Each position's own response: with noise to fit to, without it to score against."""
+    """Each position's own response: with noise to fit to, without it, where it is known, to score against."""
     noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
-    clean = torch.cat([prompts.x @ prompts.beta, prompts.y_query_clean[:, None]], dim=1)
+    context = prompts.y if prompts.beta is None else prompts.x @ prompts.beta
+    clean = torch.cat([context, prompts.y_query_clean[:, None]], dim=1)
     return noisy, clean
 
 
@@ -134,7 +135,9 @@ def probe_layers(
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
     n_pos = fitted.shape[1]
     places = _places(positions, n_pos)

@@ -31,7 +31,7 @@ from mechinterp.analysis.stats import halves
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
@@ -91,7 +91,7 @@ class Probing(Result):
         return {"probes": probes, **self.descent.tables()}
 
     def figures(self) -> dict[str, go.Figure]:
-        """R^2 and risk of the probes, then descent."""
+        """R^2 and excess risk of the probes, then descent."""
         return {
             "probe_r2": self.plot_r2(),
             "probe_risk": self.plot(),
@@ -109,7 +109,7 @@ class Probing(Result):
         }
 
     def plot(self) -> go.Figure:
-        """Risk of the probe of the response after each layer."""
+        """Excess risk of the probe of the response after each layer."""
         return self.response.plot()
 
     def plot_r2(self) -> go.Figure:
@@ -156,7 +156,9 @@ def probe(
         >>> list(probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).structures)
         ['reweighted x', 'preconditioned x']
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
     response = probe_layers(source, prompts, progress=progress)
     structures = {
         name: probe_layers(source, prompts, target=target, progress=progress)

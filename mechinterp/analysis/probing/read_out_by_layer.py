@@ -16,15 +16,21 @@ from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import by_folds
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, least_number, usual_number
+from mechinterp.models.run.evaluation import (
+    evaluation_prompts,
+    least_number,
+    stream_width,
+    usual_number,
+)
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")
-LEAST_PROMPTS = 20
 PER_READ_OUT = 4
 """Prompts of a read-out, in multiples of the least number that a probe takes."""
 
@@ -135,6 +141,7 @@ def read_out_by_layer(
     source: Source,
     prompts: Prompts | None = None,
     *,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -146,12 +153,14 @@ def read_out_by_layer(
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        task: Law of the prompts; None: the model's own. Of given prompts it is then not known, and ridge regression has
+            the penalty that is best on them.
         n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
             fewer than two for each entry the fitted read-out finds less than is there.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are fewer than 20 prompts, the model comes without a task, or it lacks the
-            hooks on its streams.
+        ValueError: If there are fewer prompts than 8 or twice the width of the stream, the model comes without a task, or
+            it lacks the hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
     Example:
@@ -161,16 +170,11 @@ def read_out_by_layer(
         ['input', 'L0H0', 'after L0', 'L1H0', 'after L1']
     """
     predictor = predictor_of(source)
-    if predictor.task is None:
-        raise ValueError("read_out_by_layer needs a model that comes with a task, got none.")
     if n_prompts is None:
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
-    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed)
-    if len(prompts) < LEAST_PROMPTS:
-        raise ValueError(
-            f"read_out_by_layer needs at least {LEAST_PROMPTS} prompts, got {len(prompts)}."
-        )
-    targets = _targets(predictor, prompts)
+    law, width = task_for(predictor, task, "read_out_by_layer", prompts), stream_width(predictor)
+    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=width)
+    targets = _targets(predictor, prompts, law.posterior_penalty)
     places = _places(predictor, prompts)
     read_outs = own_read_outs(predictor, prompts, places)
     rows = []
@@ -203,12 +207,11 @@ def own_read_outs(
     return read if same else None
 
 
-def _targets(predictor: Predictor, prompts: Prompts) -> list[np.ndarray]:
+def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> list[np.ndarray]:
     """The values of `TARGETS` on the prompts."""
-    assert predictor.task is not None
     with torch.no_grad():
         predicted = predictor.predict(prompts)
-    best = ridge(prompts.to(torch.float64), penalty=predictor.task.posterior_penalty)
+    best = ridge(prompts.to(torch.float64), penalty=penalty)
     return [v.double().numpy(force=True) for v in (prompts.y_query, predicted, best)]
 
 

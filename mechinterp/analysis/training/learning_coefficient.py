@@ -34,6 +34,7 @@ from mechinterp.analysis.training.sampler import (
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.display import Result
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 from mechinterp.models.weights import Weights
@@ -169,6 +170,7 @@ class LearningCoefficient(Result):
 
 def local_learning_coefficient(
     source: Source,
+    prompts: Prompts | None = None,
     *,
     step: int | None = None,
     sampled_heads: Sequence[int] | None = None,
@@ -188,6 +190,7 @@ def local_learning_coefficient(
     `n_prompts` prompts.
 
     Args:
+        prompts: Given prompts, on which the loss is then taken for every model; None: they are drawn.
         step: A kept step of training; None: the last weights.
         sampled_heads: Heads of linear attention whose entries are drawn; None: all.
         localisation: Strength of the pull to the weights, unit 1 / weight^2.
@@ -212,13 +215,13 @@ def local_learning_coefficient(
     """
     checkpoint = checkpoint_of(source, "local_learning_coefficient")
     weights = checkpoint.weights if step is None else _kept_weights(checkpoint, step)
-    if is_trained_on_moments(checkpoint):
+    if is_trained_on_moments(checkpoint) and prompts is None:
         heads, task = heads_of_linear(weights), checkpoint.task
         loss = population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
     elif sampled_heads is not None:
         raise ValueError("sampled_heads is of linear attention trained on moments only.")
     else:
-        drawn = evaluation_prompts(checkpoint, n_prompts=n_prompts, seed=seed)
+        drawn = evaluation_prompts(checkpoint, prompts, n_prompts=n_prompts, seed=seed)
         loss = prompts_loss(checkpoint, weights, drawn)
     return coefficient_of_loss(
         loss,

@@ -17,7 +17,7 @@ from mechinterp.analysis.learners.closeness import (
 )
 from mechinterp.analysis.learners.priors import CLEAR
 from mechinterp.analysis.training.kept_steps import snapshots_of
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.pools import Pool
 from mechinterp.models.run.predictor import Source, learner_of
@@ -76,7 +76,7 @@ class PriorSnapshots(Result):
 
 def prior_snapshots(
     checkpoint: Source,
-    task: TaskConfig | None = None,
+    task: TaskLike | None = None,
     pool: Pool | None = None,
     *,
     context_lengths: Sequence[int] | None = None,

@@ -10,7 +10,9 @@ from mechinterp.analysis.one_layer.circuits import Circuits, circuits_of, weight
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.kept_steps import KeptSteps, kept_steps, loss_curve, snapshots_of
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 
@@ -88,6 +90,7 @@ class Snapshots(KeptSteps):
 def training_snapshots(
     checkpoint: Source,
     *,
+    prompts: Prompts | None = None,
     n_prompts: int = 512,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -98,6 +101,7 @@ def training_snapshots(
     logged step up to there.
 
     Args:
+        prompts: Given prompts of an unknown law; None: they are drawn.
         n_prompts: Prompts behind each classification.
         progress: Optional progress callback.
     Raises:
@@ -114,8 +118,9 @@ def training_snapshots(
         )
     steps = kept_steps(trained)
     weights = [trained.snapshots[step] for step in steps]
+    task = task_for(trained, None, "training_snapshots", prompts)
     classified = [
-        classify_attention(each, trained.task, n_prompts=n_prompts, seed=seed)
+        classify_attention(each, task, n_prompts=n_prompts, seed=seed)
         for each in progress(weights, "classifying snapshots")
     ]
     return Snapshots(

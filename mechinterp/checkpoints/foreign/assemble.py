@@ -18,7 +18,16 @@ from mechinterp.models.weights import Weights
 TOKEN, ATTENTION, MLP = range(3)
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions."""
-JOINED = ("norm", "activation", "layout", "score", "attend_to_self", "context_only", "norm_eps")
+JOINED = (
+    "norm",
+    "activation",
+    "layout",
+    "score",
+    "attend_to_self",
+    "context_only",
+    "norm_eps",
+    "rms_norm",
+)
 """Choices that are fields of ModelConfig."""
 
 
@@ -65,9 +74,9 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
     model, inputs, outputs = architecture(parts, chosen, sizes, hints)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
-    stream = Stream(parts.width, chosen.get("residual") is False)
+    stream = Stream(parts.width, model.d_model == 3 * parts.width)
     named: dict[str, Tensor] = {}
-    for number, layer in enumerate(parts.layers):
+    for number, layer in enumerate(parts.layers * _passes(chosen)):
         heads = _heads(parts, layer, chosen.get("scale"), d_head, outputs)
         if model.one_attention:
             inside = _one_layer(heads, model, (inputs, outputs), sizes[0], sign)
@@ -103,18 +112,28 @@ def architecture(
     d_head = len(inputs) if parts.merged else max(widths)
     fields: dict[str, object] = {
         **{name: chosen[name] for name in JOINED if name in chosen},
-        "n_layers": len(parts.layers),
+        "n_layers": len(parts.layers) * _passes(chosen),
         "n_heads": parts.n_heads,
         "d_head": None if parts.alone and d_head == d_token else d_head,
         "biases": parts.biases,
         "score_slope": hints.score_slope or 1.0,
     }
-    if parts.alone:
+    rotary = chosen["positions"] == "rotary"
+    if rotary:
+        turning = parts.d_head
+        if turning % 2:
+            raise ValueError(f"rotary positions need heads of even width, got {turning}.")
+        fields |= {"rotary_dim": turning, "rotary_base": float(chosen["rotary_base"] or 1)}
+        fields["rotary_adjacent_pairs"] = chosen["rotary_adjacent_pairs"]
+    if parts.alone and not rotary:
         fields["merged_qk"] = parts.merged
         return build(ModelConfig, fields, "model."), inputs, outputs
-    apart = chosen["residual"] is False
-    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
     own = inputs == list(range(width)) and outputs == list(range(sizes[0], d_token))
+    # The query's y entries are 0, so that one layer alone predicts the same with a residual.
+    apart = chosen.get("residual") is False or (
+        parts.alone and not (own and parts.written == width)
+    )
+    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
     if around or apart or chosen["sign"] == "minus" or not own:
         fields["d_model"] = 3 * width if apart else width
     fields["final_norm"] = parts.has("final_norm.weight")
@@ -127,6 +146,11 @@ def architecture(
     elif chosen["positions"] == "sinusoidal":
         fields["n_positions"] = N_POSITIONS
     return build(ModelConfig, fields, "model."), inputs, outputs
+
+
+def _passes(chosen: Said) -> int:
+    """Number of runs through the layers."""
+    return int(chosen.get("passes") or 1)
 
 
 def _heads(

@@ -1,9 +1,12 @@
 """What names and shapes leave open, as choices with what each can be, the most usual first."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
+from torch import Tensor
+
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
+from mechinterp.checkpoints.foreign.names import ROTARY
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
@@ -17,43 +20,51 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
     "attend_to_self": (True, False),
 }
 """What a format settles by convention, and names and shapes do not say."""
-SETTINGS = {
-    "activation": ("activation_function", "activation"),
-    "norm_eps": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
-    **{name: (name,) for name in (*JOINS, "attend_to_self") if name != "activation"},
-}
-"""Settings beside weights that state a choice."""
-ONLY = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-"""Settings of GPT-2 that would make it another model."""
+STATED = (*JOINS, "norm_eps", "attend_to_self", "score", "rotary_base", "rotary_adjacent_pairs")
+"""Settings of a file that state a choice."""
+ROTARY_BASE = 10000.0
+REFINED: tuple[Mapping[str, object], ...] = (
+    {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
+    {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
+    *({"passes": count} for count in (2, 3, 4)),
+    {"rms_norm": True},
+    {"rotary_adjacent_pairs": True},
+)
+"""What leaves no trace in names and shapes, tried on the best reading."""
+REFINED_NAMES = ("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm")
+PLAIN = ("none", 1, False)
+"""Values of these choices that are no refinement."""
+MOST_LAYERS = 3
+"""Layers of a model that may run several times; deeper ones are not tried."""
 Choices = Mapping[str, tuple[object, ...]]
 
 
 def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, object]:
-    """What the reader or a file beside the weights says of choices.
+    """What the reader or the file's settings say of choices.
 
     Raises:
-        ValueError: If it contradicts what the format settles, or settings are those of another model.
+        ValueError: If they contradict each other.
     """
-    for key, value in ONLY.items():
-        if settings.get(key, value) != value:
-            raise ValueError(f"{key} must be {value}, got {settings[key]!r}.")
-    beside = {
-        name: next((settings[k] for k in keys if k in settings), None)
-        for name, keys in SETTINGS.items()
-    }
-    if isinstance(first := settings.get("norm_first"), bool):
-        beside["norm"] = "before" if first else "after"
-    beside |= hints.model or {}
-    choices = {name: value for name, value in beside.items() if value is not None}
+    choices = {name: settings[name] for name in STATED if name in settings}
+    choices |= hints.model or {}
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:
             choices[name] = settle(name, choices.get(name), value)
     return choices
+
+
+def rotary_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """That positions are rotary, and their base, where a file holds a table of their angles."""
+    tables = [name for name in tensors if ROTARY.fullmatch(name)]
+    if not tables:
+        return {}
+    found: dict[str, object] = {"positions": "rotary"}
+    for name in tables:
+        turns = tensors[name]
+        if name.endswith("inv_freq") and turns.ndim == 1 and len(turns) > 1 and 0 < turns[1] < 1:
+            found["rotary_base"] = float(turns[1].double() ** -len(turns))
+    return found
 
 
 def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: Hints) -> Choices:
@@ -71,6 +82,8 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     closed = {**form.usual, **form.settled}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
+    if given.get("positions") == "rotary":
+        tries |= {"rotary_adjacent_pairs": (False,), "rotary_base": (ROTARY_BASE,)}
     for name, value in given.items():
         if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
             continue
@@ -107,6 +120,7 @@ def _of_attention(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
         "columns": COLUMNS,
         "attend_to_self": (False, True),
         "sign": SIGNS,
+        "positions": ("none",),
     }
 
 
@@ -127,6 +141,8 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
         "scale": (None, 1.0) if plain and parts.d_head > 1 else (None,),
         "residual": (True, False) if len(parts.layers) == 1 and not (normed or final) else (True,),
         "positions": ("none", "sinusoidal") if open_positions else ("none",),
+        "passes": (1,),
+        "rms_norm": (False,),
         "columns": COLUMNS[:1],
         "sign": SIGNS if bare else SIGNS[:1],
     }
@@ -138,6 +154,28 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
         chosen: dict[str, object] = dict(zip(choices, values, strict=True))
         if _is_usual(chosen, choices, given):
             yield chosen  # type: ignore[misc]
+
+
+def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str]) -> list[Said]:
+    """Readings of the same parts with rotary positions, several runs through the layers, or norms without means.
+
+    Args:
+        closed: Names of choices that the file or the reader settles.
+    """
+    turns = form.turns and not parts.merged and not parts.has("positions.weight")
+    again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
+    possible = {
+        "positions": turns,
+        "passes": bool(again),
+        "rms_norm": parts.bare_norms,
+        "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
+    }
+    return [
+        {**chosen, **change}  # type: ignore[dict-item]
+        for change in REFINED
+        for name in list(change)[:1]
+        if possible[name] and chosen.get(name) in PLAIN and name not in closed
+    ]
 
 
 def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:

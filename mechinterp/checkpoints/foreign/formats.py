@@ -69,6 +69,8 @@ class Format:
     """What its code does, by name of a choice; a scale of None is 1/sqrt(d_head)."""
     usual: Mapping[str, object] = field(default_factory=dict)
     """What is assumed of it and not tried."""
+    turns: bool = True
+    """Whether queries and keys may be turned by rotary positions, of which a file shows nothing."""
     wide_heads: bool = False
     """Whether queries of a head are as wide as a token, so that their number shows."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -90,6 +92,7 @@ FORMATS = (
         (HEADS,),
         ATTENTION,
         settled={**SOFTMAX, **X_FIRST, "attend_to_self": False},
+        turns=False,
         wide_heads=True,
         task=_several,
     ),
@@ -98,12 +101,14 @@ FORMATS = (
         (PACKED, UNPACKED),
         settled={**SOFTMAX, "sign": "plus", "output_column": None},
         usual={"attend_to_self": False},
+        turns=False,
     ),
     Format(
         "linear-paper",
         (("kq.weight", "value.weight"),),
         ATTENTION,
         settled=PUBLISHED,
+        turns=False,
         task=_eigenvalues,
     ),
     Format("arrays", (NAMES,), ATTENTION, settled={"orientation": "in,out", "output_column": None}),
@@ -121,6 +126,7 @@ FORMATS = (
         ),
         settled={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
         usual={"activation": "gelu_new", "norm_eps": 1e-5},
+        turns=False,
         task=_points,
         beside={
             "model.tokens": "x_1, y_1, ..., x_L, y_L, x_query; y padded with zeros to d_x; predicted at x_query"
@@ -131,10 +137,19 @@ FORMATS = (
         tells=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
         settled={**SOFTMAX, **X_FIRST, "residual": True},
         usual={"norm_eps": 1e-5, "attend_to_self": True},
+        turns=False,
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
-    Format("linear-paper", (SEPARATE,), ATTENTION, (), True, settled=PUBLISHED, task=_eigenvalues),
+    Format(
+        "linear-paper",
+        (SEPARATE,),
+        ATTENTION,
+        only_said=True,
+        settled=PUBLISHED,
+        turns=False,
+        task=_eigenvalues,
+    ),
     Format("torch-attention", LINEAR, only_said=True),
 )
 OWN_LAYERS = FORMATS[-1]
@@ -144,12 +159,15 @@ HOOKED = Format(
     tells=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
     settled={"orientation": "in,out", **X_FIRST},
     usual={**SOFTMAX, "attend_to_self": False},
+    turns=False,
     beside={"normalization": None},
 )
 BARE = Format("linear-paper", task=_eigenvalues)
 LAYERED = Format("named-layers")
 ONE_MATRIX = Format(
-    "one-matrix", settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST}
+    "one-matrix",
+    settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST},
+    turns=False,
 )
 """A merged step y_l x_l W x: one square matrix and nothing else."""
 OTHERS = {

@@ -6,16 +6,24 @@ What a known format settles is tried too where, as its code has it, the file pre
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.assemble import assembled, columns
-from mechinterp.checkpoints.foreign.choices import DOUBTED
+from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES
 from mechinterp.checkpoints.foreign.options import Hints, option
 from mechinterp.checkpoints.foreign.parsed import Parts
-from mechinterp.checkpoints.foreign.readings import MARGIN, Errors, Reading, Said, ranked
+from mechinterp.checkpoints.foreign.readings import (
+    MARGIN,
+    Errors,
+    Reading,
+    Said,
+    below,
+    ranked,
+)
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
@@ -27,11 +35,20 @@ MAX_READINGS = 64
 N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
 AGAIN = 4
-"""How many times as many where the best reading may be better than predicting 0, but not clearly."""
+"""How many times as many for the readings that are near the best."""
+MOST_REFINED = 24
+"""Readings, the best first, of which refinements are tried."""
+ROUNDS = 3
+"""How often a refined reading is changed in one choice, as long as that is better."""
+MOST_NEAR = 4
+"""Readings of each score that are compared again."""
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
 """About the products that all readings together may take, and the most numbers of the prompts."""
 PER_WEIGHT = 16
 """What an attention weight costs, in products."""
+REFINED_MARGIN = 0.01
+"""A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
+mistake gets worse, but a wrong task can make it better by a little."""
 TIE = 1e-6
 """Relative difference of predictions up to which two readings are one model."""
 
@@ -75,16 +92,33 @@ class Case:
         return weights.circuits if weights.model.one_attention else weights
 
 
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """The reading of a file that is taken, and what it was compared with."""
+
+    case: Case
+    readings: tuple[Reading, ...]
+    """All that were compared, the one that is taken first; none where one is possible, and predicts."""
+    names: tuple[str, ...]
+    """Names of the choices in which the readings differ."""
+    understood: bool
+    """Whether the reading that is taken predicts clearly better than 0."""
+
+
 def tried(
-    cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
-) -> tuple[Case, tuple[Reading, ...]]:
-    """The case that predicts best, and the readings that were held against each other; none where one is said.
+    cases: Sequence[Case],
+    closed: Collection[str],
+    make: Callable[[Parts, Said], Case],
+    refine: Callable[[Case], Sequence[Said]],
+) -> Tried:
+    """The case that predicts best, and the readings that it was compared with.
 
     Where none predicts, what is settled by convention is doubted: those that predict without it come behind.
 
     Args:
         closed: Names of choices that are not doubted.
         make: The case of parts that are read in one way.
+        refine: Further readings to try once a case is known to be among the best.
     Raises:
         ValueError: If too much is left open, or both orientations predict for another d_x.
     """
@@ -92,28 +126,125 @@ def tried(
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
         raise ValueError(f"{rule}; say some of {', '.join(map(option, open_ones))}.")
-    doubts = _doubts(cases, [*closed, *open_ones], make)
-    if len(cases) == 1 and not doubts:
-        return cases[0], ()
-    for more in (1, AGAIN):
-        count = _n_prompts(cases, more)
-        kept, errors = _apart(cases, count)
-        readings = _ranked(kept, errors, open_ones)
-        predicts = any(each.predicts for each in readings)
-        if predicts or all(each.loss >= 1 - MARGIN for each in readings):
+    refinements = partial(_refinements, make=make, refine=refine)
+    look = _looked_at(cases, _n_prompts(cases, 1))
+    order = sorted(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))[:MOST_REFINED]
+    refined = [each for i in order for each in refinements(look.cases[i])]
+    if refined:
+        every = [*look.cases, *refined]
+        look = _looked_at(every, _n_prompts(every, 1))
+        best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
+        if look.cases[best] in refined:
+            found = _improved(look.cases[best], every, make, look.count)
+            look = _looked_at([*look.cases, *found], look.count) if found else look
+    readings = _ranked(look, open_ones)
+    rest: list[Reading] = []
+    hopeful = any(each.loss < 1 - MARGIN for each in readings)
+    if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
+        near = _near_the_best(look, cases)
+        rest = [each for each in readings if each.build not in {case.shown for case in near}]
+        best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
+        near += refinements(look.cases[best])
+        look = _looked_at(near, _n_prompts(near, AGAIN))
+    look = _without_idle_refinements(look, cases)
+    names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
+    readings = _ranked(look, names)
+    first = next(case for case in look.cases if case.shown == readings[0].build)
+    if any(each.predicts for each in readings):
+        _require_one_size(look.cases, readings)
+        understood = readings[0].predicts
+        rest = [replace(each, stands=False, ties=False) for each in rest]
+        several = len(cases) > 1 or len(readings) > 1 or not understood
+        return Tried(first, (*readings, *rest) if several else (), tuple(names), understood)
+    doubts = _looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
+    names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
+    if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
+        told = {n: first.told(n) for n in names}
+        readings = [replace(readings[0], stands=True, said=told), *working]
+    return Tried(first, (*readings, *rest), tuple(names), understood=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """Cases whose predictions differ, with their errors on the same prompts."""
+
+    cases: list[Case]
+    errors: list[Errors]
+    count: int
+    """Number of prompts."""
+
+
+def _looked_at(cases: Sequence[Case], count: int) -> _Look:
+    return _Look(*_apart(cases, count), count)
+
+
+def _refinements(
+    case: Case, make: Callable[[Parts, Said], Case], refine: Callable[[Case], Sequence[Said]]
+) -> list[Case]:
+    """The cases that refine another one, where there is such a model."""
+    refined = []
+    for said in refine(case):
+        with suppress(ValueError):  # heads of odd width cannot be turned
+            refined.append(make(case.parts, said))
+    return refined
+
+
+def _improved(
+    case: Case, cases: Sequence[Case], make: Callable[[Parts, Said], Case], count: int
+) -> list[Case]:
+    """Better readings on the way from a refined case, one choice changed at a time.
+
+    Which norm or activation predicts can depend on the refinement, so that the best reading without it may be another.
+    """
+    names = [
+        n
+        for n in open_choices(cases)
+        if n in case.said and not n.startswith(("rotary", "positions"))
+    ]
+    values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
+    better: list[Case] = []
+    for _ in range(ROUNDS):
+        near = []
+        for name, value in ((n, v) for n, vs in values.items() for v in vs if v != case.said[n]):
+            with suppress(ValueError):
+                near.append(make(case.parts, {**case.said, name: value}))
+        look = _looked_at([case, *near], count)
+        best = look.cases[min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))]
+        if best is case:
             break
-    first = next(case for case in kept if case.shown == readings[0].build)
-    if predicts:
-        _require_one_size(kept, readings)
-    else:
-        others, other_errors = _apart(doubts, count)
-        names = open_choices([first, *others])
-        names = [*open_ones, *(n for n in DOUBTED if n in names and n not in open_ones)]
-        doubted = _ranked([*kept, *others], [*errors, *other_errors], names)
-        if working := [each for each in doubted if each.predicts][:4]:
-            told = {n: first.told(n) for n in names}
-            return first, (replace(readings[0], stands=True, said=told), *working)
-    return first, tuple(readings) if len(cases) > 1 else ()
+        case = best
+        better.append(case)
+    return better
+
+
+def _mean(errors: Errors) -> float:
+    return float(errors[0].mean().nan_to_num(torch.inf))
+
+
+def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
+    """For each score, the cases that more prompts could show to be its best, and the best that is no refinement."""
+    plain = {id(case) for case in cases}
+    unrefined = [i for i, case in enumerate(look.cases) if id(case) in plain]
+    near = {min(unrefined, key=lambda i: _mean(look.errors[i]))}
+    for score in dict.fromkeys(case.said.get("score") for case in look.cases):
+        rows = [i for i, case in enumerate(look.cases) if case.said.get("score") == score]
+        rows.sort(key=lambda i: _mean(look.errors[i]))
+        best = look.errors[rows[0]][0]
+        near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
+    return [look.cases[i] for i in sorted(near)]
+
+
+def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
+    """The look without refinements that predict no better than all cases that are none."""
+    unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
+    plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
+    best = min((e for e, is_plain in zip(look.errors, plain, strict=True) if is_plain), key=_mean)
+    rows = [
+        i
+        for i, (error, zero) in enumerate(look.errors)
+        if plain[i] or (below(error, best[0], REFINED_MARGIN) and below(error, zero))
+    ]
+    return _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
 
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
@@ -121,9 +252,10 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
     return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
 
 
-def _ranked(cases: Sequence[Case], errors: Sequence[Errors], names: Sequence[str]) -> list[Reading]:
+def _ranked(look: _Look, names: Sequence[str]) -> list[Reading]:
     """The readings by what they may differ in."""
-    return ranked([({n: case.told(n) for n in names}, case.shown) for case in cases], errors)
+    said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
+    return ranked(said, look.errors)
 
 
 def _doubts(

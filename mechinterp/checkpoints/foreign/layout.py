@@ -1,14 +1,24 @@
 """What the names of a file's tensors stand for, layer by layer, and which models of other kinds they tell."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import ATTENTION, ENDS, INNER, KNOWN, Piece, piece_of
+from mechinterp.checkpoints.foreign.names import (
+    ATTENTION,
+    COMPLETE,
+    ENDS,
+    INNER,
+    KINDS,
+    KNOWN,
+    TRANSPOSED,
+    Piece,
+    piece_of,
+)
 from mechinterp.checkpoints.io.errors import naming
 
 
@@ -29,11 +39,10 @@ class Layout:
     @property
     def lacking(self) -> list[str]:
         """The names in layers without queries, keys or values."""
-        wanted = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
         names = []
         for layer in self.layers:
             parts = {piece.part for piece in layer if piece.kind == "weight"}
-            if not any(each <= parts for each in wanted):
+            if not any(each <= parts for each in COMPLETE):
                 names += [piece.name for piece in layer]
         return names
 
@@ -50,15 +59,17 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     pieces = [piece for piece in read.values() if piece is not None]
     unknown = [name for name, piece in read.items() if piece is None]
     paths = {piece.path for piece in pieces if piece.part in INNER}
+    widths = {n for p in pieces if p.part in INNER and p.kind == "weight" for n in tensors[p.name].shape}  # fmt: skip
+    outputs = [p for p in pieces if p.part == "o" and p.kind == "weight" and p.path in paths]
     layers: dict[int, list[Piece]] = {}
     ends: dict[tuple[str, str], Piece] = {}
     for piece in pieces:
-        if piece.part not in ENDS and (piece.part != "o" or piece.path in paths):
+        part = _part_of(piece, tensors, widths)
+        if part == "o" and (piece.path not in paths or _is_second(piece, outputs, tensors)):
+            part = "read_out"
+        if part not in ENDS:
             layers.setdefault(-1 if piece.layer is None else piece.layer, []).append(piece)
             continue
-        part = "read_out" if piece.part == "o" else piece.part
-        if part == "words" and _is_linear(piece, tensors):
-            part = "read_in"
         key = (part, piece.kind)
         names = [each.name.split(".")[-2:-1] for each in (piece, ends.get(key, piece))]
         if key in ends and ["lm_head"] in names:  # of a model of words with a read-out of its own
@@ -72,46 +83,102 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     return Layout(tuple(tuple(layers[n]) for n in sorted(layers)), ends, tuple(unknown))
 
 
-def _is_linear(piece: Piece, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether what is called an embedding has a bias, as a layer that reads numbers in; a table of words has none."""
-    stem = piece.name.rpartition(".")[0]
-    return piece.kind == "bias" or f"{stem}.bias" in tensors
+def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int]) -> str:
+    """The part that a name stands for, where names leave it open by the shape.
+
+    Args:
+        widths: Sizes of the matrices of queries, keys and values, that of the stream among them.
+    """
+    stem, _, _ = piece.name.rpartition(".")
+    weight = tensors.get(f"{stem}.weight", tensors.get(f"{stem}.kernel", tensors[piece.name]))
+    rows, columns = tuple(weight.shape) if weight.ndim == 2 else (0, 0)
+    into, out = (rows, columns) if piece.axes == TRANSPOSED else (columns, rows)
+    if piece.part == "words":
+        # A table of words is [words, width] without a bias; a layer that reads numbers is [width, entries].
+        linear = piece.kind == "bias" or f"{stem}.bias" in tensors or piece.name.endswith(("kernel", ".w"))  # fmt: skip
+        shaped = out in widths and into not in widths and not piece.name.endswith("W_E")
+        return "read_in" if linear or shaped else "words"
+    if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
+        near, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
+        return piece.part if near in widths else part
+    return piece.part
+
+
+def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether another matrix of the same layer writes more: this one is then the read-out."""
+    own = [p for p in outputs if p.name.rpartition(".")[0] == piece.name.rpartition(".")[0]]
+    others = [p for p in outputs if (p.layer, p.head) == (piece.layer, piece.head) and p not in own]
+    if piece.layer is not None or not own or not others:
+        return False
+    written = [min(tensors[p.name].shape, default=0) for p in (own[0], others[0])]
+    return written[0] < written[1]
 
 
 OTHER_MODELS = {
     r"relative|rpe\.": "relative positions",
-    r"rotary|inv_freq": "rotary positions",
     "fourier_proj": "tokens of random Fourier features",
     "cls_token": "class tokens",
     r"A_log|conv1d|dt_proj|ssm": "state-space models (Mamba)",
     r"conv1\.": "convolutions",
     r"lstm|gru\.|rnn\.|weight_[ih]h_l0": "recurrent layers",
-    r"W_g\b|\bgates?\b|gate_proj": "gates",
     r"feature_map|kernel_proj|random_features|phi\.": "features of kernels",
     r"[EF]_block|\b[EF](?:_[kv])?(?:\.weight)?$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
     r"\blayers?\.\d+\.scale$": "learned factors of layers, as of attention by kernels,",
     r"bias_[kv]$": "learned extra keys and values",
+    r"[qk]_norm\b|[qk]_ln\b|query_norm|key_norm": "norms of queries and keys",
 }
 """Parts of names that tell a model of another kind."""
+GATED = re.compile(
+    r"gate_proj|gate_up_proj|w_gate|(?:mlp|ffn?|feed_?forward)\.(?:.*\.)?(?:gate|w3|w12|linear_gate)\b|\bw3\.weight",
+    re.IGNORECASE,
+)
+"""Names of the gate of an MLP, as of SwiGLU."""
+GATES = re.compile(r"W_g\b|\bgates?\b")
+HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
 def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
-    """Refuse what names tell to be another kind of model, by what it is.
+    """Refuse what names and shapes tell to be another kind of model, by what it is.
 
     Raises:
-        ValueError: If it is a model of words, has relative positions, gates, or the like.
+        ValueError: If it is a model of words, has relative positions, gates, grouped keys, or the like.
     """
-    for mark, what in OTHER_MODELS.items():
+    gated = next(filter(GATED.search, tensors), None)
+    grouped = _grouped(tensors, layout)
+    if gated is not None or grouped:
+        what = [] if gated is None else [f"a gated MLP ({shown(gated)})"]
+        what += [f"grouped keys ({grouped})"] if grouped else []
+        norms = {p.kind for p in layout.pieces if "norm" in p.part}
+        what += ["norms without biases (RMSNorm)"] if norms == {"weight"} else []
+        kind = "a Llama-like block" if len(what) > 1 else "a model"
+        raise ValueError(f"{kind} with {', '.join(what)}, which is not read from a file; {HOOK}.")
+    for mark, what_else in {**OTHER_MODELS, GATES.pattern: "gates"}.items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                raise TensorError(what, f"are not read, got {shown(name)}")
+                raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder that files for HookedTransformer have
             return
-        rule = f"({words.name} {shape}); numbers (x, y) are needed as tokens"
-        raise TensorError("a model of word tokens", rule)
+        raise ValueError(
+            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
+        )
+
+
+def _grouped(tensors: Mapping[str, Tensor], layout: Layout) -> str:
+    """Rows of queries and of keys, where several heads share keys; empty where they do not."""
+    for layer in layout.layers[:1]:
+        found = {p.part: tensors[p.name] for p in layer if p.kind == "weight" and p.head is None}
+        if not {"q", "k"} <= found.keys() or any(found[x].ndim != 2 for x in "qk"):
+            continue
+        shapes = sorted(tuple(sorted(found[x].shape)) for x in "qk")
+        (q_rows, q_in), (k_rows, k_in) = (tuple(found[x].shape) for x in "qk")
+        if q_in == k_in and k_rows < q_rows and q_rows % k_rows == 0:
+            return f"{q_rows} rows of queries, {k_rows} of keys"
+        if q_rows == k_rows and k_in < q_in and q_in % k_in == 0 and shapes[0] != shapes[1]:
+            return f"{q_in} columns of queries, {k_in} of keys"
+    return ""
 
 
 def shown(name: str) -> str:
@@ -141,18 +208,29 @@ def of_file(file: Path) -> Iterator[None]:
 
 
 def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors with each row "theirs=known" applied to the parts of their names.
+    """The tensors with each row "theirs=known" applied to their names.
+
+    The left side is a name, or any whole words of names; the words of the path before its last one stay, and so does
+    what follows, such as weight or kernel.
 
     Raises:
         ValueError: If a row fits no name, or makes two names one.
+    Example:
+        >>> list(mapped({"block.final.kernel": torch.zeros(1)}, ["block.final=o_proj"]))
+        ['block.o_proj.kernel']
     """
     named = dict(tensors)
     for row in rows:
         theirs, _, known = row.partition("=")
+        words = re.split(r"[./]", theirs)
+        kind = words.pop() if len(words) > 1 and words[-1] in KINDS else ""
+        path = theirs.removesuffix(kind).rstrip("./").removesuffix(words[-1])
+        new = (path + known + theirs[len(path) + len(words[-1]) :]).replace("\\", r"\\")
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
-        renamed = {pattern.sub(rf"\g<1>{known}", name): tensor for name, tensor in named.items()}
+        renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}
         if list(renamed) == list(named):
-            raise ValueError(f"map must name a part of a tensor's name, got {row!r}.")
+            names = ", ".join(map(shown, [*named][:8]))
+            raise ValueError(f"map must name whole words of a tensor's name, got {row!r}; the names are {names}.")  # fmt: skip
         if len(renamed) < len(named):
             raise ValueError(f"map must keep the names apart, got {row!r}.")
         named = renamed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import TensorError, shown
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
-from mechinterp.checkpoints.foreign.options import HEAD_KEYS, Hints, settle
+from mechinterp.checkpoints.foreign.options import Hints, settle
 
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 GROUPED = "grouped or multi-query attention is not read"
@@ -163,14 +163,9 @@ def _packed_axes(
 def number_of_heads(
     layer: Mapping[str, Matrix], hints: Hints, settings: Mapping[str, object], n_heads: int | None
 ) -> int:
-    """The number of heads that the tensors show, a config file beside them states or the reader gives."""
-    for name in HEAD_KEYS:
-        value = settings.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}, stated beside it, must be an integer >= 1, got {value!r}.")
-        n_heads = settle(name, n_heads, value)
+    """The number of heads that the tensors show, the file or its config states, or the reader gives."""
+    stated = settings.get("n_heads")
+    n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
     query, value = layer["query.weight"].tensor, layer["value.weight"]
     width, inner = query.shape
     if n_heads is None and "out.weight" not in layer:  # each head writes a whole token, or y
@@ -179,7 +174,9 @@ def number_of_heads(
         n_heads = 1
     n_heads = settle("n_heads", n_heads, hints.n_heads)
     if n_heads is None:
-        raise ValueError("n_heads is not in the file; give --n-heads (n_heads=).")
+        several = settings.get("several_heads")
+        why = "is not in the file" if several is None else f"must be one number, got {several}"
+        raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
     return n_heads
 
 
@@ -191,18 +188,6 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
     if rows % width:
         raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
     return rows // width
-
-
-def require_full_keys(layer: Mapping[str, Matrix]) -> None:
-    """Refuse keys of fewer rows than the queries, which several heads share."""
-    inner, keys, values = (layer[f"{n}.weight"].tensor.shape[1] for n in ("query", "key", "value"))
-    fits = len(layer["key.weight"].tensor) == len(layer["query.weight"].tensor)
-    if fits and keys < inner and inner % keys == 0:
-        name, rows = shown(layer["key.weight"].name), f"{keys} of keys, {values} of values"
-        rule = (
-            f"must be as wide as queries; {GROUPED}: got {inner} rows of queries, {rows} ({name})"
-        )
-        raise TensorError("keys", rule)
 
 
 def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:

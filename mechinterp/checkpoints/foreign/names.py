@@ -35,6 +35,7 @@ PARAMETERS = re.compile(r"(.*(?:in|[qkv])_proj)_(weight|bias)")
 HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att_heads")
 NUMBERED = re.compile(r"(?:h|layers?|blocks?|attn|attention|trans_block|transformer_block)_?(\d+)")
 NUMBERED_HEAD = re.compile(r"heads?_?(\d+)")
+NUMBERED_WORD = re.compile(r"(\D*)(\d+)")
 TORCH, TRANSPOSED = ORIENTATIONS
 KINDS = {
     "weight": ("weight", TORCH),
@@ -55,10 +56,17 @@ HARMLESS = re.compile(
     re.IGNORECASE,
 )
 """Buffers and logs that change no prediction."""
+ROTARY = re.compile(
+    r"(?:.*[./])?(?:(?:rotary|rope)\w*[./]\w+|inv_freq|freqs_cis|(?:cos|sin)_cache[d]?)",
+    re.IGNORECASE,
+)
+"""Tables of rotary positions, which are computed anew."""
 
 
 INNER = ("q", "k", "v", "qkv", "kv", "qk")
 ATTENTION = ("o", *INNER)
+COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
+"""Sets of parts, each of which makes a layer of attention."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
 
 
@@ -133,5 +141,6 @@ def _placed(name: str, part: str, kind: str, axes: str | None, path: list[str]) 
 
 
 def is_harmless(name: str, n_axes: int) -> bool:
-    """Whether a tensor changes no prediction: a mask (GPT-2 calls it bias), weights of a loss, a log."""
-    return bool(HARMLESS.fullmatch(name)) or (name.endswith("bias") and n_axes == 4)
+    """Whether a tensor is not read: a mask (GPT-2 calls it bias), a table of angles, weights of a loss, a log."""
+    tables = bool(HARMLESS.fullmatch(name) or ROTARY.fullmatch(name))
+    return tables or (name.endswith("bias") and n_axes == 4)

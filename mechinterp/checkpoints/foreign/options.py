@@ -19,9 +19,17 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
     "layout": LAYOUTS,
     "residual": (True, False),
     "context_only": (True, False),
-    "positions": ("none", "sinusoidal"),
+    "positions": ("none", "sinusoidal", "rotary"),
+    "rms_norm": (False, True),
+    "rotary_adjacent_pairs": (True, False),
+    "rotary_base": (),
+    "passes": (),
 }
-"""How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`."""
+"""How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`.
+
+`rotary_base` is a number > 0, `passes`, the number of runs through the layers, an integer from 1 to `MOST_PASSES`.
+"""
+MOST_PASSES = 64
 HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
 """Settings beside weights that state the number of heads."""
 Value = TypeVar("Value", bool, int, float, str)
@@ -83,6 +91,10 @@ class Hints:
     """How norms, MLPs and tokens are joined: fields of `JOINS`."""
     map: Sequence[str] | None = None
     """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
+    weights: str | None = None
+    """Name of the state dict to read, where the file holds several."""
+    anyway: bool | None = None
+    """Whether a file that was not understood is loaded all the same."""
 
     def __post_init__(self) -> None:
         require = Rules("", self).require
@@ -102,11 +114,14 @@ class Hints:
         for name, known in closed.items():
             holds = getattr(self, name) in (None, *known)
             require(name, holds, f"must be one of {'; '.join(known)}")
+        named = isinstance(self.weights, str | None) and self.weights != ""
+        require("weights", named, "must be the name of a state dict")
         holds = self.attend_to_self in (None, True, False)
         require("attend_to_self", holds, "must be true or false")
         for name, value in (self.model or {}).items():
-            if value not in JOINS.get(name, ()):
+            if not _is_join(name, value):
                 listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
+                listed += f"; rotary_base=10000; passes=1 to {MOST_PASSES}"
                 raise ValueError(f"model must hold some of {listed}, got {name}={value}.")
         for row in self.map or ():
             if not re.fullmatch("[^=]+=[^=]+", row):
@@ -116,6 +131,15 @@ class Hints:
     def given(self) -> dict[str, object]:
         """Those that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def _is_join(name: str, value: object) -> bool:
+    """Whether a value is one that a join can have."""
+    if name == "passes":
+        return type(value) is int and 1 <= value <= MOST_PASSES
+    if name == "rotary_base":
+        return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+    return value in JOINS.get(name, ())
 
 
 def settle(name: str, stated: Value | None, given: Value | None) -> Value | None:

@@ -15,7 +15,6 @@ from mechinterp.checkpoints.foreign.matrices import (
     Matrix,
     attention_matrices,
     number_of_heads,
-    require_full_keys,
     require_layer,
     require_matrix,
     require_shapes,
@@ -38,7 +37,9 @@ class Parts:
     merged: bool = False
     """Whether a head has one matrix in place of queries and keys."""
     biases: bool = False
-    """Whether there are biases besides those of norms, in attention alone such that are not zero."""
+    """Whether the model has biases (norms not counted). A lone attention layer whose biases are all zero counts as having none."""
+    bare_norms: bool = False
+    """Whether there are norms, and none has a bias: layer norms, or those of the root mean square."""
 
     @property
     def width(self) -> int:
@@ -98,7 +99,6 @@ def parts_of(
     width = len(query.tensor)
     apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
     heads = (whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
-    require_full_keys(every_layer[0])
     n_heads = number_of_heads(every_layer[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, every_layer, strict=True):
         matrices |= _beside(pieces, tensors, width)
@@ -117,7 +117,9 @@ def parts_of(
     named = [item for part in (ends, *layers) for item in part.items()]
     biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
     biased = any(bool(t.any()) or not parts.alone for t in biases)
-    return Parts(tuple(map(_with_biases, layers)), _with_biases(ends), n_heads, merged, biased)
+    norms = {name.partition(".")[2] for name, _ in named if "norm" in name}
+    full = tuple(map(_with_biases, layers)), _with_biases(ends)
+    return Parts(*full, n_heads, merged, biased, bare_norms=norms == {"weight"})
 
 
 def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,10 +224,10 @@ def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
-        raise TensorError(what, f"must hold floating-point numbers, got {tensor.dtype}{layout}")
+        raise ValueError(f"{shown(what)} must hold floating-point numbers, got {tensor.dtype}{layout}.")  # fmt: skip
     held, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
     if held < numbers:
         what = f"{what} of shape {tuple(tensor.shape)}"
-        raise TensorError(what, f"must hold {numbers} numbers, got {held}")
+        raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {held}.")
     if bad := int((~torch.isfinite(tensor)).sum()):
-        raise TensorError(what, f"must hold finite numbers, got {bad} NaN or infinite")
+        raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")

@@ -3,27 +3,38 @@
 What neither the file nor the reader says is assumed: `Checkpoint.assumed` holds it by name.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
-from mechinterp.checkpoints.foreign.choices import choices_of, combinations, given_choices
+from mechinterp.checkpoints.foreign.choices import (
+    Choices,
+    choices_of,
+    combinations,
+    given_choices,
+    refinements,
+    rotary_of,
+)
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import Case, open_choices, tried
+from mechinterp.checkpoints.foreign.interpret import Case, Tried, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Reading, Said, advice
+from mechinterp.checkpoints.foreign.readings import Said, not_understood
+from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 
-TASK_KEY = "mechinterp_task"
-"""Where a folder that an earlier version wrote has fields of the task."""
+OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
+"""Choices that one layer of attention alone has, too."""
+PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
+UNTRACED = "none (rotary ones leave no trace in a file)"
+"""What is assumed of positions that nothing shows."""
 MOST_SHOWN = 24
 """Readings that are listed under what was assumed; the checkpoint has all."""
 
@@ -57,17 +68,26 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     """
     last = run[-1]
     with of_file(last.file):
-        stated, noise = last.settings.get(TASK_KEY), last.settings.get("noise_std")
-        task: dict[str, object] = {"noise_var": noise**2} if isinstance(noise, float) else {}
-        task |= {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
-        return _read(run, replace(hints, task=task))
+        return _read(run, replace(hints, task=_stated_task(last.settings, hints)))
+
+
+def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
+    """Fields of the task that the file's settings or the reader state; the reader's come first."""
+    task: dict[str, object] = {n: settings[n] for n in ("d_x", "d_y") if n in settings and n not in hints.given}  # fmt: skip
+    noise, noise_var = settings.get("noise_std"), settings.get("noise_var")
+    if isinstance(noise, float):
+        task["noise_var"] = noise**2
+    if isinstance(noise_var, float):
+        task["noise_var"] = noise_var
+    stated = settings.get(TASK_KEY)
+    return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
     told = _told(run, hints)
     form, layout, _ = told[-1]
-    given = given_choices(hints, last.settings)
+    given = rotary_of(last.tensors) | given_choices(hints, last.settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
     cases: list[Case] = []
@@ -80,7 +100,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         except ValueError as error:
             faults.append(error)
             continue
-        source = _Source(last, form, hints, str(choices["score"][0]))
+        source = _Source(last, form, hints, choices)
         for chosen in combinations(choices, given):
             try:
                 cases.append(source.case(parts, {"orientation": axes, **chosen}))
@@ -89,14 +109,14 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     if not cases:
         raise faults[0]
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
-    first, readings = tried(cases, closed, source.case)
-    checkpoint = source.checkpoint(first, given, readings, open_choices(cases))
+    found = tried(cases, closed, source.case, source.refinements(given))
+    checkpoint = source.checkpoint(found, given)
     if len(run) == 1:
         return checkpoint
-    kept, axes = {}, str(first.said["orientation"])
+    kept, axes = {}, str(found.case.said["orientation"])
     for each, parts in zip(run, _parts_of_run(run, told, axes, hints), strict=True):
         with of_file(each.file):
-            kept[each.step] = replace(first, parts=parts).weights()
+            kept[each.step] = replace(found.case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
 
 
@@ -123,9 +143,10 @@ def _parts_of_run(
 
 def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     """The format of a file; of names that no format has, by what is there."""
-    if parts.alone and hints.model:
+    of_layers = [name for name in hints.model or {} if name not in OF_POSITIONS]
+    if parts.alone and of_layers:
         raise ValueError(
-            f"model ({', '.join(hints.model)}) is said of layers with norms or MLPs, got one of attention alone."
+            f"model ({', '.join(of_layers)}) is for layers with norms or MLPs, got one layer of attention alone."
         )
     if form is not LAYERED or not parts.alone:
         return form
@@ -139,8 +160,8 @@ class _Source:
     stored: Stored
     form: Format
     hints: Hints
-    score: str
-    """The most usual score, whose task is assumed."""
+    choices: Choices
+    """What the names and shapes leave open."""
 
     def case(self, parts: Parts, chosen: Said) -> Case:
         """The parts under a reading, with the sizes of the task.
@@ -151,18 +172,39 @@ class _Source:
         sizes = self._sizes(parts, chosen)
         stated = dict(self.hints.task or {})
         model, *_ = architecture(parts, chosen, sizes, self.hints)
-        most, points = model.longest_context, self.stored.settings.get("n_points")
-        if isinstance(points, int) and (most is None or points - 1 <= most):
-            stated = {"context_length": points - 1, **stated}
-        fields = {**self.form.task(*sizes, self.score), "d_x": sizes[0], "d_y": sizes[1], **stated}
+        most = _least(model.longest_context, self._room(chosen))
+        length = self._stated_length()
+        if length is not None and (most is None or length <= most):
+            stated = {"context_length": length, **stated}
+        fields = {
+            **self.form.task(*sizes, str(self.choices["score"][0])),
+            "d_x": sizes[0],
+            "d_y": sizes[1],
+            **stated,
+        }
         task = build(TaskConfig, fields, "task.")
         if most is not None and "context_length" not in stated:
             task = replace(task, context_length=max(1, min(task.context_length, most)))
         ExperimentConfig(task=task, model=model)
-        known = {"task.d_x", *flatten(stated, "task.")}
-        if shown_responses(parts) or any(self._asked(n) is not None for n in ("d_x", "d_y")):
+        known = set(flatten(stated, "task."))
+        asked = [name for name in ("d_x", "d_y") if self._asked(name) is not None]
+        if shown_responses(parts) or asked:
             known.add("task.d_y")
+            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in asked
+            known |= set() if in_doubt else {"task.d_x"}
         return Case(parts, chosen, task, self.hints, frozenset(known))
+
+    def _stated_length(self) -> int | None:
+        """Pairs of a prompt, where the file's settings state them."""
+        points, length = (self.stored.settings.get(n) for n in ("n_points", "context_length"))
+        return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
+
+    def _room(self, chosen: Said) -> int | None:
+        """Most pairs that the number of positions in the file's settings has room for."""
+        room = self.stored.settings.get("n_positions")
+        if not isinstance(room, int) or room < 2:
+            return None
+        return (room - 1) // 2 if chosen.get("layout") == "in_turn" else room - 1
 
     def _sizes(self, parts: Parts, chosen: Said) -> tuple[int, int]:
         """d_x and d_y; columns of tokens behind (x, y), where the reader says both sizes, are positions."""
@@ -190,38 +232,51 @@ class _Source:
         value = self.hints.given.get(name, (self.hints.task or {}).get(name))
         return value if type(value) is int else None
 
-    def checkpoint(
-        self,
-        case: Case,
-        given: Mapping[str, object],
-        readings: tuple[Reading, ...],
-        open_ones: Collection[str],
-    ) -> Checkpoint:
+    def refinements(self, given: Collection[str]) -> Callable[[Case], Sequence[Said]]:
+        """What to try on the best cases, but for what the reader or the format settles."""
+        closed = {*given, *self.form.settled}
+        return lambda case: refinements(case.said, case.parts, self.form, closed)
+
+    def checkpoint(self, found: Tried, given: Mapping[str, object]) -> Checkpoint:
         """The checkpoint that a reading is, with what was assumed."""
+        case, readings = found.case, found.readings
         weights, form, step = case.weights(), self.form, self.stored.step
         config = ExperimentConfig(task=case.task, model=weights.model)
         kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
-        values = flatten(asdict(config)).items()
+        values = flatten(config.to_dict()).items()
         assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
         closed = {**form.settled, **given}
-        usual = [n for n in form.usual if n not in closed]
-        unsaid = [n for n in (*usual, *open_ones) if n in case.said and n != "scale"]
+        names = [n for n in (*form.usual, *found.names) if n not in closed]
+        names += [n for n in PLAIN_SAID if n not in closed and n in self.open_ones(case)]
+        unsaid = [n for n in dict.fromkeys(names) if n in case.said and n != "scale"]
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
-        if "score" in usual:
+        if assumed.get("model.positions") == "none":
+            assumed["model.positions"] = UNTRACED
+        if "score" in form.usual and "score" not in closed:
             assumed["model.score_slope"] = 1.0
         if "scale" not in closed:
             assumed["attn_scale"] = 1 / case.scale
         assumed |= {**form.beside, **_left_out(case), "step": step}
         if readings:
             assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-            if not readings[0].predicts and any(each.predicts for each in readings[1:2]):
-                assumed["doubt"] = advice(readings)
+        if not found.understood:
+            assumed |= {"understood": False, "doubt": not_understood(readings)}
         tensors = self.stored.tensors.items()
         ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
         if ignored and form.name != "transformer-lens":
             assumed["ignored"] = ignored
         file = self.stored.file
         return Checkpoint(file, config, step, weights, form.name, assumed, readings=readings)
+
+    def open_ones(self, case: Case) -> set[str]:
+        """What leaves no trace in a file and may be so in this one: positions, passes, norms without means."""
+        refined = refinements({**case.said, **PLAIN_SAID}, case.parts, self.form, ())
+        return {n for each in refined for n, value in each.items() if value != PLAIN_SAID.get(n, value)}  # fmt: skip
+
+
+def _least(*numbers: int | None) -> int | None:
+    """The least of the numbers that are known."""
+    return min((n for n in numbers if n is not None), default=None)
 
 
 def shown_responses(parts: Parts) -> int | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.options import stated_option
+from mechinterp.checkpoints.foreign.options import option, stated_option
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 
@@ -21,6 +21,9 @@ ROUNDING = 1e-12
 MARGIN, ERRORS = 0.05, 3.0
 """A loss is below another by more than this part of it and this many standard errors, else they tie."""
 
+MOST_SHOWN = 2
+LEFT_TO_SAY = ("--score", "--scale", "--output-scale", "--model", "--task")
+"""Options that can make a file understood, whatever was tried."""
 Said = Mapping[str, str | float | bool | None]
 """What a reading says, by the name of the argument of `load`."""
 Errors = tuple[Tensor, Tensor]
@@ -60,7 +63,7 @@ class Reading:
             for name, value in self.said.items()
         )
         error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
-        return f"{named}: {self.loss:.3g}{error}"
+        return f"{named or 'as it is'}: {self.loss:.3g}{error}"
 
 
 def ranked(
@@ -73,7 +76,7 @@ def ranked(
         errors: Of prompts of the same number in all; where they are the same, differences are paired.
     """
     best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
-    any_predicts = _below(best, zero)
+    any_predicts = below(best, zero)
     rivals: dict[object, Tensor] = {}
     for (said, _), (error, _) in zip(candidates, errors, strict=True):
         score = said.get("score")
@@ -81,10 +84,10 @@ def ranked(
             rivals[score] = error
     readings, alike = [], []
     for (said, build), (error, zero) in zip(candidates, errors, strict=True):
-        loss, predicts = float(error.mean()), _below(error, zero)
+        loss, predicts = float(error.mean()), below(error, zero)
         # Of heavy tails the standard error is large: what may be no better than 0 ties with nothing that predicts.
-        ties = not _below(best, error) and (predicts or not any_predicts)
-        first_of_score = loss < 1 - MARGIN and not _below(rivals[said.get("score")], error)
+        ties = not below(best, error) and (predicts or not any_predicts)
+        first_of_score = loss < 1 - MARGIN and not below(rivals[said.get("score")], error)
         reading = Reading(
             said=said,
             build=build,
@@ -95,12 +98,27 @@ def ranked(
             stands=not any_predicts or ties or first_of_score,
         )
         readings.append(reading)
-        alike.append(ties and not _below(best, error, margin=0.0))
+        alike.append(ties and not below(best, error, margin=0.0))
     if not any(each.predicts for each in readings):
         return readings
     rows = range(len(readings))
     order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
     return [readings[i] for i in order]
+
+
+def not_understood(readings: Sequence[Reading]) -> str:
+    """That a file was not understood, and what to try."""
+    if any(each.predicts for each in readings):
+        what = f"read as its format has it, it predicts no better than 0 ({readings[0]!r})"
+        return f"this file was not understood: {what}; {advice(readings)}"
+    best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
+    losses = "; ".join(map(repr, best))
+    named = [*map(option, readings[0].said), *LEFT_TO_SAY]
+    *first, last = dict.fromkeys(named)
+    return (
+        "this file was not understood: no reading predicts better than 0 on prompts of the task (loss over that of 0: "
+        f"{losses}); try {', '.join(first)} or {last}"
+    )
 
 
 def advice(readings: Sequence[Reading]) -> str:
@@ -115,7 +133,7 @@ def advice(readings: Sequence[Reading]) -> str:
     return f"{named} predicts ({best.loss:.3g}): {options}{more}"
 
 
-def _below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
+def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
     """Whether the mean of one is clearly below that of the other; not finite is below nothing."""
     if not torch.isfinite(error).all():
         return False

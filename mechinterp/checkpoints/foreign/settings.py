@@ -1,44 +1,188 @@
-"""What files beside weights state: Hugging Face's config.json, and config.yaml of the code of Garg et al."""
+"""Settings that a file of weights, or a config beside it, states: number of heads, sizes, positions and the like.
+
+`SPELLINGS` has the names that people give to them; every value gets the name that it has here.
+"""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
+from mechinterp.checkpoints.foreign.options import HEAD_KEYS, JOINS
 from mechinterp.checkpoints.io.atomic import read_json, read_yaml
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.errors import naming
 from mechinterp.checkpoints.native.folder import OWN
+from mechinterp.config.model import SCORES
+
+TASK_KEY = "mechinterp_task"
+"""Where a folder that an earlier version wrote has fields of the task."""
+COUNTS = {
+    "n_heads": (
+        *HEAD_KEYS,
+        *("nheads", "n_attn_heads", "num_head", "n_attention_heads", "attention_heads", "heads"),
+    ),
+    "d_x": ("d_x", "dx", "x_dim", "dim_x", "n_dims"),
+    "d_y": ("d_y", "dy", "y_dim", "dim_y"),
+    "context_length": ("context_length", "n_context", "context_len", "num_context", "n_examples"),
+    "n_points": ("n_points", "num_points"),
+    "n_positions": (
+        *("n_positions", "block_size", "max_len", "max_length", "max_seq_len", "max_seq_length"),
+        *("max_position_embeddings", "n_ctx", "seq_len", "seq_length", "sequence_length"),
+    ),
+    "passes": ("passes", "n_passes", "n_loops", "num_loops", "n_loop"),
+}
+"""Whole numbers; of the task, of the heads, of the positions and of the runs through the layers."""
+WORDS = {
+    "activation": ("activation_function", "activation", "hidden_act"),
+    "positions": (
+        *("positions", "pos_encoding", "positional_encoding", "pos_emb", "pos_emb_type"),
+        *("pos_embedding", "pos_type", "position_embedding_type", "positional_embedding_type"),
+        *("pos_enc", "pe_type"),
+    ),
+    "score": ("score", "attention", "attn_type", "attention_type"),
+    "norm": ("norm",),
+    "layout": ("layout",),
+}
+FLAGS = {
+    "rotary": ("rotary", "rope", "use_rope", "use_rotary"),
+    "norm_first": ("norm_first", "pre_norm"),
+    "residual": ("residual",),
+    "context_only": ("context_only",),
+    "attend_to_self": ("attend_to_self",),
+    "rotary_adjacent_pairs": ("rotary_adjacent_pairs",),
+}
+NUMBERS = {
+    "noise_std": ("noise_std",),
+    "noise_var": ("noise_var",),
+    "norm_eps": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
+    "rotary_base": ("rope_theta", "rope_base", "rotary_base", "rotary_emb_base"),
+}
+SPELLINGS: Mapping[str, tuple[str, ...]] = {**COUNTS, **WORDS, **FLAGS, **NUMBERS}
+POSITIONS = {
+    **dict.fromkeys(("none", "nope", "null", "no", "off"), "none"),
+    **dict.fromkeys(("rotary", "rope"), "rotary"),
+    **dict.fromkeys(("sinusoidal", "sin", "sincos", "sine"), "sinusoidal"),
+    **dict.fromkeys(("learned", "learnt", "learnable", "absolute", "standard", "embedding"), None),
+}
+"""Words for positions; None: those of a table in the file."""
+ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
+"""Activations under other names."""
+ONLY = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+"""Settings of GPT-2 that would make it another model."""
 
 
-def settings_beside(path: Path) -> dict[str, object]:
-    """What is stated beside a file of weights, {} without such files.
+def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
+    """What a file of weights states, and what config.json or config.yaml beside it states.
 
-    n_points, the pairs with the query, is an integer and noise_std a number, whatever they are written as.
+    Args:
+        inside: Settings in the file, by any name.
+    Raises:
+        CheckpointError: If a setting has no possible value, or the file and its config differ.
+    """
+    stated: dict[str, object] = {}
+    for file, raw in ((path, inside), *_beside(path)):
+        with naming(file):
+            for name, value in settled(raw).items():
+                if stated.get(name, value) != value:
+                    raise ValueError(f"{name} must be {stated[name]}, as the file of weights states it, got {value}.")  # fmt: skip
+                stated[name] = value
+    return stated
+
+
+def settled(raw: Mapping[str, object]) -> dict[str, object]:
+    """Settings by the names of this package; those that are not known are left out.
+
+    Several numbers of heads are `several_heads`, a text.
 
     Raises:
-        CheckpointError: If noise_std is no number >= 0, or n_points no integer >= 2.
+        ValueError: If one has no possible value, or would make it another model.
+    Example:
+        >>> settled({"n_head": 4, "use_rope": True, "lr": 0.1})
+        {'n_heads': 4, 'positions': 'rotary'}
     """
+    for key, value in ONLY.items():
+        if raw.get(key, value) != value:
+            raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
+    known = {TASK_KEY: raw.get(TASK_KEY)}
+    for name, spellings in SPELLINGS.items():
+        values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
+        read = {key: _value(name, key, value) for key, value in values}
+        different = {value for value in read.values() if value is not None}
+        if len(different) == 1:
+            known[name] = different.pop()
+        elif different and name == "n_heads":
+            listed = ", ".join(f"{key} = {value}" for key, value in read.items())
+            known["several_heads"] = listed
+    if known.pop("rotary", None):
+        known["positions"] = "rotary"
+    if isinstance(first := known.pop("norm_first", None), bool):
+        known["norm"] = "before" if first else "after"
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _value(name: str, key: str, value: object) -> object:
+    """A setting's value, numbers and truth values from texts too; None where it says nothing here."""
+    text = str(value).strip().lower()[:80]
+    if name in COUNTS:
+        if isinstance(value, bool) or not (text.isdecimal() and len(text) < 10):
+            if name in ("n_heads", "n_points"):
+                raise ValueError(f"{key} must be an integer >= 1, got {value!r:.42}.")  # fmt: skip
+            return None
+        least = 2 if name == "n_points" else 1
+        if int(text) < least:
+            raise ValueError(f"{key} must be an integer >= {least}, got {text}.")
+        return int(text)
+    if name in FLAGS:
+        return {"true": True, "false": False}.get(text)
+    if name in NUMBERS:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{key} must be a number >= 0, got {value!r:.42}.")
+        return number
+    if not isinstance(value, str):
+        return None
+    if name == "positions":
+        if text not in POSITIONS:
+            raise ValueError(
+                f"{key} must be none, sinusoidal, rotary or learned, got {value!r:.42}."
+            )
+        return POSITIONS[text]
+    if name == "activation":
+        return ALIASES.get(text, text)
+    # "linear" leaves open whether it is divided by the number of keys.
+    possible = {"score": set(SCORES) - {"linear"}, **JOINS}[name]
+    return text if text in possible else None
+
+
+def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
+    """What Hugging Face's config.json says, and config.yaml of the code of Garg et al."""
     file, garg = path.with_name("config.json"), path.with_name("config.yaml")
-    stated: list[tuple[Path, dict]] = []
+    stated: list[tuple[Path, Mapping[str, object]]] = []
     document = read_json(file) if file.is_file() else None
     if isinstance(document, dict) and not OWN & set(document):
         stated.append((file, document))
     if garg.exists():
-        stated.append((garg, _garg_settings(read_yaml(garg))))
-    return {
-        name: _checked(file, name, value)
-        for file, settings in stated
-        for name, value in settings.items()
-        if value is not None
-    }
-
-
-def _garg_settings(document: object) -> dict[str, object]:
-    """Heads and other counts, noise and number of points in a config.yaml of the code of Garg et al."""
-    model = _within(document, "model")
-    counts = {n: t for n, t in model.items() if _counts(t)} if isinstance(model, dict) else {}
-    return counts | {
-        "n_points": _within(document, "training", "curriculum", "points", "end"),
-        "noise_std": _within(document, "training", "task_kwargs", "noise_std"),
-    }
+        document = read_yaml(garg)
+        model = _within(document, "model")
+        points = _within(document, "training", "curriculum", "points", "end")
+        noise = _within(document, "training", "task_kwargs", "noise_std")
+        stated.append(
+            (
+                garg,
+                {
+                    **(model if isinstance(model, dict) else {}),
+                    "n_points": points,
+                    "noise_std": noise,
+                },
+            )
+        )
+    return stated
 
 
 def _within(document: object, *names: str) -> object:
@@ -46,24 +190,3 @@ def _within(document: object, *names: str) -> object:
     for name in names:
         document = document.get(name) if isinstance(document, dict) else None
     return document
-
-
-def _checked(file: Path, name: str, value: object) -> object:
-    """A setting, a text of digits as an integer and noise_std as a number."""
-    if isinstance(value, str) and _counts(value):
-        value = int(value)
-    if name == "noise_std":
-        try:
-            noise = float(str(value))
-        except ValueError:
-            noise = math.nan
-        if not 0 <= noise < math.inf:
-            raise CheckpointError(f"{file}: noise_std must be a number >= 0, got {value!r:.42}.")
-        return noise
-    if name == "n_points" and (type(value) is not int or value < 2):
-        raise CheckpointError(f"{file}: n_points must be an integer >= 2, got {value!r:.42}.")
-    return value
-
-
-def _counts(text: object) -> bool:
-    return str(text).isdecimal() and len(str(text)) < 10

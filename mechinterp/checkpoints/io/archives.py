@@ -61,18 +61,21 @@ def read_text(file: Path, name: str) -> str | None:
         return str(array)
 
 
-def read_npz(file: Path) -> dict[str, Tensor]:
-    """The arrays of an npz archive by name."""
-    tensors = {}
+def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The arrays of an npz archive by name, and its texts."""
+    tensors, texts = {}, {}
     with archive(file) as opened:
         for entry in opened.infolist():
             name = entry.filename.removesuffix(".npy")
             if name == entry.filename:
                 raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
             data = opened.read(entry)
-            if _array(data, name).dtype.kind != "U":
+            array = _array(data, name)
+            if array.dtype.kind != "U":
                 tensors[name] = npy_tensor(data, name)
-    return tensors
+            elif array.ndim == 0:
+                texts[name] = str(array)
+    return tensors, texts
 
 
 def npy_tensor(data: bytes, name: str) -> Tensor:

@@ -76,18 +76,6 @@ def read_json(file: Path) -> object:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-def read_task(file: Path) -> dict[str, object]:
-    """Fields of TaskConfig from a JSON file.
-
-    Raises:
-        CheckpointError: If the file is not readable or holds no JSON object.
-    """
-    task = read_json(file)
-    if not isinstance(task, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, got {type(task).__name__}.")
-    return task
-
-
 def read_yaml(file: Path) -> object:
     """What a YAML file holds, every number of it as text.
 

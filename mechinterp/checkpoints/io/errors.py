@@ -14,6 +14,10 @@ class CheckpointError(ValueError):
         super().__init__(printable(message))
 
 
+class NotUnderstoodError(CheckpointError):
+    """No reading of a file predicts better than 0; the message says what to try."""
+
+
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
     """Puts the file's name before what is refused inside, unless it names a file already."""

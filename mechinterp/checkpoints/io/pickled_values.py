@@ -1,7 +1,7 @@
 """What the calls in a pickle stand for, of which none is made: tensors, arrays of numpy and dictionaries."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,8 @@ class Unread:
 
     name: str = ""
     """The class or function that it asks for; "" for a list, a set or the like."""
+    state: object = field(default=None, compare=False)
+    """Attributes of an object, as the pickle has them."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +158,16 @@ def called(values: list) -> object:
             return StoredTensor(storage, offset, shape, strides)
         case [Unread("torch._utils._rebuild_parameter"), (StoredTensor() as tensor, *_)]:
             return tensor
-    return values[0] if isinstance(values[0], Unread) else OTHER
+    return Unread(values[0].name) if isinstance(values[0], Unread) else OTHER
 
 
 def set_state(target: object, state: object) -> None:
-    """Give an array or its type the state that the pickle holds, without a call."""
+    """Give an array, its type or an unread object the state that the pickle holds, without a call."""
     match target, state:
         case ArrayType(), (int(), str(order), *_):
             target.order = order
         case StoredArray(), (int(), tuple(shape), ArrayType() as kind, by_columns, data):
             target.kind, target.shape = kind, shape
             target.by_columns, target.data = by_columns, data
+        case Unread(name), dict() if name:
+            object.__setattr__(target, "state", state)  # a reference: nothing is copied

@@ -4,18 +4,21 @@ Nothing in a file is run as code, and what a file claims is held against its siz
 for. Every fault ends in a CheckpointError.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.copies import chosen_names
 from mechinterp.checkpoints.io.archives import MAX_ENTRIES, npy_tensor, read_npz
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.pickled_values import STORAGES, ArrayType, StoredArray
-from mechinterp.checkpoints.io.torch_files import arrays_among, read_torch
+from mechinterp.checkpoints.io.torch_files import Read, arrays_among, read_torch, settings_among
 
 SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
@@ -42,22 +45,34 @@ def has_weights_ending(file: Path) -> bool:
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, those narrower than float32 widened to it.
-
-    Of a whole-run dictionary it is the state dict; texts in an .npz are left out, dictionaries of dictionaries get
-    dotted names.
+    """The tensors of a file by name, those narrower than float32 widened to it; `read_file` says more.
 
     Raises:
-        CheckpointError: If the file cannot be read, runs code, or claims more than it holds.
+        CheckpointError: As `read_file` does.
     Example:
         >>> tensors = read_arrays(Path("checkpoints/softmax-h2-s0/model.safetensors"))
         >>> tuple(tensors["blocks.0.attn.W_Q"].shape)
         (2, 6, 6)
     """
-    readers = {".safetensors": _read_safetensors, ".npz": read_npz, ".msgpack": _read_msgpack}
-    readers |= {".npy": lambda file: {"W": npy_tensor(file.read_bytes(), "W")}}
+    return read_file(file)[0]
+
+
+def read_file(file: Path, weights: str | None = None) -> Read:
+    """The tensors of a file by name, and the settings beside them.
+
+    A whole-run dictionary gives its state dict; texts and lone numbers in an .npz, and the metadata of a safetensors
+    file, are settings; dictionaries of dictionaries get dotted names.
+
+    Args:
+        weights: Name of the state dict, where the file holds several.
+    Raises:
+        CheckpointError: If the file cannot be read, runs code, claims more than it holds, or holds several state dicts.
+    """
+    readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".npy": _read_npy}
+    readers |= {".msgpack": _read_msgpack}
     with reading(file):
-        return _plain(readers.get(file.suffix, read_torch)(file))
+        tensors, settings = readers.get(file.suffix, read_torch)(file, weights)
+        return _plain(tensors), settings
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,12 +94,41 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if narrow else tensor
 
 
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
+def _read_safetensors(file: Path, weights: str | None) -> Read:
     require_header(file)
-    return load_file(file)
+    with safe_open(file, framework="np") as stored:
+        metadata = stored.metadata() or {}
+    documents = {n: _document(text) for n, text in enumerate(metadata.values())}
+    settings = settings_among({"metadata": metadata, "documents": documents})
+    return _chosen(load_file(file), weights), settings
 
 
-def _read_msgpack(file: Path) -> dict[str, Tensor]:
+def _document(text: str) -> object:
+    """The JSON document that a text of the metadata is, None for other texts."""
+    try:
+        return json.loads(text) if text.lstrip()[:1] == "{" else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_npz(file: Path, weights: str | None) -> Read:
+    tensors, texts = read_npz(file)
+    numbers = {name: t.item() for name, t in tensors.items() if t.ndim == 0}
+    arrays = {name: t for name, t in tensors.items() if name not in numbers}
+    return _chosen(arrays, weights), settings_among({**texts, **numbers})
+
+
+def _read_npy(file: Path, weights: str | None) -> Read:
+    return {"W": npy_tensor(file.read_bytes(), "W")}, {}
+
+
+def _chosen(tensors: Mapping[str, Tensor], weights: str | None) -> dict[str, Tensor]:
+    """The tensors of one state dict by their names in it."""
+    names = chosen_names({name: tuple(t.shape) for name, t in tensors.items()}, weights)
+    return {short: tensors[name] for name, short in names.items()}
+
+
+def _read_msgpack(file: Path, weights: str | None) -> Read:
     """Flax's dictionaries of arrays."""
     try:
         import msgpack
@@ -101,25 +145,26 @@ def _read_msgpack(file: Path) -> dict[str, Tensor]:
             return None
         return StoredArray(ArrayType(kind.decode("latin1")), tuple(shape), False, numbers)
 
-    return arrays_among(msgpack.unpackb(file.read_bytes(), ext_hook=array, strict_map_key=False))
+    tree = msgpack.unpackb(file.read_bytes(), ext_hook=array, strict_map_key=False)
+    return arrays_among(tree, weights)
 
 
-def folder_arrays(path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The tensors beside somebody else's config.json, and the file that says which they are.
+def folder_file(path: Path, weights: str | None = None) -> tuple[Path, Read]:
+    """The file beside somebody else's config.json that says which tensors there are, and what is read from it.
 
     Raises:
         CheckpointError: If there are none, or the index does not name plain files beside it.
     """
     for name in WHOLE:
         if (path / name).is_file():
-            return path / name, read_arrays(path / name)
+            return path / name, read_file(path / name, weights)
     index = path / INDEX
     if not index.is_file():
         raise CheckpointError(
             f"{path}: its config.json is not of this package, so that it must hold {WHOLE[0]} or {INDEX}."
         )
     with naming(index):
-        return index, _shards(index)
+        return index, (_chosen(_shards(index), weights), {})
 
 
 def _shards(index: Path) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.copies import chosen_names
+from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.archives import CHUNK, archive, array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.pickled_values import (
@@ -37,7 +39,9 @@ WRAPPERS = (
     *("params", "weights", "state", "module"),
 )
 """Under which names runs keep the weights."""
-BESIDE = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng|ema).*", re.IGNORECASE)
+OPTIMISER = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng).*", re.IGNORECASE)
+BESIDE = re.compile(rf"{OPTIMISER.pattern}|ema.*", re.IGNORECASE)
+"""What lies beside the weights: the state of an optimiser, of random numbers, an average of the weights."""
 SKIPPED = re.compile(
     r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
     r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
@@ -51,8 +55,15 @@ KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|3
 Place = StoredTensor | StoredArray
 
 
-def read_torch(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch.save by name.
+Read = tuple[dict[str, Tensor], dict[str, object]]
+"""The tensors of a file by name, and the settings beside them."""
+
+
+def read_torch(file: Path, weights: str | None = None) -> Read:
+    """The tensors of a file of torch.save by name, and the settings beside them.
+
+    Args:
+        weights: Name of the state dict, where there are several.
 
     Raises:
         CheckpointError: If it is of the form before PyTorch 1.6, holds code, or is no such file.
@@ -65,7 +76,7 @@ def read_torch(file: Path) -> dict[str, Tensor]:
             "torch.save(torch.load(FILE), FILE)."
         )
     if start.startswith(b"\x80"):
-        return _read_plain_pickle(file)
+        return _read_plain_pickle(file, weights)
     if not start.startswith(b"PK"):
         got = "another file" if start else "an empty file"
         raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
@@ -80,29 +91,30 @@ def read_torch(file: Path) -> dict[str, Tensor]:
         if len(names) != 1:
             got = f"an archive with {len(names)} pickles"
             raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
-        torches, arrays = weights_among(read_pickle(opened.read(names[0])))
+        root = read_pickle(opened.read(names[0]))
+        torches, arrays = weights_among(root, weights)
         storages = _Storages(opened, names[0].removesuffix("data.pkl"))
         tensors = {name: storages.tensor(name, each) for name, each in torches.items()}
-        return tensors | array_tensors(arrays)
+        return tensors | array_tensors(arrays), settings_among(root)
 
 
-def _read_plain_pickle(file: Path) -> dict[str, Tensor]:
+def _read_plain_pickle(file: Path, weights: str | None) -> Read:
     """Arrays of numpy in a pickle without an archive around it, as haiku's and flax's runs are kept."""
     if file.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"a pickle must be at most {MAX_BYTES} bytes.")
     try:
-        return arrays_among(read_pickle(file.read_bytes()))
+        return arrays_among(read_pickle(file.read_bytes()), weights)
     except CheckpointError as error:
         what = "a plain pickle, of which arrays of numpy are read"
         raise CheckpointError(f"{what}: {error}") from None
 
 
-def arrays_among(root: object) -> dict[str, Tensor]:
-    """Arrays of numpy as tensors, among what a pickle or a msgpack holds."""
-    torches, arrays = weights_among(root)
+def arrays_among(root: object, weights: str | None) -> Read:
+    """Arrays of numpy as tensors, among what a pickle or a msgpack holds, and the settings beside them."""
+    torches, arrays = weights_among(root, weights)
     if torches:
         raise CheckpointError("torch's tensors must be written by torch.save, got a plain pickle.")
-    return array_tensors(arrays)
+    return array_tensors(arrays), settings_among(root)
 
 
 class _Storages:
@@ -154,29 +166,62 @@ class _Storages:
         return numbers
 
 
-def weights_among(root: object) -> tuple[dict[str, StoredTensor], dict[str, StoredArray]]:
+def weights_among(
+    root: object, weights: str | None = None
+) -> tuple[dict[str, StoredTensor], dict[str, StoredArray]]:
     """Places of the weights by name: torch's tensors or, where there are none, numpy's arrays; all else is passed over.
 
+    Args:
+        weights: Name of the state dict, where there are several.
     Raises:
-        CheckpointError: If there are none.
+        CheckpointError: If there are none, or several and none is named.
     """
-    document = root
-    for _ in range(MAX_DEPTH):
-        inner = _wrapped(document)
-        if inner is None:
-            break
-        document = inner
-    places = dict(_places(document))
-    asked = _asked(document)
-    if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
-        raise CheckpointError(_no_weights(asked))
+    places = dict(_places(root))
+    names = chosen_names({name: _shape(place) for name, place in places.items()}, weights)
+    if weights is None:
+        document = _unwrapped(root)
+        places = dict(_places(document, BESIDE))
+        asked = _asked(document)
+        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
+            raise CheckpointError(_no_weights(root, asked))
+    else:
+        places = {short: places[name] for name, short in names.items()}
     torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
     if torches:
         return torches, {}
     arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
     if not arrays:
-        raise CheckpointError(_no_weights(_asked(root)))
+        raise CheckpointError(_no_weights(root, _asked(root)))
     return {}, arrays
+
+
+def settings_among(root: object) -> dict[str, object]:
+    """Numbers, texts and truth values of a run's dictionaries and of the attributes of its objects, by their last name.
+
+    A name that has two values has none.
+    """
+    settings: dict[str, object] = {}
+    waiting: list[tuple[object, int]] = [(root, 0)]
+    visits = 0
+    while waiting:
+        values, depth = waiting.pop()
+        values = values.state if isinstance(values, Unread) else values
+        if not isinstance(values, dict) or depth > MAX_DEPTH:
+            continue
+        for name, value in values.items():
+            visits += 1
+            if visits > MAX_VISITS:
+                return settings
+            if isinstance(value, dict | Unread):
+                waiting.append((value, depth + 1))
+            elif isinstance(name, str) and isinstance(value, bool | int | float | str):
+                other = settings.setdefault(name, value)
+                settings[name] = value if other == value else None
+    return settings
+
+
+def _shape(place: Place) -> tuple[int, ...]:
+    return place.shape if isinstance(place.shape, tuple) else ()
 
 
 def _asked(root: object) -> list[str]:
@@ -185,17 +230,30 @@ def _asked(root: object) -> list[str]:
     return [value.name for value in values if isinstance(value, Unread) and value.name]
 
 
+def _unwrapped(document: object) -> object:
+    """The state dict of a run, found under one of a few names."""
+    for _ in range(MAX_DEPTH):
+        inner = _wrapped(document)
+        if inner is None:
+            break
+        document = inner
+    return document
+
+
 def _wrapped(document: object) -> dict | None:
+    """The state dict one level deeper; None where parts of the model lie beside it."""
     if not isinstance(document, dict):
         return None
     for name in WRAPPERS:
         inner = document.get(name)
         if isinstance(inner, dict) and inner is not document and any(_places(inner)):
-            return inner
+            others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
+            beside = (piece_of(each) for each, _ in _places(others, BESIDE))
+            return None if any(beside) else inner
     return None
 
 
-def _places(root: object) -> Iterator[tuple[str, Place]]:
+def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
     """The tensors in dictionaries of dictionaries by their dotted names, without those of the optimiser."""
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
     visits = 0
@@ -204,11 +262,12 @@ def _places(root: object) -> Iterator[tuple[str, Place]]:
         if not isinstance(values, dict) or depth > MAX_DEPTH:
             continue
         inner = []
-        for name, value in values.items():
+        for key, value in values.items():
             visits += 1
             if visits > MAX_VISITS:
                 raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
-            if not isinstance(name, str) or (depth == 0 and BESIDE.fullmatch(name)):
+            name = str(key) if isinstance(value, dict) and type(key) is int else key
+            if not isinstance(name, str) or (depth == 0 and skipped.fullmatch(name)):
                 continue
             if isinstance(value, Place):
                 yield prefix + name, value
@@ -217,12 +276,22 @@ def _places(root: object) -> Iterator[tuple[str, Place]]:
         waiting += reversed(inner)
 
 
-def _no_weights(asked: list[str]) -> str:
-    got = ""
+def _no_weights(root: object, asked: list[str]) -> str:
+    """What a file without weights holds, and what to do."""
     for name in ([name for name in asked if not SKIPPED.fullmatch(name)] or asked)[:1]:
-        got = f"; it asks for {name}, and no code of a file is run: where that class is, write torch.save(model.state_dict(), FILE)"
+        got = f"it asks for {name}, and no code of a file is run: where that class is, write torch.save(model.state_dict(), FILE)"
+        return f"must hold a state dict, names with a tensor each; {got}."
+    if isinstance(root, dict):
+        keys = [str(key)[:40] for key in root][:8]
+        got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
+    elif isinstance(root, StoredTensor | StoredArray):
+        got = f"one tensor of shape {list(_shape(root))}"
+    elif isinstance(root, Unread):
+        got = "a list or the like"
+    else:
+        got = f"a {type(root).__name__}"
     wrappers = ", ".join(WRAPPERS)
-    return f"must hold a state dict, names with a tensor each, or one under {wrappers}{got}."
+    return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
 
 
 def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:

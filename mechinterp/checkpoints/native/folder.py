@@ -6,7 +6,7 @@ Nothing in it is ever run as code. What it states is read without its numbers, a
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def document_of(
         "package_version": __version__,
         "git_commit": git_commit(),
         "step": step,
-        "experiment": asdict(config),
+        "experiment": config.to_dict(),
     }
     stated = {"assumed": assumed, "origin": origin}
     return document | {name: dict(value) for name, value in stated.items() if value}

@@ -13,6 +13,7 @@ from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.heads import identity_keys
 from mechinterp.models.hooked.config import HookedConfig, zeros
+from mechinterp.models.layers import rotated
 from mechinterp.models.scores import attention_pattern, readable_keys
 
 
@@ -23,6 +24,8 @@ class Attention(nn.Module):
 
     result_h = z_h W_O,h,   z_h = p_h (x W_V,h),   p_h = f(s_h) / sum f(s_h),
     s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query (or before the last) count
+
+    With rotary positions, q and k are turned by their positions before the product.
 
     With biases, q, k and v have them added, and b_O is added to the sum of the results.
 
@@ -47,6 +50,11 @@ class Attention(nn.Module):
         self.hook_q = HookPoint()  # [batch, pos, head, d_head]
         self.hook_k = HookPoint()
         self.hook_v = HookPoint()
+        if cfg.model.rotary_dim is not None:
+            self.hook_rot_q = (
+                HookPoint()
+            )  # [batch, pos, head, d_head], queries turned by their positions
+            self.hook_rot_k = HookPoint()
         self.hook_attn_scores = HookPoint()  # [batch, head, query, key], -inf where masked
         self.hook_pattern = HookPoint()  # [batch, head, query, key]
         self.hook_z = HookPoint()  # [batch, pos, head, d_head]
@@ -60,6 +68,9 @@ class Attention(nn.Module):
         q = self.hook_q(self._project(for_q, "Q"))
         k = self.hook_k(self._project(for_k, "K"))
         v = self.hook_v(self._project(for_v, "V"))
+        if self.cfg.model.rotary_dim is not None:
+            q = self.hook_rot_q(rotated(q, self.cfg.model))
+            k = self.hook_rot_k(rotated(k, self.cfg.model))
 
         products = "batch query head d_head, batch key head d_head -> batch head query key"
         scores = self.cfg.scale * einsum(q, k, products)

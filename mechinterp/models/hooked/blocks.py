@@ -14,18 +14,18 @@ from mechinterp.models.layers import ACTIVATIONS, plus
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * w + b, over the stream's entries."""
+    """(x - mean) / sqrt(variance + eps) * w + b, over the stream's entries; a root-mean-square norm has mean 0."""
 
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
-        self.eps = cfg.model.norm_eps
+        self.eps, self.rms = cfg.model.norm_eps, cfg.model.rms_norm
         self.w = nn.Parameter(zeros(cfg.d_model) + 1)
         self.b = nn.Parameter(zeros(cfg.d_model))
         self.hook_scale = HookPoint()  # [batch, pos, 1]
         self.hook_normalized = HookPoint()  # [batch, pos, d_model]
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        centred = resid - resid.mean(-1, keepdim=True)
+        centred = resid if self.rms else resid - resid.mean(-1, keepdim=True)
         scale = self.hook_scale((centred.square().mean(-1, keepdim=True) + self.eps).sqrt())
         return self.hook_normalized(centred / scale * self.w + self.b)
 

@@ -65,6 +65,9 @@ class HookedConfig:
     context_only = _of_architecture("context_only")
     biases = _of_architecture("biases")
     merged_qk = _of_architecture("merged_qk")
+    rotary_dim = _of_architecture("rotary_dim")
+    rotary_base = _of_architecture("rotary_base")
+    rotary_adjacent_pairs = _of_architecture("rotary_adjacent_pairs")
 
     def __post_init__(self) -> None:
         rules = Rules("", self)
@@ -93,8 +96,17 @@ class HookedConfig:
 
     @property
     def normalization_type(self) -> str | None:
-        """ "LN" where there are layer norms."""
-        return "LN" if self.model.norm is not None or self.model.final_norm else None
+        """ "LN" where there are layer norms, "RMS" for those of the root mean square."""
+        if self.model.norm is None and not self.model.final_norm:
+            return None
+        return "RMS" if self.model.rms_norm else "LN"
+
+    @property
+    def positional_embedding_type(self) -> str | None:
+        """ "rotary" or "standard", where the model knows positions."""
+        if self.model.rotary_dim is not None:
+            return "rotary"
+        return None if self.model.n_positions is None else "standard"
 
     # The responses take the place of a vocabulary.
     d_vocab = d_vocab_out = property(lambda cfg: cfg.d_y)

@@ -1,19 +1,23 @@
-"""Evaluation prompts: the one rule by which an analysis, a command and the page draw them.
+"""Evaluation prompts: the one rule by which an analysis, a command and the page get them.
 
-They are drawn in float64 and then brought to the model's dtype, so that a seed and a number of prompts mean
-the same prompts for every model and wherever they are asked for.
+They are drawn in float64 and then brought to the model's dtype. So a seed and a number of prompts mean the same
+prompts for every model, on the page, in a command and in Python.
 """
 
 import torch
 
 from mechinterp.config import TaskConfig
+from mechinterp.display import counted
+from mechinterp.icl.given import PromptsTask
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
 N_PROMPTS, N_HOOKED = 4096, 512
 """Evaluation prompts if nobody says how many: of models of attention alone, and of others, which take longer."""
 PER_FEATURE = 2
-"""Prompts behind a probe, or a new read-out, for each feature of the stream, at least."""
+"""Least number of prompts for each scalar that is fitted to them, such as each feature of a probe."""
+LEAST, LEAST_FITTED = 2, 8
+"""Least number of prompts, which a standard error needs, and where anything is fitted to them."""
 
 
 def evaluation_prompts(
@@ -24,8 +28,9 @@ def evaluation_prompts(
     seed: int = 0,
     context_length: int | None = None,
     new_tasks: bool = False,
+    fitted: int = 0,
 ) -> Prompts:
-    """The prompts as they are, or evaluation prompts of the model's own task in the model's dtype.
+    """The given prompts, or evaluation prompts of the model's own task, in the model's dtype.
 
     Args:
         source: A model; or a task, whose prompts are in float64.
@@ -33,15 +38,19 @@ def evaluation_prompts(
         n_prompts: None: as `usual_number` has it.
         context_length: Pairs per prompt; None: the task's own.
         new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's.
+        fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
     Raises:
-        ValueError: If there are none, and the model comes without a task.
+        ValueError: If there are none and the model comes without a task, or there are too few.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
         Prompts(8 of 40 pairs, d_x=5, d_y=1, torch.float64)
     """
+    if prompts is None and isinstance(source, PromptsTask):
+        prompts = source.prompts.to(torch.float64)
     if prompts is not None:
-        return prompts
+        require_number(len(prompts), fitted, what="prompts")
+        return prompts if context_length is None else prompts.shortened(context_length)
     if isinstance(source, TaskConfig):
         task, dtype, usual = source, torch.float64, N_PROMPTS
     else:
@@ -52,6 +61,7 @@ def evaluation_prompts(
             )
         task, dtype, usual = predictor.task, _dtype(predictor), usual_number(predictor)
     size = usual if n_prompts is None else n_prompts
+    require_number(size, fitted)
     drawn = sample_prompts(
         task,
         size,
@@ -61,6 +71,21 @@ def evaluation_prompts(
         new_tasks=new_tasks,
     )
     return drawn.to(dtype)
+
+
+def require_number(n_prompts: int, fitted: int = 0, *, what: str = "n_prompts") -> None:
+    """Refuse too few prompts: 2 are needed, and where scalars are fitted to them 8 and twice their number.
+
+    Raises:
+        ValueError: If there are fewer.
+    Example:
+        >>> require_number(8, fitted=3)
+    """
+    least = max(LEAST_FITTED, PER_FEATURE * fitted) if fitted else LEAST
+    if n_prompts < least:
+        numbers = f"{counted(fitted, 'number')} {'is' if fitted == 1 else 'are'} fitted to them"
+        why = numbers if fitted else "a standard error needs two"
+        raise ValueError(f"{what} must be >= {least}, since {why}, got {n_prompts}.")
 
 
 def usual_number(source: Source) -> int:
@@ -77,19 +102,23 @@ def usual_number(source: Source) -> int:
 
 
 def least_number(source: Source) -> int:
-    """How many prompts a probe of the model's stream takes; 0 if its width is not known.
+    """Least number of prompts for a probe of the model's stream.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> least_number(zero_head(d_x=5))
         12
     """
+    return PER_FEATURE * stream_width(source)
+
+
+def stream_width(source: Source) -> int:
+    """Width of the model's stream, and so the number of features of a probe; 1 if it is not known."""
     predictor = predictor_of(source)
     weights = predictor.weights
     if weights is not None:
-        return PER_FEATURE * weights.model.stream_width(weights.d_x, weights.d_y)
-    width = getattr(getattr(predictor.model, "cfg", None), "d_model", None)
-    return PER_FEATURE * (width or 0)
+        return weights.model.stream_width(weights.d_x, weights.d_y)
+    return getattr(getattr(predictor.model, "cfg", None), "d_model", None) or 1
 
 
 def _dtype(predictor: Predictor) -> torch.dtype:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +16,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import ACTIVATIONS, plus
+from mechinterp.models.layers import ACTIVATIONS, normed, plus, rotated
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -162,8 +161,9 @@ class _Layer:
         """What each head has averaged, at the rows."""
         model, scale = self.weights.model, self.weights.scale
         read = self._normed("ln1", stream) if model.norm == "before" else stream
-        q = scale * self._projected(read[:, self.rows], "Q")
-        return self.attend(q, self._projected(read, "K"), self._projected(read, "V"), model)
+        q, k = self._projected(read[:, self.rows], "Q"), self._projected(read, "K")
+        q = scale * rotated(q, model, first=k.shape[1] - q.shape[1])
+        return self.attend(q, rotated(k, model), self._projected(read, "V"), model)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
@@ -197,9 +197,9 @@ class _Layer:
         return plus(projected, self.named(f"attn.b_{name}"))
 
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
-        tensors, eps = self.weights.tensors, self.weights.model.norm_eps
+        tensors = self.weights.tensors
         w, b = tensors[f"{norm}.w"][self.number], tensors[f"{norm}.b"][self.number]
-        return F.layer_norm(stream, w.shape, w, b, eps)
+        return normed(stream, w, b, self.weights.model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,8 +284,7 @@ def read_out(
     """What the model's own read-out, its last norm included, makes of a stream."""
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
-        w, b = tensors["ln_final.w"], tensors["ln_final.b"]
-        stream = F.layer_norm(stream, w.shape, w, b, model.norm_eps)
+        stream = normed(stream, tensors["ln_final.w"], tensors["ln_final.b"], model)
     if "unembed.W_U" not in tensors:
         return stream[..., weights.d_x :]
     return plus(stream @ tensors["unembed.W_U"], tensors.get("unembed.b_U"))

@@ -6,7 +6,7 @@ what kind of model it has.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
@@ -28,9 +28,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
 
-BEYOND_SIZES = tuple(each.name for each in fields(TaskConfig) if each.name not in ("d_x", "d_y"))
-"""What weights do not show of a task."""
-
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
@@ -46,9 +43,9 @@ class Predictor:
     is_hooked: Callable[[], bool] = lambda: False
     """Whether somebody's hooks are on the model, which ways past its modules would miss."""
     task: TaskConfig | None = None
-    """The law of its prompts, where it is known."""
-    assumed: tuple[str, ...] = ()
-    """Fields of the task that nobody stated."""
+    """Law of its prompts, where it is known; it says which of its fields nobody stated."""
+    trained_here: bool = False
+    """Whether this package trained the model on this task, so that the task is not in doubt."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
@@ -303,7 +300,6 @@ def _of_weights(weights: Weights) -> Predictor:
         build=build,
         own_weights=lambda: weights,
         task=task,
-        assumed=BEYOND_SIZES,
     )
 
 
@@ -316,7 +312,6 @@ def _of_hooked_model(model: object) -> Predictor:
         own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
         is_hooked=lambda: hooked.is_hooked,
         task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
-        assumed=BEYOND_SIZES,
     )
 
 
@@ -325,4 +320,5 @@ def _assumed_task(cfg: "HookedConfig") -> TaskConfig:
     task, most = TaskConfig(d_x=cfg.d_x, d_y=cfg.d_y), cfg.n_ctx - 2
     if cfg.model.layout == "in_turn":
         most //= 2
-    return replace(task, context_length=max(1, min(task.context_length, most)))
+    shorter = replace(task, context_length=max(1, min(task.context_length, most)))
+    return shorter.assuming(task.assumed)

@@ -1,50 +1,39 @@
-"""The task that an analysis draws its prompts from: as it is given, or the model's own."""
+"""The task of an analysis: the one that is given, or the model's own."""
 
-from mechinterp.config import TaskConfig
-from mechinterp.models.run.predictor import Source, predictor_of
-
-
-def task_for(source: Source, task: TaskConfig | None, analysis: str) -> TaskConfig:
-    """The task as it is given, or the model's own.
-
-    Args:
-        analysis: What needs it, for the message.
-    Raises:
-        ValueError: If there is none, or what is given is no task.
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> task_for(zero_head(d_x=3), None, "fit_learners").d_x
-        3
-    """
-    require_task(task, analysis)
-    task = predictor_of(source).task if task is None else task
-    if task is None:
-        raise ValueError(f"{analysis} needs a task for a model that comes without one, got none.")
-    return task
+from mechinterp.config import TaskConfig, TaskLike, as_task
+from mechinterp.icl.given import PromptsTask
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.predictor import Source, is_learner, predictor_of
 
 
-def assumed_of(source: Source, task: TaskConfig | None) -> tuple[str, ...]:
-    """Fields of the task that nobody stated: of the model's own task; none of one that is given in its place.
-
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> "noise_var" in assumed_of(zero_head(d_x=3), None), assumed_of(zero_head(d_x=3), TaskConfig(d_x=3))
-        (True, ())
-    """
-    predictor = predictor_of(source)
-    return predictor.assumed if task is None or task is predictor.task else ()
-
-
-def require_task(task: object, analysis: str) -> None:
-    """Refuse prompts, or anything else, in place of a task.
+def task_for(
+    source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
+) -> TaskConfig:
+    """The task that is given, its missing fields from the model's own task; or the model's own task.
 
     Args:
-        analysis: What needs it, for the message.
+        task: None: the model's own. A function of prompts has none.
+        analysis: Name of the analysis, for messages.
+        prompts: Given prompts: the task is then theirs, and without `task` their law is not known.
     Raises:
-        ValueError: If it is neither a task nor None.
+        ValueError: If there is no task, or the argument is none.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
+        'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
     """
-    if not (task is None or isinstance(task, TaskConfig)):
+    if isinstance(task, Prompts):
         raise ValueError(
-            f"task must be a TaskConfig, got {type(task).__name__}; {analysis} draws its own prompts, "
-            "as task=, n_prompts= and seed= say."
+            "task must be a TaskConfig, a dict of its fields or a JSON file, got Prompts; "
+            f"given prompts of {analysis} are its argument prompts=."
         )
+    own = None if is_learner(source) else predictor_of(source).task
+    law = None if task is None else as_task(task, own)
+    if prompts is not None:
+        return PromptsTask.of(prompts, law)
+    if law is not None:
+        return law
+    if own is None:
+        what = "a function of prompts" if is_learner(source) else "a model that comes without one"
+        raise ValueError(f"{analysis} needs a task for {what}, got none; pass task=.")
+    return own

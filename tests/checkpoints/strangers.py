@@ -1,0 +1,127 @@
+"""Models that a stranger writes and trains in plain PyTorch, which share no code with the package."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+D_X, LENGTH = 2, 8
+TASK = {"context_length": LENGTH, "noise_var": 0.01, "beta_var": 1.0}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a stranger's model is made of."""
+
+    layers: int = 1
+    heads: int = 2
+    width: int = 16
+    layout: str = "pairs"
+    positions: str = "none"
+    """none, learned, halves or adjacent (rotary)."""
+    norm: str = "none"
+    """none, layer or rms; before attention and MLP, and before the read-out."""
+    mlp: bool = False
+    passes: int = 1
+    base: float = 10000.0
+    steps: int = 600
+
+
+def turned(x: Tensor, kind: Kind) -> Tensor:
+    """Rotary positions as complex numbers, [batch, head, pos, d_head]."""
+    n = x.shape[-1]
+    turns = kind.base ** (-torch.arange(0, n, 2) / n)
+    angle = torch.polar(torch.ones(1), torch.arange(x.shape[2])[:, None] * turns)
+    if kind.positions == "adjacent":
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * angle).flatten(-2)
+    both = torch.complex(x[..., : n // 2], x[..., n // 2 :]) * angle
+    return torch.cat([both.real, both.imag], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind, n = kind, kind.width
+        self.q_proj, self.k_proj = nn.Linear(n, n, bias=False), nn.Linear(n, n, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(n, n, bias=False), nn.Linear(n, n, bias=False)
+        made = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}.get(kind.norm)
+        self.norm1 = nn.Identity() if made is None else made(n)
+        self.norm2 = nn.Identity() if made is None or not kind.mlp else made(n)
+        self.mlp = nn.Sequential(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n)) if kind.mlp else None  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm1(x)
+        q, k, v = (
+            p(read).unflatten(-1, (self.kind.heads, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.kind.positions in ("halves", "adjacent"):
+            q, k = turned(q, self.kind), turned(k, self.kind)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(z.transpose(1, 2).flatten(2))
+        return x if self.mlp is None else x + self.mlp(self.norm2(x))
+
+
+class Stranger(nn.Module):
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        n_pos = LENGTH + 1 if kind.layout == "pairs" else 2 * LENGTH + 1
+        self.read_in = nn.Linear(D_X + (kind.layout == "pairs"), kind.width)
+        if kind.positions == "learned":
+            self.pos_emb = nn.Embedding(n_pos, kind.width)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(kind.layers))
+        made = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}.get(kind.norm)
+        self.final_norm = nn.Identity() if made is None else made(kind.width)
+        self.read_out = nn.Linear(kind.width, 1)
+
+    def forward(self, x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+        """The prediction at the query, [batch]; y of shape [batch, L]."""
+        if self.kind.layout == "pairs":
+            context = torch.cat([x, y[..., None]], -1)
+            tokens = torch.cat([context, F.pad(x_query, (0, 1))[:, None]], 1)
+        else:
+            wide = F.pad(y[..., None], (0, D_X - 1))
+            tokens = torch.stack([x, wide], 2).flatten(1, 2)
+            tokens = torch.cat([tokens, x_query[:, None]], 1)
+        stream = self.read_in(tokens)
+        if self.kind.positions == "learned":
+            stream = stream + self.pos_emb.weight
+        for _ in range(self.kind.passes):
+            for block in self.blocks:
+                stream = block(stream)
+        return self.read_out(self.final_norm(stream))[:, -1, 0]
+
+
+def drawn(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(count, LENGTH + 1, D_X, generator=generator)
+    beta = torch.randn(count, D_X, generator=generator)
+    noise = 0.1 * torch.randn(count, LENGTH + 1, generator=generator)
+    y = (x * beta[:, None]).sum(-1) + noise
+    return x[:, :-1], y[:, :-1], x[:, -1], y[:, -1]
+
+
+@cache
+def trained(kind: Kind) -> Stranger:
+    """A model of this kind after a short training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Stranger(kind)
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(kind.steps):
+        *prompt, target = drawn(128, generator)
+        loss = (model(*prompt) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+def relative_loss(model: Stranger) -> float:
+    """Mean squared error over that of predicting 0, on prompts of another seed."""
+    *prompt, target = drawn(4096, torch.Generator().manual_seed(2))
+    return float((model(*prompt) - target).square().mean() / target.square().mean())

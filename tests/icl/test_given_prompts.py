@@ -1,0 +1,148 @@
+"""Prompts of one's own arrays: their shapes, the predictions on them, and what is left out without a law."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp import classify
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.config import CovarianceConfig, TaskConfig, as_task
+from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
+from mechinterp.icl.predictors import debiased_gd, ridge
+from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.run.evaluation import evaluation_prompts, require_number
+from mechinterp.models.run.predictor import predictor_of
+
+N, LENGTH, D_X = 64, 12, 3
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, np.ndarray]:
+    """Correlated x that is not centred, task vectors whose mean is not 0, and targets that are not linear."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(N, LENGTH + 1, D_X)) @ rng.normal(size=(D_X, D_X)) + 0.3
+    beta = rng.normal(size=(N, D_X)) + 0.5
+    y = np.tanh(np.einsum("nld,nd->nl", x, beta))
+    return {"x": x[:, :-1], "y": y[:, :-1], "x_query": x[:, -1], "y_query": y[:, -1]}
+
+
+def test_an_axis_of_one_response_is_added_and_both_libraries_are_taken(arrays):
+    given = Prompts.from_arrays(**arrays)
+    assert (given.y.shape, given.y_query.shape) == ((N, LENGTH, 1), (N, 1))
+    assert given.beta is None
+    assert "without task vectors" in repr(given)
+    torch.testing.assert_close(given.y_query_clean, given.y_query)
+    tensors = {name: torch.from_numpy(array).float() for name, array in arrays.items()}
+    wide = Prompts.from_arrays(**tensors | {"y": tensors["y"][..., None]})
+    assert wide.x.dtype == torch.float32
+    torch.testing.assert_close(wide.y.double(), given.y, rtol=0, atol=1e-6)
+    assert len(given[:5]) == 5
+    assert given.to(torch.float32).beta is None
+
+
+def test_the_clean_target_is_that_of_the_task_vectors(arrays):
+    beta = np.ones((N, D_X))
+    given = Prompts.from_arrays(**arrays, beta=beta)
+    np.testing.assert_allclose(given.y_query_clean[:, 0], arrays["x_query"].sum(1))
+    own = Prompts.from_arrays(**arrays, beta=beta, y_query_clean=np.zeros(N))
+    assert not own.y_query_clean.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": np.ones((4, 3))}, r"x must be \[batch, L, d_x\]"),
+        ({"y": np.ones((N, LENGTH + 1))}, rf"y must be \[{N}, {LENGTH}, 1\]"),
+        ({"x_query": np.ones((N, D_X + 1))}, rf"x_query must be \[{N}, {D_X}\]"),
+        ({"y_query": np.ones((N, 2))}, rf"y_query must be \[{N}, 1\]"),
+        ({"beta": np.ones((N, D_X + 1))}, rf"beta must be \[{N}, {D_X}, 1\]"),
+        ({"y": np.full((N, LENGTH), np.nan)}, "y must hold finite numbers"),
+        ({"y": np.ones((N, LENGTH), complex)}, "y must hold real numbers"),
+        ({"y": "text"}, "y must be an array of numbers"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_in_one_line(arrays, change, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        Prompts.from_arrays(**arrays | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_given_prompts_stand_for_their_law(arrays):
+    given = Prompts.from_arrays(**arrays)
+    task = PromptsTask.of(given)
+    assert evaluation_prompts(task).x.shape == given.x.shape
+    losses = [(ridge(given, penalty=p) - given.y_query).square().mean().item() for p in PENALTIES]
+    assert task.posterior_penalty == pytest.approx(PENALTIES[int(np.argmin(losses))])
+    assert no_law(task)
+    assert "law is not known" in task.in_words
+    with pytest.raises(ValueError, match="law of the given prompts is not known"):
+        sample_prompts(task, 4)
+    law = TaskConfig(d_x=D_X, noise_var=0.3)
+    stated = PromptsTask.of(given, law)
+    assert (no_law(stated), stated.posterior_penalty) == (False, law.posterior_penalty)
+    assert stated != task == PromptsTask.of(given)
+    with pytest.raises(ValueError, match=r"d_x must be that of the prompts, 3, got 4\.$"):
+        PromptsTask.of(given, TaskConfig(d_x=4))
+
+
+def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
+    given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.5, 0.01, d_x=D_X)
+    found = classify(weights, prompts=given)
+    assert (found.pattern, found.n_prompts) == ("debiased_gd", N)
+    error = predictor_of(weights).predict(given) - given.y_query
+    assert found.loss.model == pytest.approx(error.square().mean().item())
+    assert "Left out" in found.left_out
+    assert found.left_out in repr(found)
+    assert np.isnan(found.scales.eta_optimal)
+    assert classify(weights, {"noise_var": 0.2}, prompts=given).left_out == ""
+    fits = fit_learners(weights, prompts=given)
+    at = fits.learners.index("debiased_gd")
+    assert fits.context_length.tolist() == [10, LENGTH]
+    assert fits.r2[-1, at] == pytest.approx(1, abs=0.01)
+    shape = debiased_gd(given, eta=1.0)
+    predicted = predictor_of(weights).predict(given)
+    eta = (shape * predicted).sum() / shape.square().sum()
+    assert fits.factor[-1, at] == pytest.approx(eta.item())
+    risk = ablate_heads(weights, given).full_risk
+    assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
+
+
+def test_given_prompts_in_another_dtype_are_taken(arrays):
+    weights = debiased_gradient_step(0.5, 0.01, d_x=D_X).to(torch.float32)
+    given = Prompts.from_arrays(**arrays)
+    assert classify(weights, prompts=given).pattern == "debiased_gd"
+    assert classify(weights, prompts=given.to(torch.float32)).pattern == "debiased_gd"
+
+
+@pytest.mark.parametrize(("fitted", "least"), [(0, 2), (1, 8), (4, 8), (5, 10)])
+def test_the_least_number_is_2_or_8_or_twice_what_is_fitted(fitted: int, least: int):
+    require_number(least, fitted)
+    with pytest.raises(ValueError, match=rf"n_prompts must be >= {least}, .*, got {least - 1}\.$"):
+        require_number(least - 1, fitted)
+
+
+def test_covariances_of_another_scale_and_of_any_matrix():
+    task = TaskConfig(d_x=2, covariance=CovarianceConfig(scale=4.0))
+    plain = sample_prompts(TaskConfig(d_x=2), 8, dtype=torch.float64)
+    torch.testing.assert_close(sample_prompts(task, 8, dtype=torch.float64).x, 2 * plain.x)
+    assert task.signal_var == 4
+    # x times 2 and beta over 2 are the same y: the best step is a quarter.
+    scaled = classify(debiased_gradient_step(0.5, 0.01, d_x=2), replace(task, beta_var=0.125))
+    unit = classify(debiased_gradient_step(0.5, 0.01, d_x=2), TaskConfig(d_x=2))
+    assert scaled.scales.eta_optimal == pytest.approx(unit.scales.eta_optimal / 4, rel=1e-12)
+    assert np.isnan(scaled.scales.manifold_distance)
+    Sigma = ((2.0, 0.6), (0.6, 1.0))
+    full = TaskConfig(d_x=2, covariance=CovarianceConfig("matrix", matrix=Sigma))
+    x = sample_prompts(full, 4096, dtype=torch.float64).x.flatten(0, 1).numpy()
+    # Standard error of an entry: at most sqrt(2) * 2 / sqrt(4096 * 40) = 0.007.
+    np.testing.assert_allclose(x.T @ x / len(x), Sigma, atol=5 * 0.007)
+    for matrix in ([[1, 2], [2, 1]], [[1, 0.5], [0.4, 1]], [[1, 0]], []):
+        with pytest.raises(ValueError, match=re.escape("task.covariance.matrix must be a symm")):
+            as_task({"d_x": 2, "covariance": {"kind": "matrix", "matrix": matrix}})
+    with pytest.raises(ValueError, match=r"matrix must hold d_x = 3 rows, got 2\.$"):
+        TaskConfig(d_x=3, covariance=full.covariance)

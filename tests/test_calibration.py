@@ -1,0 +1,90 @@
+"""The calibration of one layer: its confirming models are those stored, their labels too, and its tables count them."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import binomtest
+
+from analyses.calibration import errors as calibration
+from analyses.calibration.models import ONE, Case, confirming, earlier, random_steps
+from analyses.lib.measured import RESULTS
+from analyses.lib.result_tables import two_by_two
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
+
+EVERY = 60  # `make analyses-check` labels all of them
+
+
+def frame_of(*rows: tuple[str, str, str]) -> pd.DataFrame:
+    """Models by truth, demand and verdict."""
+    frame = pd.DataFrame(rows, columns=["truth", "demand", "verdict"])
+    return frame.assign(source="built", size=0.1, label="")
+
+
+@pytest.mark.slow
+def test_confirming_models_and_their_labels_are_those_stored():
+    """Whoever edits the rules of labels leaves these as they are, or draws other models, as README.md says."""
+    stored = pd.read_csv(RESULTS / "calibration_models.csv")
+    models = confirming()
+    assert [case.source for case in models] == stored.source.tolist()
+    assert [case.truth for case in models] == stored.truth.tolist()
+    again = calibration.labelled(models[::EVERY])
+    pd.testing.assert_frame_equal(again, stored[::EVERY].reset_index(drop=True), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_no_confirming_model_is_an_earlier_one():
+    def norms(models: list[Case]) -> set[float]:
+        return {round(float(case.weights.QK.norm() / case.weights.OV.norm()), 9) for case in models}
+
+    assert not norms(confirming()) & norms(earlier())
+
+
+def test_random_steps_descend_in_no_direction_on_average():
+    for case in random_steps(5, np.random.default_rng(0)):
+        QK = case.weights.QK[0, :5, :5]
+        assert float(QK.trace()) == pytest.approx(0, abs=1e-12)
+        assert case.weights.score_slope == 1 / ONE.context_length
+
+
+def test_a_label_that_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step, kernel = debiased_gradient_step(0.88, 0.05, d_x=5), kernel_head(0.5, 1.5, d_x=5)
+    cases = [
+        Case("built", "debiased_gd", step, ONE, 0.0, "must"),
+        Case("built", "kernel_regression", kernel, ONE, 0.0, "must"),
+    ]
+    monkeypatch.setattr(calibration, "confirming", lambda: cases)
+    frame = calibration.labelled(cases)
+    assert frame.verdict.tolist() == ["right", "right"]
+    frame.to_csv(tmp_path / "calibration_models.csv", index=False)
+    assert calibration.changed_labels(tmp_path) == []
+    frame.assign(label=["debiased_gd", "superposition"]).to_csv(
+        tmp_path / "calibration_models.csv", index=False
+    )
+    (line,) = calibration.changed_labels(tmp_path)
+    assert all(word in line for word in ("model 1", "kernel_regression", "superposition"))
+    frame[:1].to_csv(tmp_path / "calibration_models.csv", index=False)
+    assert "2 confirming models, stored: 1" in calibration.changed_labels(tmp_path)[0]
+
+
+def test_wrong_labels_are_divided_by_the_named():
+    rows = [("debiased_gd", "may", "right")] * 9 + [("debiased_gd", "none", "wrong")]
+    rows += [("debiased_gd", "may", "undetermined")] * 90 + [("no pattern", "none", "undetermined")]
+    found = calibration.errors(frame_of(*rows)).set_index("truth")
+    assert found.loc["debiased_gd", ["models", "named", "wrong"]].tolist() == [100, 10, 1]
+    interval = binomtest(1, 10).proportion_ci(method="wilson")
+    assert found.wrong_rate["debiased_gd"] == 0.1
+    assert found.loc["debiased_gd", ["low", "high"]].tolist() == [interval.low, interval.high]
+    assert np.isnan(found.wrong_rate["no pattern"])
+
+
+def test_models_without_a_pattern_have_a_row_of_their_own(tmp_path: Path):
+    rows = [("debiased_gd", "must", "right"), ("debiased_gd", "must", "missed")]
+    rows += [("debiased_gd", "may", "right"), ("debiased_gd", "none", "wrong")]
+    rows += [("no pattern", "none", "wrong"), ("no pattern", "none", "undetermined")]
+    frame_of(*rows).to_csv(tmp_path / "calibration_models.csv", index=False)
+    cells = [line.split(" | ") for line in two_by_two(tmp_path).splitlines()[2:]]
+    assert [row[1] for row in cells] == ["1", "2", "1"]
+    assert [row[2].split(" (")[0] for row in cells] == ["0 of 1", "1 of 2", "1 of 1"]
+    assert [row[3].rstrip(" |") for row in cells] == ["1", "0", "1"]
