@@ -133,7 +133,7 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
 def rates_table(results: Path) -> str:
     """Table of rates on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_rates.csv")
-    lines = ["| models and functions | families | asked | wrong name | 95% interval | missed |"]
+    lines = ["| models and functions | families | labelled | wrong name | 95% interval | missed |"]
     lines.append("|---|---|---|---|---|---|")
     for row in table[:6].itertuples():
         missed = f"{row.missed} of {row.must}" if row.must else ""
