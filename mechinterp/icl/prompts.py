@@ -100,7 +100,8 @@ class Prompts:
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
-            object.__setattr__(self, name, ordinary(tensor))
+            if tensor is not None:
+                object.__setattr__(self, name, ordinary(tensor))
 
     def __repr__(self) -> str:
         batch, context, d_x = self.x.shape
