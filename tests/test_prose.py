@@ -21,7 +21,6 @@ MEAN, LONG = 20, 35
 TO_BE_REWRITTEN = {
     "docs/algorithms.md",
     "docs/how/module.md",
-    "docs/papers/sparse_regression.md",
     "docs/pools.md",
     "docs/published_weights.md",
 }

@@ -11,7 +11,7 @@ from mechinterp.icl.prompts import Prompts
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """The prediction 0, the best one without a context.
+    """Constant prediction 0, the best prediction without a context.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -61,11 +61,10 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
 def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     """Ridge regression <(X X^T + penalty I)^-1 X y, x_query>.
 
-    With penalty = noise_var / beta_var it is the Bayes predictor of a Gaussian task, whatever the
-    covariance of x.
+    With penalty = noise_var / beta_var it is the Bayes predictor of a Gaussian task, for any covariance of x.
 
     Args:
-        penalty: Added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
+        penalty: Number added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
     Raises:
         ValueError: If penalty is negative.
     Example:
@@ -91,11 +90,11 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
 def nadaraya_watson(
     prompts: Prompts, *, omega: float | Float[Tensor, " d_x"], mu: float | Float[Tensor, " d_y"]
 ) -> Float[Tensor, "batch d_y"]:
-    """A kernel smoother: mu sum_l p_l y_l with p = softmax_l(<omega x_l, x_query>).
+    """Kernel smoother: mu sum_l p_l y_l with p = softmax_l(<omega x_l, x_query>).
 
     Args:
-        omega: Scale of the exponent, one number or one per coordinate; unit 1/x^2.
-        mu: Factor on the average, one number or one per response.
+        omega: Scale of the exponent, a number or one number per coordinate; unit 1/x^2.
+        mu: Factor on the average, a number or one number per response.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
     Example:
@@ -113,12 +112,12 @@ def nadaraya_watson(
 
 
 def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch d_y"]:
-    """The mean response of the `count` pairs whose x are nearest to the query; of all where there are fewer.
+    """Mean response of the `count` pairs whose x is nearest to the query, or of all pairs if there are fewer.
 
     Raises:
         ValueError: If count is below 1.
     Source:
-        Garg et al. 2022, arXiv 2208.01066, whose baseline has count = 3.
+        Garg et al. 2022, arXiv 2208.01066; their baseline has count = 3.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -5,7 +5,7 @@ from jaxtyping import Float
 
 
 def second_moment(pool: Float[np.ndarray, "task d_x"]) -> Float[np.ndarray, "d_x d_x"]:
-    """T = (1/M) sum_i beta_i beta_i^T.
+    """Second moment of a pool, T = (1/M) sum_i beta_i beta_i^T.
 
     Example:
         >>> second_moment(np.array([[2.0, 0.0], [0.0, 0.0]])).tolist()

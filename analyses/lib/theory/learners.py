@@ -17,9 +17,9 @@ def joint_debiased_gd(
     """One step for several responses: y_hat_n = sum_mi theta_nmi g_mi x_query_i, g = (1/L) sum_l y_l (x_l - mean(x))^T.
 
     Args:
-        theta: What response n takes from response m on coordinate i; eta on n = m alone is `debiased_gd`.
+        theta: Weight of response m on coordinate i in prediction n; eta for n = m and 0 elsewhere is `debiased_gd`.
     Source:
-        Derived here; `analyses.lib.theory.several_tasks` says which theta is best.
+        Derived here; `analyses.lib.theory.several_tasks` gives the best theta.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -43,10 +43,10 @@ def pcr(
 
     Args:
         components: Number m of components, from 0 to d_x.
-        covariance: Of x, whose eigenvectors are then the components; None stands for the X^T X of each
+        covariance: Covariance of x, whose eigenvectors are the components; None: X^T X of each
             prompt's own context.
     Raises:
-        ValueError: If components lies outside of 0 to d_x.
+        ValueError: If components is not in 0 to d_x.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.4, where N is large.
     Example:
@@ -71,16 +71,16 @@ def pcr(
 def one_step_pcr(
     prompts: Prompts, *, components: int, covariance: Float[np.ndarray, "d_x d_x"]
 ) -> Float[Tensor, "batch d_y"]:
-    """What linear attention computes on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T x_query.
+    """Function of linear attention on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T x_query.
 
-    b = (1/L) sum_l y_l x_l and m_d = 1 / (lambda_d a_d), for tasks with beta ~ N(0, I) without noise. It
-    tends to `pcr` with this covariance as the context grows.
+    b = (1/L) sum_l y_l x_l and m_d = 1 / (lambda_d a_d), for noiseless tasks with beta ~ N(0, I). For long contexts it
+    approaches `pcr` with this covariance.
 
     Args:
         components: Number m of components, from 0 to d_x.
-        covariance: Of x.
+        covariance: Covariance of x.
     Raises:
-        ValueError: If components lies outside of 0 to d_x or covariance is not symmetric and positive.
+        ValueError: If components is not in 0 to d_x, or covariance is not symmetric and positive.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (22).
     Example:

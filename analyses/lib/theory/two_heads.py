@@ -9,9 +9,9 @@ Times = Float[np.ndarray, " time"]
 def late_mu(
     time: Times, *, d_x: int, context_length: int, noise_var: float
 ) -> Float[np.ndarray, " time"]:
-    """mu in phase III, (c d^3 t / (16 k^6))^(1/6): omega follows fast as 1 / (2 k mu).
+    """mu in phase III, (c d^3 t / (16 k^6))^(1/6), where omega follows mu quickly as 1 / (2 k mu).
 
-    The paper argues for t^(1/2); its own equations give t^(1/6), as integrating them shows.
+    The paper argues for t^(1/2); its own equations, integrated numerically, give t^(1/6).
 
     Source:
         Derived here from He et al. 2025, arXiv 2503.12734, (B.4).
