@@ -51,7 +51,6 @@ from mechinterp.icl.prompts import Prompts as Prompts
 from mechinterp.icl.prompts import generator_for as generator_for
 from mechinterp.icl.prompts import sample_prompts as sample_prompts
 from mechinterp.icl.prompts import task_pool as task_pool
-from mechinterp.models.compatibility.check import check_compatible as check_compatible
 from mechinterp.models.hooked.masks import mask_heads as mask_heads
 from mechinterp.models.hooked.runner import masked as masked
 from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransformer

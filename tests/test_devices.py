@@ -14,8 +14,8 @@ from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
 LIGHT = [(a, s) for s in ("softmax", "deep-softmax") for a in ANALYSES if a != "classify_layers"]
 """Asked by `make test`; `classify` of several layers is `classify_layers`."""
-LEFT_OUT = ("check_compatible", "write_report", "info_document")
-"""The first two take long on the pretended device; `info` uses PyTorch's own of that name, which holds no numbers."""
+LEFT_OUT = ("write_report", "info_document")
+"""The first takes long on the pretended device; `info` uses PyTorch's own of that name, which holds no numbers."""
 PAIRS = [
     pytest.param(a, s, marks=() if (a, s) in LIGHT else pytest.mark.exhaustive)
     for s in SOURCES

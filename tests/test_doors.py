@@ -258,7 +258,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "coefficient_snapshots": lambda c: coefficient_snapshots(c.source, chains=SHORTEST_CHAINS),
     "training_dynamics": lambda c: training_dynamics(c.source),
     "milestones": lambda c: milestones(c.source),
-    "check_compatible": lambda c: mi.check_compatible(c.source),
     "info_document": lambda c: dumps(info_document(c.source)),
     "convert native": lambda c: written(c, "native"),
     "convert transformer-lens": lambda c: written(c, "transformer-lens"),
@@ -267,7 +266,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
 }
 FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
-LONG = {"write_report", "check_compatible", "info_document"}
+LONG = {"write_report", "info_document"}
 FEW = ("softmax", "deep-linear", "deep-softmax", "gpt2", "bare-model")
 """Sources of which `make test` asks the long analyses; of the others `make test-all`."""
 

@@ -14,8 +14,8 @@ import torch
 
 from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
+from analyses.lib.theory.linear_pools import pool_optimum
 from mechinterp import compare_priors, load, task_pool
-from mechinterp.theory.linear_pools import pool_optimum
 
 POOLS = (1, 2, 4, 8, 64)
 

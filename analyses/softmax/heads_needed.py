@@ -13,9 +13,9 @@ import pandas as pd
 
 from analyses.lib import Measured, checkpoint, record, trained
 from analyses.lib.theory import several_tasks as theory
+from analyses.lib.theory.learners import joint_debiased_gd
 from mechinterp import TaskConfig, circuits, figures
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.icl.predictors import joint_debiased_gd
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
 

@@ -16,6 +16,7 @@ import torch
 
 from analyses.lib import Record, records
 from analyses.lib.measured import ROOT
+from analyses.lib.theory.learners import lasso
 from mechinterp import Prompts, TaskConfig, ablate_heads, generator_for, sample_prompts
 from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.analysis.probing.linear import preconditioned, reweighted
@@ -26,7 +27,6 @@ from mechinterp.icl.sparse_predictors import (
     descend,
     excess_risk,
     gradient_descent,
-    lasso,
     ols,
     preprocess_then_optimise,
 )

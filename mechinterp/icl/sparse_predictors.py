@@ -8,7 +8,6 @@ the smallest excess risk.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Float
@@ -144,28 +143,6 @@ def descend(
         u = u - rate * ((gram @ u[..., None])[..., 0] - moment)
         predictions.append(einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y"))
     return torch.stack(predictions)
-
-
-def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
-    """Lasso without intercept: minimises (1/2L) sum_l (y_l - <u, x_l>)^2 + alpha |u|_1, by scikit-learn.
-
-    Args:
-        alpha: Penalty; unit x y.
-    Raises:
-        ValueError: If alpha is not positive.
-    """
-    if alpha <= 0:
-        raise ValueError(f"alpha must be > 0, got {alpha}.")
-    # Imported here, because scikit-learn is slow to load.
-    from sklearn.linear_model import Lasso
-
-    x, y = (tensor.detach().cpu().double().numpy() for tensor in (prompts.x, prompts.y))
-    beta = np.zeros((len(x), x.shape[2], y.shape[2]))
-    learner = Lasso(alpha=alpha, fit_intercept=False, max_iter=100_000)
-    for prompt, response in np.ndindex(len(x), y.shape[2]):
-        beta[prompt, :, response] = learner.fit(x[prompt], y[prompt, :, response]).coef_
-    task_vectors = torch.from_numpy(beta).to(prompts.x)
-    return einsum(task_vectors, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -130,14 +130,12 @@ def predict_jumps(
 
 
 def predicted_loss(
-    time: Float[np.ndarray, " time"], jumps: Jumps, directions: Modes, *, tau: float = 1.0
+    time: Float[np.ndarray, " time"], jumps: Jumps, directions: Modes
 ) -> Float[np.ndarray, " time"]:
     """Loss over time, unit y^2, if each direction grows alone and is in the middle of its drop at its jump.
 
     L = E y^2 - sum_d gain_d (1 - (1 - u_d^3)^2), u_d = v_d / m_d^(1/3) with v_d from growth_value.
 
-    Raises:
-        ValueError: If tau is not positive.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (21), with the times of predict_jumps.
     Example:
@@ -151,7 +149,7 @@ def predicted_loss(
     for moment, mode in zip(jumps.time, jumps.mode, strict=True):
         rate, target = float(directions.rates[mode]), float(directions.targets[mode])
         start = MIDPOINT * target ** (1 / 3)
-        v = growth_value(time - moment, start, rate=rate, target=target, tau=tau)
+        v = growth_value(time - moment, start, rate=rate, target=target)
         learned[:, mode] = v**3 / target
     return directions.diagonal_loss(learned)
 

@@ -12,8 +12,6 @@ import numpy as np
 from jaxtyping import Float
 from scipy.integrate import solve_ivp
 
-from mechinterp.theory.softmax import manifold_mu
-
 Times = Float[np.ndarray, " time"]
 
 
@@ -76,65 +74,3 @@ def two_head_flow(
     if len(solution.t_events[0]) > 0:
         peak_time, peak_omega = solution.t_events[0][0], solution.y_events[0][0][0]
     return TwoHeadFlow(time, omega, mu, half_loss, float(peak_time), float(peak_omega))
-
-
-def early_half_loss(time: Times, *, start: float, noise_var: float) -> Float[np.ndarray, " time"]:
-    """Half the loss in phase I, where omega = mu = start e^t: (1 + s^2)/2 - 2 start^2 (e^2t - 1).
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, appendix B; the constant derived here.
-    Example:
-        >>> early_half_loss(np.array([4.0]), start=1e-3, noise_var=0.1).round(4).tolist()
-        [0.544]
-    """
-    return (1 + noise_var) / 2 - 2 * start**2 * (np.exp(2 * time) - 1)
-
-
-def overtaking_mu(
-    time: Times, *, start: float, d_x: int, context_length: int, noise_var: float
-) -> Float[np.ndarray, " time"]:
-    """mu in phase II: (2 k + (start^-2 - 2 k) e^-2t)^(-1/2) with k = 1 + (1 + s^2) d / L.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, (B.13).
-    Example:
-        >>> setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-        >>> overtaking_mu(np.array([6.0]), start=1e-3, **setting).round(3).tolist()
-        [0.345]
-    """
-    k = 1 + (1 + noise_var) * d_x / context_length
-    return (2 * k + (start**-2 - 2 * k) * np.exp(-2 * time)) ** -0.5
-
-
-def late_mu(
-    time: Times, *, d_x: int, context_length: int, noise_var: float
-) -> Float[np.ndarray, " time"]:
-    """mu in phase III, (c d^3 t / (16 k^6))^(1/6), where omega follows mu quickly as 1 / (2 k mu).
-
-    The paper argues for t^(1/2); its own equations, integrated numerically, give t^(1/6).
-
-    Source:
-        Derived here from He et al. 2025, arXiv 2503.12734, (B.4).
-    Example:
-        >>> setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-        >>> late_mu(np.array([1e4]), **setting).round(3).tolist()
-        [3.158]
-    """
-    c = (1 + noise_var) / context_length
-    k = 1 + c * d_x
-    return (c * d_x**3 * time / (16 * k**6)) ** (1 / 6)
-
-
-def manifold_gap(flow: TwoHeadFlow, *, d_x: int, context_length: int, noise_var: float) -> Times:
-    """mu divided by the solution manifold's mu at the same omega, minus 1: the distance from the manifold.
-
-    Source:
-        He et al. 2025, arXiv 2503.12734, (B.17).
-    Example:
-        >>> setting = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
-        >>> flow = two_head_flow(np.array([0.0, 30.0]), start=1e-3, **setting)
-        >>> round(float(manifold_gap(flow, **setting)[1]), 3)
-        -0.023
-    """
-    settled = manifold_mu(flow.omega, d_x=d_x, context_length=context_length, noise_var=noise_var)
-    return flow.mu / settled - 1

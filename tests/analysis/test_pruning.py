@@ -120,7 +120,7 @@ def test_a_pruned_model_is_a_smaller_checkpoint(checkpoint, many, tmp_path):
     kept = np.zeros((3, 4), dtype=bool)
     kept[0, [1, 3]] = kept[2, 2] = True  # no head at all in layer 1
     gone = [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
-    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=many, tolerance=1e-12)
+    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=many)
     assert saved.config.model.n_heads == saved.weights.n_heads == 2
     assert saved.weights.heads_per_layer == ((0, 1), (), (0,))
     assert saved.step == 5
@@ -164,7 +164,6 @@ def test_the_heads_needed_are_the_fewest_within_the_ratio(many: Prompts):
     found = pruning_curves(random_model(1, 2, **WIDE), many, {"all": [(0, 0), (0, 1)]})
     for ratios, needed in (([1, 1.5, 3], 1), ([1, 3, 1.5], 0), ([1, 3, 3], 2)):
         assert replace(found, ratio=np.array([ratios], dtype=float)).needed("all") == needed
-    assert found.needed("all", ratio=1e9) == 0
     assert f"twice the excess risk at most: all {found.needed('all')} of 2)" in repr(found)
 
 

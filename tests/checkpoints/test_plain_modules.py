@@ -10,7 +10,6 @@ from torch import nn
 from mechinterp import (
     TaskConfig,
     ablate_heads,
-    check_compatible,
     classify,
     hook_module,
     predictor_of,
@@ -19,6 +18,7 @@ from mechinterp import (
     write_report,
 )
 from mechinterp.models.hooked.runner import masked
+from tests.conformance.check import check_conformance
 
 TASK = TaskConfig(d_x=3, d_y=1, context_length=5)
 WIDTH, HEADS, LAYERS = 4, 2, 2
@@ -199,14 +199,12 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
 
 
 def test_what_a_module_lacks_is_named():
-    compatible = check_compatible(hook_module(random_stack(Packed), task=TASK))
-    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(compatible.lacking)
-    assert not any("hook_pattern" in name for name in compatible.lacking)
-    assert (
-        not {"hooks left", "caller's input untouched", "evaluation mode"}
-        & compatible.failures.keys()
-    )
-    assert "hook_module" in check_compatible(nn.Linear(2, 2)).lacking[0]
+    conformance = check_conformance(hook_module(random_stack(Packed), task=TASK).model)
+    assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(conformance.lacking)
+    assert not any("hook_pattern" in name for name in conformance.lacking)
+    passed = {"no hook left after an exception", "caller's input untouched", "evaluation mode"}
+    assert not passed & conformance.failures.keys()
+    assert "hook_module" in check_conformance(nn.Linear(2, 2)).lacking[0]
 
 
 class Bare(nn.Module):

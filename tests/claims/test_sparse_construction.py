@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyses.lib.theory.learners import lasso
 from analyses.lib.theory.sparse import best_ridge_risk, ols_risk
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
@@ -17,7 +18,6 @@ from mechinterp.icl.sparse_predictors import (
     descend,
     excess_risk,
     gradient_descent,
-    lasso,
     ols,
     preprocess_then_optimise,
     tuned,

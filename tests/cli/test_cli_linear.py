@@ -12,11 +12,11 @@ from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import override
-from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
+from tests.conformance.check import check_conformance
 from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
@@ -45,7 +45,7 @@ def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
 def test_shipped_linear_models_pass_all_checks(folder: Path):
-    assert check_compatible(load(folder).model).failures == {}
+    assert check_conformance(load(folder).model).failures == {}
 
 
 def test_the_state_dict_of_the_hooked_model_is_that_of_the_file():

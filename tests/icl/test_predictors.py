@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.learners import one_step_pcr, pcr
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import (
     debiased_gd,
     nadaraya_watson,
-    one_step_pcr,
-    pcr,
     ridge,
     vanilla_gd,
     zero_prediction,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.learners import lasso
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -14,7 +15,6 @@ from mechinterp.icl.sparse_predictors import (
     descend,
     excess_risk,
     gradient_descent,
-    lasso,
     ols,
     oracle_ols,
     preprocess_then_optimise,

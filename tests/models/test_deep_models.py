@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.compatibility.check import check_compatible
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
+from tests.conformance.check import check_conformance
 from tests.conftest import assert_close_to_rounding, assert_same
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
@@ -88,7 +88,7 @@ def test_the_construction_passes_all_checks_that_zero_heads_can():
     weights = preprocess_then_optimise_model([0.3], d_x=2)
     model = ICLTransformer.from_weights(weights, task=TaskConfig(d_x=2))
     # A head of rank 0 has no composition score and no subspace.
-    failures = check_compatible(model).failures
+    failures = check_conformance(model).failures
     assert set(failures) == {"FactoredMatrix: SVD, composition", "subspace affinity"}
 
 

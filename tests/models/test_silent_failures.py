@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mechinterp.models.compatibility.model import sample_inputs
 from mechinterp.models.hooked.hook_map import hook_map
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests import deep_models
+from tests.conformance.model import sample_inputs
 
 
 def random_model(n_layers: int = 2) -> ICLTransformer:

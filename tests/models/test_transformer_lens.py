@@ -17,11 +17,11 @@ from transformer_lens.head_detector import detect_head
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp import Prompts, load, sample_prompts
-from mechinterp.models.compatibility.requirements import switched_on
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.hooked.hooks import HookError
 from mechinterp.models.hooked.names import PROCESSING
 from mechinterp.models.hooked.transformer import ICLTransformer
+from tests.conformance.requirements import switched_on
 
 MODELS = {
     "one layer": "softmax-h2-s0",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.learners import joint_debiased_gd
 from analyses.lib.theory.several_tasks import (
     StepMoments,
     joint_step,
@@ -13,7 +14,6 @@ from analyses.lib.theory.several_tasks import (
 )
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import joint_debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
 
 SUPPORTS = ((0, 1, 2, 3), (2, 3, 4, 5))

@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients
-from mechinterp.theory.softmax import debiased_step_size
-from mechinterp.theory.two_heads import (
-    early_half_loss,
-    late_mu,
-    manifold_gap,
-    overtaking_mu,
-    two_head_flow,
-)
+from analyses.lib.theory.two_heads import late_mu
+from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from mechinterp.theory.two_heads import two_head_flow
 
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 
@@ -59,8 +54,11 @@ def test_euler_steps_of_a_hundredth_are_late_in_the_growth():
 def test_phase_one_and_two():
     time = np.array([1.0, 3.0, 4.0, 5.0, 6.0])
     run = flow(*time)
-    assert run.mu == pytest.approx(overtaking_mu(time, start=1e-3, **SETTING), rel=3e-3)
-    early = early_half_loss(time[:3], start=1e-3, noise_var=0.1)
+    # He et al. 2025, (B.13): mu overtakes omega. Before, omega = mu = start e^t.
+    k = 1 + 1.1 * 5 / 40
+    overtaking = (2 * k + (1e6 - 2 * k) * np.exp(-2 * time)) ** -0.5
+    assert run.mu == pytest.approx(overtaking, rel=3e-3)
+    early = 1.1 / 2 - 2e-6 * (np.exp(2 * time[:3]) - 1)
     assert run.half_loss[:3] == pytest.approx(early, rel=5e-4)
 
 
@@ -81,7 +79,8 @@ def test_the_late_drift_has_the_power_one_sixth():
     exponents = np.polyfit(np.log(time), np.log(np.stack([run.mu, run.omega], 1)[1:]), 1)[0]
     assert exponents == pytest.approx([0.170, -0.169], abs=0.003)
     assert run.mu[-1] == pytest.approx(late_mu(time[-1:], **SETTING)[0], rel=3e-3)
-    assert abs(manifold_gap(run, **SETTING)[-1]) < 1e-3
+    settled = manifold_mu(run.omega[-1:], **SETTING)[0]  # (B.17)
+    assert run.mu[-1] == pytest.approx(settled, rel=1e-3)
     step_size = 2 * run.mu[-1] * run.omega[-1]
     assert step_size == pytest.approx(debiased_step_size(**SETTING), rel=2e-3)
 

@@ -24,6 +24,8 @@ from mechinterp.training.general.trainer import DeepRun
 
 MODELS = ("pruned", "full")
 ROWS = 5
+DATA_SEED = 1000
+"""Seed of the prompts of the steps; not the training's."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +101,6 @@ def fine_tune(
     *,
     steps: int = 400,
     learning_rate: float | None = None,
-    data_seed: int = 1000,
     progress: ProgressCallback = no_progress,
 ) -> FineTuning:
     """Train a pruned model further as it had been trained: context lengths, clipping and the fall of the step size.
@@ -110,10 +111,9 @@ def fine_tune(
         kept: As in `Pruning`.
         prompts: On which risks are measured; none that heads were chosen on.
         learning_rate: Of the first step; None: that of the training.
-        data_seed: Of the prompts of the steps; not the training's.
         progress: Optional progress callback.
     Raises:
-        ValueError: If no head is kept, or steps, learning_rate or data_seed are out of range.
+        ValueError: If no head is kept, or steps or learning_rate are out of range.
     Example:
         >>> from mechinterp.analysis.ablation.pruning import prune
         >>> from mechinterp.checkpoints.checkpoint import load
@@ -130,7 +130,7 @@ def fine_tune(
         train,
         steps=steps,
         learning_rate=train.learning_rate if learning_rate is None else learning_rate,
-        data_seed=data_seed,
+        data_seed=DATA_SEED,
         log_every=every,
         snapshot_every=every,
         n_eval_prompts=1,

@@ -30,6 +30,8 @@ from mechinterp.progress import ProgressCallback, no_progress
 ROLES = ("facilitating", "irrelevant", "interfering")
 LIMIT = 4.0
 """Gates are sigmoids of numbers in [-LIMIT, LIMIT]: 0.018 to 0.982."""
+PRESSURE = 0.01
+"""Weight of a gate's logit, in units of the full model's excess risk."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,26 +96,24 @@ def learn_gates(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    pressure: float = 0.01,
     steps: int = 200,
     learning_rate: float = 0.1,
     n_prompts: int = 1024,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> HeadGates:
-    """Gates on the heads' outputs that minimise risk / full risk -+ pressure times the sum of the gates' logits.
+    """Gates on the heads' outputs that minimise risk / full risk -+ `PRESSURE` times the sum of the gates' logits.
 
     The gates without pressure start open; the other two start from them. A head whose closing raises the risk by less
-    than 2 LIMIT pressure of the full one, all other gates given, counts as irrelevant. Half of the prompts is fitted to.
+    than 2 LIMIT PRESSURE of the full one, all other gates given, counts as irrelevant. Half of the prompts is fitted to.
 
     Args:
         prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        pressure: Weight of a gate's logit, in units of the full model's excess risk.
         steps: Steps of Adam, for each of the three fits.
         learning_rate: Of Adam, on the logits.
         progress: Optional progress callback.
     Raises:
-        ValueError: If pressure is not positive, steps is below 1, or there are fewer than four prompts.
+        ValueError: If steps is below 1 or there are fewer than four prompts.
     Source:
         Nam et al. 2025, arXiv 2505.13737, causal head gating, with the excess risk for their negative log-likelihood;
         the scores, and their sizes of pressure and limit, are choices made here.
@@ -128,8 +128,6 @@ def learn_gates(
     prompts = evaluation_prompts(
         source, prompts, n_prompts=n_prompts, seed=seed, fitted=len(predictor_of(source).heads)
     )
-    if pressure <= 0:
-        raise ValueError(f"pressure must be > 0, got {pressure}.")
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}.")
     predictor = predictor_of(source)
@@ -144,7 +142,7 @@ def learn_gates(
         return _fit(predictor, fitted, start, reward, steps=told, learning_rate=learning_rate)
 
     free = fit(start, 0.0, "free")
-    logits = [free, fit(free, pressure, "opened"), fit(free, -pressure, "closed")]
+    logits = [free, fit(free, PRESSURE, "opened"), fit(free, -PRESSURE, "closed")]
     gates = [torch.sigmoid(one) for one in logits]
     with torch.no_grad():
         risks = [_risk(predictor, measured, gate).item() for gate in gates]

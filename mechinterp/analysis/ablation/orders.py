@@ -56,10 +56,10 @@ class PruningCurves(Result):
         counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
         return f"Of {len(self.heads[0])} heads, the excess risk stays within twice the full model's with {counts}."
 
-    def needed(self, order: str, *, ratio: float = 2.0) -> int:
-        """The least number of heads of an order with which the excess risk is no more than this many times the full one."""
+    def needed(self, order: str) -> int:
+        """The least number of heads of an order with which the excess risk is at most twice the full one."""
         ratios = self.ratio[self.orders.index(order)]
-        return int(len(ratios) - 1 - np.flatnonzero(ratios <= ratio).max())
+        return int(len(ratios) - 1 - np.flatnonzero(ratios <= 2).max())
 
     def to_frame(self) -> pd.DataFrame:
         """One row per order and number of kept heads."""
@@ -84,14 +84,12 @@ def pruning_curves(
     prompts: Prompts,
     orders: Mapping[str, Sequence[Head]],
     *,
-    method: str = "zero",
     progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
     """The excess risk with the first 0, 1, ..., all heads of each order masked.
 
     Args:
         orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
-        method: As in `ablate_heads`.
         progress: Optional progress callback.
     Raises:
         ValueError: If there is no order, or one does not name every head once.
@@ -113,7 +111,7 @@ def pruning_curves(
                 f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
             )
     masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_errors(source, prompts, masks, method=method, progress=progress)
+    errors = masked_errors(source, prompts, masks, progress=progress)
     shape = (len(orders), len(every) + 1)
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
@@ -124,7 +122,6 @@ def greedy_order(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    method: str = "zero",
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -134,13 +131,11 @@ def greedy_order(
     The order is chosen on the first half of the prompts; the risks are those of the second.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        prompts: None: `n_prompts` of the model's own task, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
-        method: As in `ablate_heads`.
         progress: Optional progress callback.
     Raises:
-        ValueError: If the method is unknown, there are fewer than 8 prompts, or halves that are to be
-            swapped are odd in number.
+        ValueError: If there are fewer than 8 prompts.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -151,22 +146,21 @@ def greedy_order(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     chosen_on, measured_on = halves(prompts)
-    order = greedy_heads(source, chosen_on, method=method, progress=progress)
-    return pruning_curves(source, measured_on, {"greedy": order}, method=method, progress=progress)
+    order = greedy_heads(source, chosen_on, progress=progress)
+    return pruning_curves(source, measured_on, {"greedy": order}, progress=progress)
 
 
 def greedy_heads(
     source: Source,
     prompts: Prompts,
     *,
-    method: str = "zero",
     progress: ProgressCallback = no_progress,
 ) -> list[Head]:
     """All heads, each the one whose masking leaves the least excess risk with those before it masked."""
     gone: list[Head] = []
     left = predictor_of(source).heads
     for _ in progress(range(len(left)), "greedy order of heads"):
-        errors = masked_errors(source, prompts, [[*gone, head] for head in left], method=method)
+        errors = masked_errors(source, prompts, [[*gone, head] for head in left])
         gone.append(left.pop(int(errors.mean(0).argmin())))
     return gone
 
@@ -213,18 +207,14 @@ def ablate_pairs(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    method: str = "zero",
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> PairAblation:
     """Rise of the excess risk when every two heads of a model are masked together, and their interaction.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        prompts: None: `n_prompts` of the model's own task, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
-        method: As in `ablate_heads`.
-    Raises:
-        ValueError: If the method is unknown, or prompts are to be swapped and odd in number.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -236,7 +226,7 @@ def ablate_pairs(
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     heads = predictor_of(source).heads
     masks = [[], *map(list, combinations_with_replacement(heads, 2))]
-    errors = masked_errors(source, prompts, masks, method=method)
+    errors = masked_errors(source, prompts, masks)
     one, other = np.triu_indices(len(heads))
     rises = np.zeros((len(errors), len(heads), len(heads)))
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]

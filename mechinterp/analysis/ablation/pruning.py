@@ -52,6 +52,8 @@ def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "
     return kept
 
 
+SAVED_WITHIN = 1e-5
+"""Largest difference between the saved and the masked model, relative to the largest prediction."""
 RULES: dict[str, Rule] = {
     "best-later": best_head_later,
     "least-later": least_head_later,
@@ -165,14 +167,12 @@ def save_pruned(
     path: str | Path,
     *,
     prompts: Prompts,
-    tolerance: float = 1e-5,
 ) -> Checkpoint:
     """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
 
     Args:
         kept: As in `Pruning`.
         prompts: On which both are compared.
-        tolerance: Of the largest difference, relative to the largest prediction.
     Raises:
         CheckpointError: If the folder is not empty or cannot be written.
         ValueError: If no head is kept, or the saved model does not predict as the masked one.
@@ -192,9 +192,9 @@ def save_pruned(
     own, expected = saved.predictor.run(prompts)[0], predictor.run(prompts, [gone])[0]
     size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
     error = ((own - expected).abs().max() / size).item()
-    if not error <= tolerance:
+    if not error <= SAVED_WITHIN:
         raise ValueError(
-            f"{path}: the saved model must predict as the masked one to {tolerance}, got {error:.2g}."
+            f"{path}: the saved model must predict as the masked one to {SAVED_WITHIN}, got {error:.2g}."
         )
     return saved
 

@@ -91,7 +91,6 @@ def name_algorithm(
     task: TaskLike | None = None,
     n_prompts: int = 256,
     seed: int = 0,
-    limits: AlgorithmLimits | None = None,
 ) -> AlgorithmEvidence:
     """The algorithm that the layers of a model carry out, and which learner its predictions are.
 
@@ -115,9 +114,8 @@ def name_algorithm(
         >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
         'ridge_like'
     """
-    limits = AlgorithmLimits() if limits is None else limits
     model = algorithm_source(source, prompts, task)
-    limits = limits_for(source, limits)
+    limits = limits_for(source, AlgorithmLimits())
     n_scalars = max(len(each.names(model.n_layers)) for each in candidates_of(model.task))
     if isinstance(model.task, PromptsTask):
         n_prompts = len(model.task.prompts)

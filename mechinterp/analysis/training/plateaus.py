@@ -30,6 +30,8 @@ from mechinterp.training.linear.trainer import initial_heads, task_moments
 
 N_POINTS = 400
 """Of a predicted curve."""
+LEAST_HEIGHT = 1e-4
+"""A maximum of -dL/dt below this part of the largest is no drop."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,16 +103,12 @@ class Plateaus(Result):
         )
 
 
-def plateaus(
-    run: Flow, moments: Moments, *, tau: float = 1.0, relative_height: float = 1e-4
-) -> Plateaus:
+def plateaus(run: Flow, moments: Moments) -> Plateaus:
     """The plateaus and drops of a training run.
 
     Args:
         run: From `flow` or descent on the moments of the population; minibatch noise makes maxima of its own.
         moments: Of the population trained on, for levels and principal component regression.
-        tau: Of the run, for the predicted jumps.
-        relative_height: Maxima of -dL/dt below this part of the largest are no drops.
     Raises:
         ValueError: If the run has fewer than 3 times or none where the loss falls.
     Source:
@@ -125,7 +123,7 @@ def plateaus(
         Plateaus(2 drops, loss rests at 0.6, 0.2299, 0.05272)
     """
     directions, heads = modes(moments), run.heads
-    drop = drops(run, relative_height=relative_height)
+    drop = drops(run)
     inner = [
         first + int(run.descent[first : last + 1].argmin()) for first, last in pairwise([0, *drop])
     ]
@@ -147,13 +145,13 @@ def plateaus(
         drop_time=run.time[drop],
         drop_loss=run.loss[drop],
         crossing_time=crossings(run, directions.levels),
-        predicted=_predicted(run, directions, tau),
+        predicted=_predicted(run, directions),
         levels=directions.levels,
         curve=np.column_stack([run.time, run.loss]),
     )
 
 
-def drops(run: Flow, *, relative_height: float = 1e-4) -> Int[np.ndarray, " drop"]:
+def drops(run: Flow) -> Int[np.ndarray, " drop"]:
     """Rows at which -dL/dt has a local maximum above a part of its largest value.
 
     Raises:
@@ -172,7 +170,7 @@ def drops(run: Flow, *, relative_height: float = 1e-4) -> Int[np.ndarray, " drop
         )
     middle = run.descent[1:-1]
     top = (middle > run.descent[:-2]) & (middle >= run.descent[2:])
-    return 1 + np.flatnonzero(top & (middle > relative_height * run.descent.max()))
+    return 1 + np.flatnonzero(top & (middle > LEAST_HEIGHT * run.descent.max()))
 
 
 def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarray, " crossing"]:
@@ -196,12 +194,12 @@ def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarra
     return times
 
 
-def _predicted(run: Flow, directions: Modes, tau: float) -> Jumps:
+def _predicted(run: Flow, directions: Modes) -> Jumps:
     first = taken(run.heads, 0)
     if isinstance(first, MergedHeads) or first.K.shape[-2] != 1:
         none = np.zeros(0, dtype=np.int64)
         return Jumps(time=np.zeros(0), mode=none, head=none)
-    return predict_jumps(first, directions, tau=tau)
+    return predict_jumps(first, directions)
 
 
 def _cosine(vectors: np.ndarray, directions: Modes) -> np.ndarray:

@@ -17,7 +17,7 @@ from transformer_lens.tools.analysis import attribution_patching
 from transformer_lens.tools.analysis.projection_kernel import attention_head_subspace_affinity
 from transformer_lens.utilities import composition_scores, get_act_name
 
-from mechinterp.models.compatibility.requirements import (
+from tests.conformance.requirements import (
     Check,
     Module,
     replace_at,

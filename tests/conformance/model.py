@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from mechinterp.models.compatibility.requirements import (
+from tests.conformance.requirements import (
     BATCH,
     Check,
     Module,
