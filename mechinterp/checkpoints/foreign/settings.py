@@ -136,6 +136,8 @@ def _value(name: str, key: str, value: object) -> object:
             raise ValueError(f"{key} must be an integer >= {least}, got {text}.")
         return int(text)
     if name in FLAGS:
+        if name == "attend_to_self" and text not in ("true", "false"):
+            raise ValueError(f"{key} must be true or false, got {value!r:.42}.")
         return {"true": True, "false": False}.get(text)
     if name in NUMBERS:
         try:
