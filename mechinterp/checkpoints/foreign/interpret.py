@@ -145,7 +145,7 @@ def tried(
         rest = [each for each in readings if each.build not in {case.shown for case in near}]
         best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
         near += refinements(look.cases[best])
-        look = _looked_at(near, _n_prompts(near, AGAIN))
+        look = _looked_at(_usual_first(near, cases), _n_prompts(near, AGAIN))
     look = _without_idle_refinements(look, cases)
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)
@@ -232,6 +232,19 @@ def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
         best = look.errors[rows[0]][0]
         near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
     return [look.cases[i] for i in sorted(near)]
+
+
+def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
+    """The cases in the order of their choices, so that among refined ones that tie the most usual comes first."""
+    values = {
+        name: list(dict.fromkeys(case.said[name] for case in cases)) for name in cases[0].said
+    }
+
+    def rank(case: Case) -> list[int]:
+        orders = ((case.said.get(name), order) for name, order in values.items())
+        return [order.index(v) if v in order else len(order) for v, order in orders]
+
+    return sorted(near, key=rank)
 
 
 def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
