@@ -130,7 +130,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
     their definitions."""
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
     markdown = re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
+        r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how|results)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
         r"\1 (`\2`)",
         markdown,
     )

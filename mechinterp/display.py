@@ -1,4 +1,4 @@
-"""Display of a result in a notebook, its sentence above its table, and numbers of things in words."""
+"""Display of results in a notebook (sentence above table), helpers for tables, and counts in words."""
 
 import html
 import inspect
@@ -14,9 +14,9 @@ ROWS = 20
 
 
 class Result:
-    """What an analysis found: one sentence as its repr, a table, and in a notebook both.
+    """Result of an analysis: its repr is one sentence, `to_frame` a table, and a notebook shows both.
 
-    Every method of a subclass whose name begins with `plot` takes `title=`, in place of the figure's own title.
+    Every method of a subclass whose name begins with `plot` gets an argument `title=` that replaces the figure's title.
 
     Example:
         >>> class Answer(Result):
@@ -41,7 +41,7 @@ class Result:
     def save_figure(
         self, path: str | Path, *, width: float = 3.3, height: float | None = None, title: str = ""
     ) -> Path:
-        """Write the figure for print, .pdf, .svg or .png; arguments and errors are those of `mechinterp.save_figure`."""
+        """Write the figure for print as .pdf, .svg or .png; arguments and errors as in `mechinterp.save_figure`."""
         from mechinterp.paper import save_figure
 
         return save_figure(self, path, width=width, height=height, title=title)
@@ -56,7 +56,7 @@ class Result:
 
 
 def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with one more argument, the title."""
+    """The method with an additional argument `title`."""
 
     @wraps(plot)
     def titled(self: Result, *args: object, title: str = "", **kwargs: object) -> Any:
@@ -70,7 +70,7 @@ def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Count and noun, with a plural s if needed.
 
     Example:
         >>> counted(1, "layer"), counted(4, "head")
@@ -80,11 +80,11 @@ def counted(count: int, what: str) -> str:
 
 
 def frame_of(result: object, *names: str, **axes: Sequence | np.ndarray) -> pd.DataFrame:
-    """One row per place along some axes: its value on each, then what fields and properties of a result hold there.
+    """Table with one row per index along some axes: the values of the axes, then fields and properties of a result.
 
     Args:
-        names: Of arrays; one with fewer axes is the same along the last ones.
-        axes: Values along each axis, by the name of the column; at least one.
+        names: Names of arrays; an array with fewer axes is repeated along the last ones.
+        axes: Values along each axis, by column name; at least one axis.
     Example:
         >>> from types import SimpleNamespace
         >>> result = SimpleNamespace(loss=np.array([1.0, 2.0]), r2=np.array([[0.1, 0.2], [0.3, 0.4]]))
@@ -105,7 +105,7 @@ def frame_of(result: object, *names: str, **axes: Sequence | np.ndarray) -> pd.D
 
 
 def head_axes(values: np.ndarray) -> dict[str, range]:
-    """The axes of an array of [layer, head], by name.
+    """Axes of an array [layer, head], by name.
 
     Example:
         >>> head_axes(np.zeros((2, 4)))
@@ -115,7 +115,7 @@ def head_axes(values: np.ndarray) -> dict[str, range]:
 
 
 def head_names(shape: Sequence[int]) -> list[str]:
-    """Names of the heads of an array of [layer, head], in its order.
+    """Names of the heads of an array [layer, head], in its order.
 
     Example:
         >>> head_names((1, 2))
@@ -125,7 +125,7 @@ def head_names(shape: Sequence[int]) -> list[str]:
 
 
 def with_sem(*names: str) -> tuple[str, ...]:
-    """Each name with that of its standard error behind it.
+    """Each name followed by the name of its standard error.
 
     Example:
         >>> with_sem("risk", "ratio")

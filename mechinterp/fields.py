@@ -1,4 +1,4 @@
-"""Fields of frozen dataclasses: their types checked, read from JSON, named with dots in messages."""
+"""Fields of frozen dataclasses: checked types, JSON input, and dotted names in messages."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 MAX_SIZE = 2**20
-"""Of a dimension or a count, so that a file cannot ask for loops without end."""
+"""Upper bound on any size or count in a config, so that a file cannot cause endless loops."""
 
 
 def build(cls: type, values: object, prefix: str = ""):
-    """The dataclass with the fields of a nested dictionary, the others at their defaults.
+    """Dataclass from a nested dictionary; missing fields get their defaults.
 
     Raises:
-        ValueError: If a field is unknown (the known ones are listed) or of the wrong type.
+        ValueError: If a field is unknown (the message lists the known ones) or has a wrong type.
     """
     if not isinstance(values, dict):
         example = f" such as {cls.EXAMPLE}" if hasattr(cls, "EXAMPLE") else ""
@@ -37,7 +37,7 @@ def build(cls: type, values: object, prefix: str = ""):
 
 
 def set_checked(config: object, group: str) -> None:
-    """Check the type of every plain field and bring it into the form it has after a trip through JSON."""
+    """Check all fields: values get the form that they have after JSON, and dictionaries become dataclasses."""
     for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
         label, value = f"{group}.{name}" if group else name, getattr(config, name)
         if not is_dataclass(hint):
@@ -48,10 +48,10 @@ def set_checked(config: object, group: str) -> None:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for the fields of a config; what breaks one is a ValueError that names field, rule and value."""
+    """Rules for the fields of a config; a violation is a ValueError with field, rule and value."""
 
     group: str
-    """Stands before the names of the fields."""
+    """Prefix of the field names in messages."""
     config: object
 
     def require(self, name: str, holds: object, rule: str) -> None:
@@ -64,15 +64,15 @@ class Rules:
             raise ValueError(f"{label} {rule}, got {got}.")
 
     def at_least(self, least: float, *names: str) -> None:
-        """Refuse the first field that is below a bound; None is not."""
+        """Refuse the first field below a bound; None is allowed."""
         self._each(names, lambda value: value >= least, f"must be >= {least}")
 
     def at_most(self, most: float, *names: str) -> None:
-        """Refuse the first field that is above a bound; None is not."""
+        """Refuse the first field above a bound; None is allowed."""
         self._each(names, lambda value: value <= most, f"must be <= {most}")
 
     def positive(self, *names: str) -> None:
-        """Refuse the first field that is 0 or negative; None is not."""
+        """Refuse the first field that is 0 or negative; None is allowed."""
         self._each(names, lambda value: value > 0, "must be > 0")
 
     def _each(self, names: Iterable[str], holds: Callable[[Any], bool], rule: str) -> None:
@@ -88,13 +88,13 @@ class Rules:
 
 
 def unknown_field(name: str, prefix: str, known: list[str]) -> str:
-    """What to say of a field that does not exist."""
+    """Error message for a field that does not exist."""
     listed = ", ".join(f"{prefix}{field_name}" for field_name in known) or "none"
     return f"Unknown field {name!r}; known: {listed}."
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, object]:
-    """Values of a nested dictionary by dotted name."""
+    """Values of a nested dictionary, by dotted name."""
     leaves: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _checked(value: object, hint: object, name: str) -> object:
-    """The value, lists made tuples and whole numbers made floats where the field is a float."""
+    """The value with its type checked; lists become tuples, and integers become floats in float fields."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
     for option in options:

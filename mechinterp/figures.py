@@ -1,4 +1,4 @@
-"""Figures of curves, bars and points, and the colours and layout of all: arrays in, plotly figures out."""
+"""Figures of curves, bars and points, and the common colours and layout: arrays in, plotly figures out."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,32 +10,32 @@ from plotly import io
 
 from mechinterp.rooms import names_of
 
-# Okabe and Ito's colours, told apart by the colour-blind too; the same head has the same one everywhere.
+# Okabe and Ito's colours, distinct for colour-blind readers; a head has the same colour in every figure.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
-BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # groups of bars are not heads
-QUIET_COLOR = "#868e96"  # seen on white and on black
+BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # not the colours of heads
+QUIET_COLOR = "#868e96"  # visible on white and on black
 MODEL_COLOR = {"light": "#1c1c1c", "dark": "#f1f3f5"}
 MODEL = "model"
-"""The curve that others are compared with: dashed, in the colour of the text, on top of them; and what marks its trace."""
+"""Name of the reference curve, drawn dashed, in the text colour and on top; also marks its trace."""
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
 LONG_LABEL = 16
 LEAST_TICKS = 3
-"""Of a logarithmic axis."""
+"""Smallest number of ticks within the data on a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
 OLD = ("Matrices", "head_heatmaps", "heatmap", "layers_by_heads")
 __getattr__ = names_of(__name__, dict.fromkeys(OLD, "mechinterp.heatmaps"))
-"""Names that stood here in 0.1."""
+"""Names of version 0.1 that have moved to `heatmaps`."""
 
 
 Curve = np.ndarray | tuple[np.ndarray, np.ndarray]
-"""Heights, and where there are some their standard errors."""
+"""Heights of a curve, optionally with their standard errors."""
 
 
 def named(
     names: Iterable[str], values: Iterable[np.ndarray], errors: Iterable[np.ndarray]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Curves, or groups of bars, by name, each with its standard errors.
+    """Curves or groups of bars by name, each with its standard errors.
 
     Example:
         >>> named(["ridge"], np.array([[1.0, 2.0]]), np.array([[0.1, 0.2]]))
@@ -45,7 +45,7 @@ def named(
 
 
 def head_color(head: int) -> str:
-    """The colour of a head, by its number."""
+    """Colour of a head, by its number."""
     return COLORS[head % len(COLORS)]
 
 
@@ -62,9 +62,9 @@ def lines(
     log_y: bool = False,
     zero_line: bool = False,
 ) -> go.Figure:
-    """Curves over a common axis, with bars of one standard error where they have them; `levels` are dotted lines across.
+    """Curves over a common axis, with error bars of one standard error if given; `levels` are dotted horizontal lines.
 
-    A curve named `MODEL` is what the others are compared with, and drawn on top of them.
+    The curve named `MODEL` is the reference and is drawn on top of the others.
     """
     figure = go.Figure()
     drawn = {n: curve if isinstance(curve, tuple) else (curve, None) for n, curve in curves.items()}
@@ -88,7 +88,7 @@ def lines(
         figure.add_hline(float(level), line_dash="dot", line_width=1)
     figure.update_xaxes(title_text=x_title, **_axis([x], log=log_x))
     if np.issubdtype(x.dtype, np.integer) and np.ptp(x) <= 10:
-        figure.update_xaxes(dtick=1)  # a number of layers or heads has no half
+        figure.update_xaxes(dtick=1)  # numbers of layers or heads have no halves
     ends = [v + sign * (0 if e is None else e) for v, e in drawn.values() for sign in (-1, 1)]
     figure.update_yaxes(title_text=y_title, zeroline=zero_line, **_axis(ends, log=log_y))
     return finish(figure, title, height=HEIGHT)
@@ -99,7 +99,7 @@ def _axis(values: Iterable[np.ndarray], *, log: bool) -> dict[str, object]:
 
 
 def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
-    """Ticks of a logarithmic axis as numbers that are read at once, three of them or more within the values.
+    """Round ticks for a logarithmic axis, at least three of them within the values.
 
     Example:
         >>> log_ticks([np.array([0.03, 0.4])])["ticktext"]
@@ -127,7 +127,7 @@ def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
 
 
 def log_range(values: np.ndarray) -> tuple[float, float] | None:
-    """Ends of a logarithmic axis that has room for these values, as plotly takes them.
+    """Ends of a logarithmic axis with room for these values, as exponents of ten.
 
     Example:
         >>> log_range(np.array([1.0, 100.0]))
@@ -158,7 +158,7 @@ def bars(
     title: str,
     y_title: str,
 ) -> go.Figure:
-    """Grouped bars, heights and one standard error each; long labels take the room below, and the legend stands above."""
+    """Grouped bars with error bars of one standard error; with long labels the legend is above the bars."""
     figure = go.Figure()
     for index, (name, (values, errors)) in enumerate(groups.items()):
         figure.add_bar(
@@ -183,7 +183,7 @@ def head_scatter(
     labels: Sequence[str],
     title: str,
 ) -> go.Figure:
-    """Heads in the plane of omega and mu, labelled; dashed lines mark the axes."""
+    """Scatter plot of heads by omega and mu, with labels; dashed lines mark the axes."""
     figure = go.Figure()
     for head, label in enumerate(labels):
         figure.add_scatter(
@@ -211,11 +211,11 @@ def runs(
     markers: bool = False,
     log: bool = False,
 ) -> go.Figure:
-    """Curves, or clouds of points, of several models by group; a group has one colour and one entry in the legend.
+    """Curves or scatter plots of several models by group; each group has one colour and one legend entry.
 
     Args:
-        groups: x, y and where there are some standard errors of y by model, by group; the names are shown as they are.
-        log: Whether both axes are logarithmic.
+        groups: By group and model: x, y and optionally the standard errors of y. Names are shown literally.
+        log: True: both axes are logarithmic.
     """
     figure = go.Figure()
     for index, (group, models) in enumerate(groups.items()):
@@ -240,7 +240,7 @@ def runs(
 
 
 def _plain(name: str) -> str:
-    """A name that plotly neither takes for markup nor for a place to fill in."""
+    """Name escaped, so that plotly reads neither markup nor a placeholder in it."""
     return html.escape(name).replace("%", "&#37;")
 
 
@@ -256,10 +256,10 @@ def with_slider(
     """The figure with a slider that replaces its data and title.
 
     Args:
-        frames: By the name that the slider shows: what each trace is to have instead, such as {"z": matrix}.
-        label: What the names are of, "step".
-        traces: The traces that change; all, if left out.
-        start: The frame that it begins at; the last, if left out.
+        frames: By slider label: the properties of each trace that change, such as {"z": matrix}.
+        label: Kind of the slider labels, such as "step".
+        traces: Indices of the traces that change; None: all.
+        start: Index of the first frame shown; by default the last frame.
     """
     start %= len(frames)
     places = list(range(len(figure.data))) if traces is None else list(traces)
@@ -285,7 +285,7 @@ def with_slider(
 
 
 def templates() -> dict[str, dict]:
-    """The looks of every figure on a light and on a dark page, on the page's own background."""
+    """Plotly templates of all figures for a light and a dark page, with a transparent background."""
     looks = {name: io.templates[template].to_plotly_json() for name, template in TEMPLATES.items()}
     for look in looks.values():
         look["layout"] |= {"paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR}
@@ -295,11 +295,11 @@ def templates() -> dict[str, dict]:
 
 
 def finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:
-    """The figure with its title and the layout that all share."""
+    """The figure with its title and the common layout."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template=TEMPLATES["light"],
-        # Below the axis: beside it, a legend leaves no room for the figure on a narrow page.
+        # Below the axis: a legend beside it leaves no room for the figure on a narrow page.
         legend={"orientation": "h", "yanchor": "top", "y": -0.27},
         height=height,
         margin={"l": 60, "r": 20, "t": top, "b": 50},

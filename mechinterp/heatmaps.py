@@ -1,4 +1,4 @@
-"""Heatmaps of matrices: of one, of the layers and heads of a model, and of each of its heads."""
+"""Heatmaps: of one matrix, of all layers by heads, and of a matrix per head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ DARK_SCALES = {
     "unsigned": ("#14171c", "#1d3f5e", "#2f77b0", "#6db3e6", "#d3ebfc"),
 }
 PANEL, PANEL_GAP, LEAST_BAR = 190, 90, 90
-"""Pixels: of a matrix of a head, between two of them, and of a bar of colours."""
+"""Sizes in pixels: side of a head's matrix, gap between two matrices, and smallest length of a colour bar."""
 
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """A matrix for each head, on one colour scale with white at 0."""
+    """One matrix per head, on a common colour scale with white at 0."""
 
     values: Float[np.ndarray, "head row column"]
     rows: Sequence[str]
@@ -32,32 +32,32 @@ class Matrices:
     column_title: str = ""
     unit: str = ""
     kind: str = ""
-    """What they are of the heads: QK, OV."""
+    """Kind of the matrices: QK or OV."""
     names: Sequence[str] = ()
-    """What stands above each; head 0, head 1, ... of its kind if left out."""
+    """Title of each matrix; empty: head 0, head 1, ... with the kind."""
     strips: bool = False
-    """Whether rows are as low as they can be, of matrices with few."""
+    """True: rows have a small fixed height, for matrices with few rows."""
     part: float = 1.0
-    """Of all entries, by size, those on whose largest colours end."""
+    """The colour scale ends at this quantile of abs(entry); 1.0 is the maximum."""
 
     @property
     def limit(self) -> float:
-        """Where the colours end, on both sides of 0."""
+        """End of the colour scale on both sides of 0."""
         return float(np.nanquantile(np.abs(self.values), self.part)) or 1.0
 
     @property
     def titles(self) -> Sequence[str]:
-        """What stands above each."""
+        """Title of each matrix."""
         return self.names or [f"{self.kind} head {n}".strip() for n in range(len(self.values))]
 
     @property
     def changing(self) -> list[dict[str, object]]:
-        """Of the heatmap of each head what a slider changes."""
+        """Properties of each head's heatmap that a slider changes."""
         return [{"z": z, "zmin": -self.limit, "zmax": self.limit} for z in self.values.round(6)]
 
 
 def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
-    """Signed heatmaps of the heads side by side, one kind of matrices below the other, each on a scale of its own."""
+    """Signed heatmaps of the heads side by side, with one block of rows and one colour scale per kind of matrix."""
     per_row = min(max(len(kind.values) for kind in kinds), 4)
     counts = [-(-len(kind.values) // per_row) for kind in kinds]
     strips = [20 + 22 * len(kind.rows) if kind.strips else PANEL for kind in kinds]
@@ -102,7 +102,7 @@ def head_heatmaps(*kinds: Matrices, title: str) -> go.Figure:
             figure.update_yaxes(title_text=kind.row_title, showticklabels=True, row=row, col=1)
         first += count
         figure.update_xaxes(title_text=kind.column_title, title_standoff=2, row=first)
-    # The names of the heads stand above the heatmaps, plotly's buttons above the names.
+    # The titles are above the heatmaps, plotly's buttons above the titles.
     return finish(figure, title, height=130 + area, top=80)
 
 
@@ -116,10 +116,10 @@ def heatmap(
     limit: float | None = None,
     signed: bool = True,
 ) -> go.Figure:
-    """One heatmap, signed with white at 0 or from 0 on.
+    """One heatmap; the colour scale is white at 0 if signed, else it starts at 0.
 
     Args:
-        limit: Where the colours end; the largest |entry|, if left out.
+        limit: End of the colour scale; None: the largest abs(entry).
     """
     limit = float(np.abs(matrix).max()) or 1.0 if limit is None else limit
     figure = go.Figure()
@@ -159,7 +159,7 @@ def layers_by_heads(
 
 
 def scales() -> dict[str, dict[str, object]]:
-    """Colours of heatmaps and of the curve of the model on a light and on a dark page; 0 is the page's own ground."""
+    """Colours of heatmaps and of the reference curve on a light and a dark page; 0 has the page's background colour."""
     named = {
         name: [[place / (len(colors) - 1), color] for place, color in enumerate(colors)]
         for name, colors in DARK_SCALES.items()

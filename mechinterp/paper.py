@@ -1,4 +1,4 @@
-"""Figures for a paper: a result's plot as PDF, SVG or PNG in the width of a column or a page."""
+"""Figures for print: a result's plot as PDF, SVG or PNG, as wide as a column or a page."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 COLUMN, PAGE = 3.3, 6.75
-"""Inches: a column of a page of two, and the text of a page."""
+"""Widths in inches: a column of a two-column page, and the text of a page."""
 FORMATS = (".pdf", ".svg", ".png")
 FONT, FONT_POINTS = "Helvetica, Arial, Liberation Sans, sans-serif", 8
 PIXELS = 96
-"""Per inch, as browsers have it; 4/3 a point."""
+"""Pixels per inch, as in browsers; 4/3 per point."""
 DOTS = 300
-"""Per inch of a PNG."""
+"""Resolution of a PNG in dots per inch."""
 USUAL_WIDTH = 640
-"""Pixels for which the height of a figure is meant."""
+"""Screen width in pixels that the height of a figure refers to."""
 LEAST_HEIGHT = 2.0
 
 
@@ -28,20 +28,21 @@ def save_figure(
     height: float | None = None,
     title: str = "",
 ) -> Path:
-    """Write a figure, or a result's plot, for print: white ground, 8-point type, no slider and no title.
+    """Write a figure, or a result's plot, for print: white background, 8-point type, no slider and no title.
 
-    Of a figure with a slider it is the frame that is shown. Fonts are embedded in a PDF, and named in an SVG.
+    If the figure has a slider, the frame shown is written. Fonts are embedded in a PDF, and named in an SVG.
 
     Args:
-        shown: A plotly figure, or a result, whose `plot()` it is.
-        path: Its ending says the format: .pdf, .svg or .png (300 dots per inch). What is there is replaced.
-        width: Inches; 3.3 for a column, 6.75 for the width of a page.
-        height: Inches; None: as the figure on the screen, in proportion.
-        title: Above the figure; the caption says it, if left out.
+        shown: A plotly figure, or a result with a method `plot()`.
+        path: File to write; its ending gives the format: .pdf, .svg or .png (300 dots per inch). Overwrites.
+        width: Width in inches; 3.3 for a column, 6.75 for a page.
+        height: Height in inches; None: in proportion to the figure on the screen.
+        title: Title above the figure; empty: none, since a caption serves as one.
     Returns:
         The path.
     Raises:
-        ValueError: If the ending is another, a size is not above 0, or there is no figure, or kaleido or a browser for it is missing.
+        ValueError: If the ending is unknown, a size is not above 0, there is no figure, or kaleido or a browser
+            is missing.
     Example:
         >>> save_figure(go.Figure(), "figure.doc")
         Traceback (most recent call last):
@@ -58,8 +59,8 @@ def save_figure(
 
 
 def _drawn(figure: go.Figure, path: Path) -> bytes:
-    """The file of a figure for print."""
-    # Here and not above: it is an extra.
+    """Image file of a figure for print, as bytes."""
+    # Imported here, because kaleido is an optional dependency.
     from kaleido.errors import ChromeNotFoundError
 
     try:
@@ -74,10 +75,10 @@ def _drawn(figure: go.Figure, path: Path) -> bytes:
 
 
 def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
-    """Figures in the width of a page by file name, drawn by one browser.
+    """Figures as wide as a page, by file name, drawn by one browser.
 
     Raises:
-        ValueError: As `save_figure` does.
+        ValueError: As in `save_figure`.
     """
     require_format(Path(f"{next(iter(shown), 'figure')}.{ending}"))
     import kaleido
@@ -85,7 +86,7 @@ def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
     kaleido.start_sync_server(silence_warnings=True)
     try:
         with warnings.catch_warnings():
-            # Plotly's own settings for a browser of its own.
+            # Plotly passes settings for a browser of its own.
             warnings.filterwarnings("ignore", message="The kopts argument is ignored")
             printed = {f"{n}.{ending}": for_print(each, width=PAGE) for n, each in shown.items()}
             return {file: _drawn(each, Path(file)) for file, each in printed.items()}
@@ -94,10 +95,10 @@ def all_drawn(shown: Mapping[str, go.Figure], ending: str) -> dict[str, bytes]:
 
 
 def require_format(path: Path) -> None:
-    """Refuse an ending of another format, and say which package is missing.
+    """Refuse an unknown file ending, and report a missing package.
 
     Raises:
-        ValueError: Naming it.
+        ValueError: If the ending is unknown or kaleido is not installed.
     """
     if path.suffix not in FORMATS:
         raise ValueError(f"{path}: must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
@@ -110,7 +111,7 @@ def require_format(path: Path) -> None:
 def for_print(
     shown: object, *, width: float = COLUMN, height: float | None = None, title: str = ""
 ) -> go.Figure:
-    """A copy of the figure in the sizes of print.
+    """Copy of the figure in print size.
 
     Example:
         >>> for_print(go.Figure(layout={"height": 320}), width=6.75).layout.width

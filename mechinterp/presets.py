@@ -33,11 +33,10 @@ def _linear(
     init_std: float,
     train: TrainConfig,
 ) -> ExperimentConfig:
-    """A setting of the linear-attention paper; rank None stands for merged heads.
+    """Setting of the linear-attention paper; rank None: merged heads.
 
-    init_std and the learning rate are those of its code, which sums over the N pairs of a context where the
-    paper and this package take the mean: with n weights multiplied in a head, ours are N^(1/n) and N^(2/n) times
-    as large.
+    init_std and the learning rate are given as in the paper's code, which sums over the N pairs of a context; the paper and
+    this package take the mean. With n weights multiplied in a head, the values here are larger by N^(1/n) and N^(2/n).
     """
     N = 31
     factor = N ** (1 / (2 if rank is None else 3))
@@ -61,7 +60,7 @@ def _linear(
 
 # He et al. 2025 (arXiv 2503.12734), common setting: the defaults above.
 PRESETS = {f"softmax-h{h}": ExperimentConfig(model=ModelConfig(n_heads=h)) for h in (1, 2, 3, 4, 8)}
-# Zhang et al. 2025 (arXiv 2501.16265), figures 1, 3 and 4, on the population; the time axis is that of the figures.
+# Zhang et al. 2025 (arXiv 2501.16265), figures 1, 3 and 4, on the population, with the time axis of the figures.
 _FOUR, _EIGHT = (0.4, 0.3, 0.2, 0.1), tuple(value / 36 for value in range(8, 0, -1))
 PRESETS["linear-merged"] = _linear(
     _FOUR,
@@ -87,7 +86,7 @@ PRESETS |= {
     )
     for rank in (1, 2, 4, 8)
 }
-# Sparse regression by linear attention of four layers: our setting, the published one is not known to us.
+# Sparse regression with four layers of linear attention. The setting is ours; we do not know the published one.
 _SPARSE = TrainConfig(steps=50_000, batch_size=64, cosine=True, clip_norm=1.0)
 PRESETS |= {
     f"sparse-h{h}": ExperimentConfig(
@@ -97,7 +96,7 @@ PRESETS |= {
     )
     for h in (1, 4, 8)
 }
-# As many heads as coordinates and d_x / s = 16: here a few shared steps on reweighted covariates beat plain ones.
+# As many heads as coordinates, and d_x / s = 16: here a few steps on reweighted covariates beat plain ones.
 PRESETS["sparse-wide"] = ExperimentConfig(
     task=TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25),
     model=ModelConfig(
@@ -105,9 +104,9 @@ PRESETS["sparse-wide"] = ExperimentConfig(
     ),
     train=replace(_SPARSE, shortest_context=32),
 )
-# A pool of tasks after Raventos et al. 2023 (arXiv 2306.15063), small: d_x 4, where they have 8; task.n_tasks says of how many.
+# Pool of tasks after Raventos et al. 2023 (arXiv 2306.15063), but with d_x 4 in place of 8.
 _POOL_TASK = TaskConfig(d_x=4, context_length=8, noise_var=0.25, beta_var=1.0, n_tasks=16)
-# The smallest GPT-2 of Garg et al. 2022; each step asks for the query alone, after 1 to 8 pairs.
+# The smallest GPT-2 of Garg et al. 2022; each training step uses the query alone, after 1 to 8 pairs.
 PRESETS["pool-gpt2"] = ExperimentConfig(
     task=_POOL_TASK,
     model=ModelConfig(
@@ -126,7 +125,7 @@ PRESETS["pool-gpt2"] = ExperimentConfig(
     ),
     train=TrainConfig(steps=50_000, batch_size=256, shortest_context=1, cosine=True, clip_norm=1.0),
 )
-# Attention alone, linear. Its predictions after a few pairs have heavy tails, so that every prompt has all 8.
+# Linear attention only. Its predictions after few pairs have heavy tails, so every prompt has all 8 pairs.
 PRESETS["pool-linear"] = ExperimentConfig(
     task=_POOL_TASK,
     model=ModelConfig(n_layers=3, n_heads=4, d_model=32, score="linear/L", context_only=True),

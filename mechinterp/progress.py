@@ -1,4 +1,4 @@
-"""Optional progress callback of loops that take long."""
+"""Optional progress callback for slow loops."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 ProgressCallback = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Returns the items of a loop one by one and may show how many are done; the text says what the loop does."""
+"""Function that yields the items of a loop and may show how many are done; the text describes the loop."""
 
 
 def no_progress(items: Sequence[Item], text: str) -> Iterable[Item]:
-    """The items as they are; nothing is shown.
+    """The items unchanged; no progress is shown.
 
     Example:
         >>> list(no_progress([1, 2], "counting"))

@@ -1,4 +1,4 @@
-"""Names that a folder of the package offers, loaded when they are first used."""
+"""Lazy names of a folder of the package, imported on first use."""
 
 import ast
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def stub_homes(stub: Path) -> dict[str, str]:
-    """The names that a stub imports for editors and type checkers, with their modules; not the version."""
+    """Modules of the names that a stub file imports, by name; `__version__` is left out."""
     tree = ast.parse(stub.read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -15,10 +15,10 @@ def stub_homes(stub: Path) -> dict[str, str]:
 
 
 def names_of(room: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a folder (PEP 562).
+    """`__getattr__` function of a folder (PEP 562).
 
     Args:
-        homes: By name the module that has it.
+        homes: Module of each name.
     Example:
         >>> names_of("mechinterp.theory", {"modes": "mechinterp.theory.linear"})("modes").__name__
         'modes'

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says of labels is what was measured."""
+"""The numbers on docs/results/algorithms.md are those that were measured."""
 
 from pathlib import Path
 

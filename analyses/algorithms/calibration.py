@@ -131,9 +131,9 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
 
 
 def rates_table(results: Path) -> str:
-    """What docs/algorithms.md shows of the rates."""
+    """Table of rates on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_rates.csv")
-    lines = ["| models and functions | families | asked | wrong name | 95% interval | missed |"]
+    lines = ["| models and functions | families | labelled | wrong name | 95% interval | missed |"]
     lines.append("|---|---|---|---|---|---|")
     for row in table[:6].itertuples():
         missed = f"{row.missed} of {row.must}" if row.must else ""
@@ -145,7 +145,7 @@ def rates_table(results: Path) -> str:
 
 
 def limits_table(results: Path) -> str:
-    """What docs/algorithms.md shows of moved limits."""
+    """Table of moved limits on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_limits.csv")
     lines = [
         "| limit moved | right | undetermined | missed | wrong | cost |",

@@ -1,7 +1,7 @@
 """A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
 
     python -m analyses.algorithms.garg_gpt2 --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
-    python -m analyses.algorithms.garg_gpt2                 (seconds: what docs/algorithms.md tells of the shipped one)
+    python -m analyses.algorithms.garg_gpt2                 (seconds: the numbers of the shipped one on docs/results/algorithms.md)
 
 x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
 The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is

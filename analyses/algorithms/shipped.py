@@ -4,7 +4,7 @@
 
 Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model and seed: the label, the function, the share of
 resamples with the label, the prompts that it took, and the reason. Models and seeds that the file has
-already are not asked again. docs/algorithms.md shows it by model.
+already are not asked again. docs/results/algorithms.md shows it by model.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def row_of(name: str, checkpoint: Checkpoint, seed: int) -> dict[str, object]:
 
 
 def shipped_table(results: Path) -> str:
-    """The table by model, as docs/algorithms.md has it."""
+    """Table by model on docs/results/algorithms.md."""
     rows = pd.read_csv(results / FILE)
     lines = [
         "| checkpoint | label | seeds | least share of resamples | prompts | what decided, of the first seed |",

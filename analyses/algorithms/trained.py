@@ -5,7 +5,7 @@
 Two and three layers of linear and of softmax attention, three models of each, 3,000 updates of 64 prompts, asked with
 three seeds. Nobody knows the right label of them: what is counted is whether a model's label is the same for every seed
 of the prompts. Models that the file has already are not trained again. Writes
-analyses/results/algorithms/algorithm_trained.csv, a row per model and seed of the prompts; docs/algorithms.md shows it.
+analyses/results/algorithms/algorithm_trained.csv, a row per model and seed of the prompts; docs/results/algorithms.md shows it.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def rows_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> list[di
 
 
 def trained_table(results: Path) -> str:
-    """The table as docs/algorithms.md has it: a row per model."""
+    """Table with a row per model on docs/results/algorithms.md."""
     rows = pd.read_csv(results / FILE)
     lines = ["| model | seed of its weights | excess risk | labels over 3 seeds of the prompts |"]
     lines.append("|---|---|---|---|")

@@ -93,8 +93,7 @@ def models(results: Path) -> str:
             continue
         medians = " (medians)" * (row.to_single_2d_by == "median")
         cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
-        layers = range(1, row.n_layers + 1)
-        cells.append(", ".join(f"{row[f'n_eff_{layer}_median']:.1f}" for layer in layers))
+        cells.append(at_work(row))
         refitted = [f"{name}_refit" for name in ("later", "pairs", "first")]
         cells.append(f"{row.later_median:.3g}")
         cells += [f"{row[name]:.3g} ± {row[f'{name}_sem']:.1g}" for name in refitted]
@@ -116,17 +115,35 @@ def held(row: pd.Series) -> str:
 
 
 def claims(results: Path) -> str:
-    """A row per claim: in how many settings it holds, and in which."""
+    """A row per claim: in how many settings it holds."""
     found = several(screened(table_of(results)))
     rows = []
     for claim, (asked, what, column) in CLAIMS.items():
         judged = found.dropna(subset=[claim])
-        where = judged[judged[claim].astype(bool)].setting
         measured = f"{what}: {between(judged[column])}" if column else ""
-        names = "all" if len(where) == len(judged) else " · ".join(where)
-        count = f"{len(where)} of {len(judged)}"
-        rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count, names))
-    return markdown(("claim", "what it says", "measured", "holds", "where"), rows)
+        count = f"{int(judged[claim].sum())} of {len(judged)}"
+        rows.append((claim.replace("_pairs", " (pairs)"), asked, measured, count))
+    return markdown(("claim", "what it says", "measured", "holds"), rows)
+
+
+def wide_inputs(results: Path) -> str:
+    """The models of several heads at d_x 16 and more, beside Algorithm 1 and by what layer 1 writes."""
+    rows = []
+    for _, row in several(table_of(results)).query("d_x >= 16").iterrows():
+        cells = [row.setting, f"{row.steps:,}", told(row.to_ridge, row.to_ridge_sem, 2)]
+        cells += [told(row.to_algorithm_fixed, row.to_algorithm_fixed_sem, 2)]
+        cells += [f"{row.to_algorithm:.1f}", at_work(row)]
+        cells += [f"{row[name]:.2f}" for name in ("later_refit", "first_refit", "r2_R x")]
+        rows.append((*cells, f"{row['r2_(S - 1) x']:.2f}"))
+    header = ("setting", "steps", "risk / ridge", "risk / Algorithm 1 in as few steps")
+    header += ("risk / Algorithm 1 at its best step", "heads at work, by layer")
+    header += ("one head per later layer, refitted", "one head in layer 1, refitted")
+    return markdown((*header, "R² of R x", "R² of (S − 1) x"), rows)
+
+
+def at_work(row: pd.Series) -> str:
+    """Number of heads at work in each layer, by medians."""
+    return ", ".join(f"{row[f'n_eff_{layer}_median']:.1f}" for layer in range(1, row.n_layers + 1))
 
 
 def seeds(results: Path) -> str:
@@ -164,7 +181,7 @@ def steps(results: Path) -> str:
         shorter = found[same & (found.steps < row.steps)].nlargest(1, "steps").iloc[0]
         cells = (row.setting, f"{row.steps:,}", told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
         rows.append((*cells, held(shorter), held(row)))
-    header = ("setting", "steps", "risk / after half of them", "held then", "holds now")
+    header = ("setting", "steps", "risk / after half of them", "holds at half", "holds at the end")
     return markdown(header, rows)
 
 

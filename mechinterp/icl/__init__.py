@@ -1,4 +1,4 @@
-"""Prompts of in-context linear regression, the learners that answer them, and how their numbers are fitted."""
+"""Prompts of in-context linear regression, learners that predict on them, and fits of learners' scalars."""
 
 from mechinterp.rooms import names_of
 

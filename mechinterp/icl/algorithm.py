@@ -1,4 +1,4 @@
-"""What an algorithm of linear regression is: a prediction after every layer, given a few scalars."""
+"""Algorithms of linear regression: a prediction after every layer, as a function of a few scalars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,50 +22,50 @@ Step = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Scalar:
-    """A scalar of an algorithm, in some layers or once."""
+    """Scalar parameter of an algorithm, with a value per layer or one for all."""
 
     name: str
     start: Callable[[PromptMoments], float]
-    """A natural value, positive."""
+    """Function that gives a natural, positive start value."""
     where: str = "every layer"
-    """Which layers have one; a key of `WHERE`."""
+    """Layers that have a value; a key of `WHERE`."""
     lower: float = 0.0
-    """The least value it may take."""
+    """Lower bound of the scalar."""
 
     def layers(self, n_layers: int) -> range:
-        """The layers that have one, of n_layers."""
+        """Layers, out of n_layers, that have a value of this scalar."""
         return range(n_layers)[WHERE[self.where]]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A learner with a prediction after every layer."""
+    """Learner with a prediction after every layer."""
 
     name: str
     label: str | None
-    """The label of a model that runs it; None for controls and reference curves."""
+    """Label of a model that runs the algorithm; None for controls and reference curves."""
     scalars: tuple[Scalar, ...]
     run: Callable[..., Tensor] = None  # type: ignore[assignment]
-    """(moments, n_layers, one tensor per scalar) to predictions [layer, batch, d_y]; if it is not given, by `step`."""
+    """Function of (moments, n_layers, one tensor per scalar): predictions [layer, batch, d_y]. None: made from `step`."""
     step: Step | None = None
-    """(moments, w, b - S w, the layer's scalars) to the w after one layer, where it starts from w alone."""
+    """Function of (moments, w, b - S w, the layer's scalars): w after one layer, if it follows from w alone."""
     has_path: bool = True
-    """Whether layers differ; without a path the prediction is the same after every layer."""
+    """True: predictions differ between layers. False: they are the same after every layer."""
     linear_in_y: bool = True
-    """Whether the prediction is linear in the responses of the context."""
+    """True: the prediction is linear in the responses of the context."""
     equivariant: bool = True
-    """Whether a rotation of x and x_query together leaves the prediction as it is."""
+    """True: rotating x and x_query together does not change the prediction."""
     linear_in_scalars: bool = False
-    """Whether the prediction is linear in the scalars."""
+    """True: the prediction is linear in the scalars."""
     covariates: Callable[..., Tensor] | None = None
-    """What the query's x has become after each layer, [layer, batch, d_x], of the arguments of `run`; None where
-    the layers leave x as it is."""
+    """Function of the arguments of `run`: the query's x after each layer, [layer, batch, d_x]. None: layers do not
+    change x."""
     by_mode: bool = False
-    """Whether `step` multiplies each mode of S by a number, so that it takes the phi(s) of w = phi(S) b, [batch, d_x, 1], for
-    w, and 1 - s phi(s) for the gradient."""
+    """True: `step` multiplies each mode of S by a number. It then gets phi(s), [batch, d_x, 1], in place of w = phi(S) b, and
+    1 - s phi(s) in place of the gradient."""
     modes: Callable[[PromptMoments], Tensor] | None = None
-    """Eigenvalues [..., mode] of what every step descends on, smallest first, where all steps
-    descend on the same and may change places; None where each has its own."""
+    """Function that gives the eigenvalues [..., mode], smallest first, of the quadratic that every step descends on. None if
+    steps cannot be exchanged because each descends on its own."""
 
     def __post_init__(self) -> None:
         if self.run is None and self.step is not None:
@@ -82,11 +82,11 @@ class Algorithm:
         )
 
     def start(self, moments: PromptMoments, n_layers: int) -> Float[Tensor, " scalar"]:
-        """Natural values of the scalars."""
+        """Natural start values of the scalars."""
         return self._per_scalar(n_layers, lambda scalar: scalar.start(moments))
 
     def lower(self, n_layers: int) -> Float[Tensor, " scalar"]:
-        """The least values of the scalars."""
+        """Lower bounds of the scalars."""
         return self._per_scalar(n_layers, lambda scalar: scalar.lower)
 
     def _per_scalar(self, n_layers: int, value: Callable[[Scalar], float]) -> Tensor:
@@ -99,12 +99,12 @@ class Algorithm:
         scalars: Sequence[float] | Float[Tensor, " scalar"],
         n_layers: int,
     ) -> Float[Tensor, "layer batch d_y"]:
-        """The prediction after each of n_layers layers.
+        """Prediction after each of n_layers layers.
 
         Args:
-            scalars: In the order of `names`.
+            scalars: Values in the order of `names`.
         Raises:
-            ValueError: If n_layers is below 1 or there are more or fewer scalars than names.
+            ValueError: If n_layers is below 1, or the number of scalars is wrong.
         Example:
             >>> from mechinterp.config import TaskConfig
             >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -124,13 +124,13 @@ class Algorithm:
         scalars: Sequence[float] | Float[Tensor, " scalar"],
         n_layers: int,
     ) -> Float[Tensor, "layer batch d_x"] | None:
-        """What the query's x has become after each layer; None where the layers leave it as it is."""
+        """The query's x after each layer; None if the layers do not change it."""
         if self.covariates is None:
             return None
         return self.covariates(moments, n_layers, *self._split(scalars, n_layers))
 
     def _split(self, scalars: Sequence[float] | Tensor, n_layers: int) -> Sequence[Tensor]:
-        """One tensor per scalar."""
+        """Values of each scalar, one tensor per scalar."""
         given = torch.as_tensor(scalars, dtype=torch.float64, device="cpu")
         counts = [len(scalar.layers(n_layers)) for scalar in self.scalars]
         if given.shape != (sum(counts),):
@@ -142,7 +142,7 @@ class Algorithm:
 
 
 def filtered(moments: PromptMoments, phi: Sequence[Tensor] | Tensor) -> Tensor:
-    """Predictions of w = phi_l(S) b, one phi(s) of [batch, d_x] per layer."""
+    """Predictions of w = phi_l(S) b, for one phi(s) [batch, d_x] per layer."""
     parts = "layer batch d_x, batch d_x d_y -> layer batch d_y"
     return einsum(torch.stack(list(phi)), moments.mode_predictions, parts)
 
@@ -166,7 +166,7 @@ def _in_steps(
     n_layers: int,
     *values: Tensor,
 ) -> Tensor:
-    """A step in the layers of the first scalar; w stays as it is in others."""
+    """Predictions of repeated steps; layers without a value of the first scalar leave w unchanged."""
     layers = scalars[0].layers(n_layers) if scalars else range(n_layers)
 
     def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
@@ -185,15 +185,15 @@ def _in_steps(
 
 
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:
-    """The same prediction after every layer."""
+    """Algorithm function that repeats a learner's prediction after every layer."""
     return lambda moments, n_layers: learner(moments).expand(n_layers, -1, -1)
 
 
 def at_depth(algorithm: Algorithm, depth: int) -> Algorithm:
-    """The last prediction of so many layers, without a path.
+    """Algorithm that gives the prediction after `depth` layers, without a path.
 
     Raises:
-        ValueError: If the algorithm has scalars of layers.
+        ValueError: If the algorithm has scalars per layer.
     """
     if any(scalar.where != "once" for scalar in algorithm.scalars):
         raise ValueError(f"{algorithm.name} must have scalars for all layers at once alone.")

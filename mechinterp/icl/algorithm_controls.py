@@ -1,7 +1,7 @@
-"""Learners that are held against the algorithms of `icl.algorithms`, and give no label themselves.
+"""Control learners, which are compared with the algorithms of `icl.algorithms` and give no label themselves.
 
-A control that explains a model better than an algorithm does keeps its label from the model. Whether controls are
-linear in y or follow rotations is not stated: only algorithms with a label are held to that.
+If a control explains a model better than an algorithm, the model does not get the algorithm's label. Linearity in y and
+rotation equivariance are not stated for controls; only algorithms with a label are tested for them.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from mechinterp.icl.sparse_predictors import averaging
 
 NEIGHBOURS = 3
 DEGREE = 6
-"""Coefficients of the largest polynomial."""
+"""Number of coefficients of the largest polynomial."""
 LEAST_STEP = 1e-12
-"""Of a denominator, where the gradient is 0."""
+"""Lower bound on a denominator that vanishes with the gradient."""
 
 
 def _momentum(
     moments: PromptMoments, n_layers: int, eta: Tensor, beta: Tensor, *, ahead: bool
 ) -> Tensor:
-    """Heavy ball, or Nesterov's, whose gradient is taken after the inertia."""
+    """Heavy ball, or with `ahead` Nesterov's method, which takes the gradient after the momentum step."""
     s = moments.eigenvalues
     phi = [torch.zeros_like(s), torch.zeros_like(s)]
     for layer in range(n_layers):
@@ -64,7 +64,7 @@ def _conjugate_gradients(moments: PromptMoments, n_layers: int) -> Tensor:
     directions: list[Tensor] = []
 
     def update(layer: int, w: Tensor, gradient: Tensor) -> Tensor:
-        # Conjugate to the last direction, and so to all before it.
+        # Conjugate to the last direction, which implies conjugate to all earlier ones.
         p = gradient
         if directions:
             last = directions[-1]
@@ -86,7 +86,7 @@ def _hard_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor)
 def _between_step(
     moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor, t: Tensor, power: Tensor
 ) -> Tensor:
-    """What is kept of an entry u: u (1 - (t / |u|)^power) above t; soft thresholding at 1, hard as it grows."""
+    """An entry u above t becomes u (1 - (t / |u|)^power); soft thresholding for power 1, hard for large powers."""
     stepped = w + eta * gradient
     return stepped * (1 - (t / torch.maximum(stepped.abs(), t).clamp(min=LEAST_STEP)) ** power)
 
@@ -110,7 +110,7 @@ def _least_mean_squares(moments: PromptMoments, n_layers: int, eta: Tensor) -> T
 
 
 def _forgetting(moments: PromptMoments, n_layers: int, rate: Tensor, penalty: Tensor) -> Tensor:
-    """Recursive least squares: a pair weighs exp(-rate) times as much as the one after it."""
+    """Recursive least squares in which a pair has exp(-rate) times the weight of the next pair."""
     x, y = moments.prompts.x, moments.prompts.y
     age = torch.arange(x.shape[1] - 1, -1, -1, dtype=x.dtype, device=x.device)
     weighted = x.mT * (-rate * age).exp()
@@ -120,7 +120,7 @@ def _forgetting(moments: PromptMoments, n_layers: int, rate: Tensor, penalty: Te
 
 
 def _centred_ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
-    """Ridge with an intercept that is not penalised."""
+    """Ridge regression with an unpenalised intercept."""
     centred, prompts = moments.centred, moments.prompts
     identity = torch.eye(centred.S.shape[1], dtype=centred.S.dtype, device=centred.S.device)
     w = torch.linalg.solve(centred.S + penalty / moments.n_pairs[..., None] * identity, centred.b)
@@ -210,7 +210,7 @@ CONTROLS = (
         for name, learner in _PATHLESS.items()
     ),
 )
-"""Learners of all pairs at once, and reference curves."""
+"""Controls that use all pairs at once, and reference curves."""
 ONLINE = (
     Algorithm(
         "least mean squares",
@@ -226,10 +226,10 @@ ONLINE = (
         has_path=False,
     ),
 )
-"""Learners that take one pair after another, so that the order of the pairs matters."""
+"""Controls that process one pair after another, so that the order of the pairs matters."""
 OF_ANY_DEPTH = tuple(
     each
     for each in (*ALGORITHMS, *CONTROLS)
     if each.has_path and all(scalar.where == "once" for scalar in each.scalars)
 )
-"""Those whose scalars do not grow with the layers, so that a function may have any number of steps of them."""
+"""Algorithms and controls whose number of scalars does not grow with the layers: a function may use any number of steps."""

@@ -1,4 +1,4 @@
-"""Scalars of an algorithm fitted to given predictions by nonlinear least squares."""
+"""Scalars of an algorithm, fitted to predictions by nonlinear least squares."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from mechinterp.icl.prompts import generator_for
 
 TOLERANCE = 1e-8
 ROUNDING = 1e-26
-"""Share of the target's mean square below which a difference is rounding."""
+"""A mean squared difference below this fraction of the target's mean square counts as rounding."""
 MAX_STEPS = 100
 DAMPING, UNDAMPED = 1e-2, 1e-12
-"""Of the first step, in units of the squares of the derivatives."""
+"""Initial damping, relative to the squared derivatives: for nonlinear scalars, and for linear ones."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AlgorithmFit:
-    """An algorithm with the scalars that were fitted."""
+    """Algorithm with fitted scalars."""
 
     algorithm: str
     n_layers: int
     names: tuple[str, ...]
     scalars: Float[np.ndarray, " scalar"]
     error: float
-    """Mean squared difference from the predictions on the prompts of the fit, unit y^2."""
+    """Mean squared difference from the target on the prompts of the fit, unit y^2."""
 
     def __repr__(self) -> str:
         values = zip(self.names, self.scalars, strict=True)
@@ -48,18 +48,18 @@ def fit_algorithm(
     start: Float[Tensor, " scalar"] | None = None,
     tolerance: float = TOLERANCE,
 ) -> AlgorithmFit:
-    """The scalars of least mean squared difference from a model's predictions.
+    """Scalars that minimise the mean squared difference from a model's predictions.
 
     Args:
-        target: The prediction after the last layer [batch, d_y], or after every layer
+        target: Prediction after the last layer [batch, d_y], or after every layer
             [layer, batch, d_y].
-        n_starts: How many starts: the natural scalars, and these times fixed random factors. Where
-            step sizes may change places and the last prediction alone is given, equal ones would
-            stay equal: beside more starts than one stands one whose step sizes are far apart.
-        start: The first start in place of the natural scalars.
-        tolerance: A minimum is where a step takes off less than this share of the mean square.
+        n_starts: Number of starts: the natural scalars, and these times fixed random factors. If only the last
+            prediction is given and steps can be exchanged, equal step sizes would stay equal. More than one start
+            then includes a further one with step sizes far apart.
+        start: First start; None: the natural scalars.
+        tolerance: The fit stops when a step lowers the mean square by less than this fraction.
     Raises:
-        ValueError: If target has neither shape, is not finite, or n_starts is below 1.
+        ValueError: If target has neither shape or is not finite, or n_starts is below 1.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.algorithms import ALGORITHMS
@@ -103,8 +103,8 @@ def fit_algorithm(
 
 
 def _apart(algorithm: Algorithm, moments: PromptMoments, steps: int) -> list[Tensor]:
-    """Step sizes far from each other, where steps may change places: those of Chebyshev's iteration,
-    the best for the interval where most eigenvalues lie."""
+    """Start with step sizes far apart, if steps can be exchanged: those of Chebyshev's iteration, which are
+    optimal for the interval that contains most eigenvalues."""
     if algorithm.modes is None or steps < 2:
         return []
     modes = algorithm.modes(moments)
@@ -136,8 +136,8 @@ def _minimise(
     tolerance: float,
     damping: float,
 ) -> tuple[float, Tensor]:
-    """The least mean square and the scalars there, by Levenberg-Marquardt steps; a scalar at its
-    least value stays there while the mean square would fall only below it."""
+    """Smallest mean square and its scalars, by Levenberg-Marquardt steps. A scalar at its lower bound stays there
+    while the mean square would decrease only beyond the bound."""
     rest = difference(scalars)
     error = rest.square().mean().nan_to_num(nan=torch.inf).item()
     if not len(scalars) or not np.isfinite(error):
@@ -149,12 +149,12 @@ def _minimise(
         before, growth = error, 2.0
         scale = J.norm(dim=0).clamp(min=1e-12).diag()
         if not (R.isfinite().all() and scale.isfinite().all()):
-            break  # Predictions of a high degree are finite here, but not their derivatives.
+            break  # predictions of a high degree can be finite with infinite derivatives
         while error == before and damping < 1e12:
-            # Least squares in place of normal equations, which would square the condition number.
+            # Least squares instead of normal equations, which would square the condition number.
             stacked = torch.cat([R, damping**0.5 * scale])
             wanted = torch.cat([-rest @ Q, torch.zeros_like(scalars)])
-            # The default driver answers 0 where the first column is 0.
+            # The default driver returns 0 if the first column is 0.
             step = torch.linalg.lstsq(stacked, wanted[:, None], driver="gelsd").solution[:, 0]
             tried = torch.maximum(scalars + step, lower)
             tried_rest = difference(tried)
@@ -171,15 +171,15 @@ def _minimise(
 
 
 def _damping_factor(gain: float, foreseen: float) -> float:
-    """Less damping after a step that took off what the tangent foresaw, more where it took off little: where
-    predictions bend and the least error is not 0, undamped steps overshoot from side to side (Nielsen 1999)."""
+    """Factor on the damping: below 1 if the step gained what the linearisation predicted, above 1 if it gained little.
+    Otherwise steps oscillate where predictions are curved and the smallest error is not 0 (Nielsen 1999)."""
     if foreseen <= 0:
         return 2.0
     return max(1 / 3, 1 - (2 * gain / foreseen - 1) ** 3)
 
 
 def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor:
-    """Derivatives [difference, scalar]: those of J^T u, which is linear in u, with respect to u."""
+    """Derivatives [difference, scalar], computed as the derivatives of J^T u with respect to u."""
     at = scalars.clone().requires_grad_()
     rest = difference(at)
     u = torch.zeros_like(rest, requires_grad=True)

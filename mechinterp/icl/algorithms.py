@@ -1,9 +1,8 @@
-"""Algorithms of linear regression that a model of several layers may run, one step per layer.
+"""Algorithms of linear regression that a model with several layers may run, one step per layer.
 
-Each member of `ALGORITHMS` gives its prediction after every layer as a function of prompts and a
-few scalars, from the same weight vector w = 0 on. S = X^T X / L and b = X^T y / L are the second
-moments of a context. docs/algorithms.md has the formulas, their sources, and what tells the members
-apart.
+Each member of `ALGORITHMS` gives its prediction after every layer as a function of prompts and a few scalars, starting
+from the weight vector w = 0. S = X^T X / L and b = X^T y / L are the second moments of a context. docs/algorithms.md has
+the formulas, their sources, and the tests that distinguish the members.
 """
 
 import torch
@@ -17,7 +16,7 @@ from mechinterp.icl.prompts import task_pool
 
 def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor]:
     """a_l(s) before each layer and after the last, with x_l = a_l(S) x: x_{l+1} = (1 - gamma_l S_l) x_l and
-    S_l = a_l(S)^2 S. What the last layer does to x no one reads."""
+    S_l = a_l(S)^2 S. The change of x in the last layer is left out, because nothing reads it."""
     s = moments.eigenvalues
     a = [torch.ones_like(s)]
     for layer in range(n_layers - 1):
@@ -26,7 +25,7 @@ def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor
 
 
 def _gd_plus_plus(moments: PromptMoments, n_layers: int, eta: Tensor, gamma: Tensor) -> Tensor:
-    """A step on x_l is one of size eta_l a_l(S)^2 on x."""
+    """Predictions of GD++: a step on x_l equals a step with eta_l a_l(S)^2 on x."""
     s, phi = moments.eigenvalues, [torch.zeros_like(moments.eigenvalues)]
     for size, a in zip(eta, _shrunk(moments, n_layers, gamma)[:-1], strict=True):
         phi.append(phi[-1] + size * a.square() * (1 - s * phi[-1]))
@@ -57,7 +56,7 @@ def _newton(moments: PromptMoments, n_layers: int, alpha: Tensor) -> Tensor:
 
 
 def _preprocessed_step(moments: PromptMoments, w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
-    # A step of u on r x is one of w = r u with the preconditioner r^2; r is b.
+    # A step of u on r x equals a step of w = r u with the preconditioner r^2; here r is b.
     return w + eta * moments.b.square() * gradient
 
 
@@ -131,7 +130,7 @@ ALGORITHMS = (
         (
             Scalar(
                 "alpha",
-                # Stable for every prompt, as 1 - s m_k is (1 - alpha s^2)^(2^k).
+                # Stable for every prompt, since 1 - s m_k = (1 - alpha s^2)^(2^k).
                 lambda moments: 1 / moments.eigenvalues.max().item() ** 2,
                 where="once",
             ),
@@ -165,7 +164,7 @@ ALGORITHMS = (
     Algorithm(
         "ridge",
         "ridge_like",
-        # At 0 it is not defined where there are fewer pairs than coordinates.
+        # With penalty 0 it is undefined for fewer pairs than coordinates.
         (Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9),),
         _ridge,
         has_path=False,
@@ -180,4 +179,4 @@ ALGORITHMS = (
         equivariant=False,
     ),
 )
-"""Candidates for a label; that of the posterior mean for tasks with a pool."""
+"""Algorithms that can become a label; the posterior mean applies to tasks with a pool only."""

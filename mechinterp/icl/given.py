@@ -1,4 +1,4 @@
-"""Given prompts in place of a law of prompts."""
+"""Task of given prompts, whose law may be unknown."""
 
 from dataclasses import fields
 from typing import Any
@@ -11,26 +11,26 @@ from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
-"""Penalties of ridge regression that are tried."""
+"""Ridge penalties among which the best one is chosen."""
 
 
 class PromptsTask(TaskConfig):
-    """Given prompts in place of a law: `evaluation_prompts` returns them, and no others are drawn of an unknown law.
+    """Task of given prompts: `evaluation_prompts` returns these prompts, and an unknown law gives no further ones.
 
-    Without a law its covariance is the second moment of all x, and noise_var over beta_var is the penalty with which
-    ridge regression is best on these very prompts.
+    Without a law, the covariance is the second moment of all x, and noise_var / beta_var is the best ridge penalty on
+    these prompts.
     """
 
     prompts: Prompts
     law: TaskConfig | None
-    """Law that the prompts are known to follow; None: it is not known."""
+    """Task from which the prompts were drawn; None if unknown."""
 
     @classmethod
     def of(cls, prompts: Prompts, law: TaskConfig | None = None) -> "PromptsTask":
-        """The task of given prompts.
+        """Task of given prompts.
 
         Raises:
-            ValueError: If the law has another d_x or d_y than the prompts.
+            ValueError: If d_x or d_y differ between law and prompts.
         """
         length, d_x, d_y = *prompts.x.shape[1:], prompts.y.shape[2]
         sizes = {"d_x": d_x, "d_y": d_y}
@@ -59,7 +59,7 @@ class PromptsTask(TaskConfig):
 
     @property
     def told(self) -> dict[str, str]:
-        """What is known of the prompts, in words."""
+        """Known facts about the prompts by name, in words."""
         if self.law is not None:
             return {**super().told, "prompts": f"{len(self.prompts)} given"}
         sizes = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
@@ -67,12 +67,12 @@ class PromptsTask(TaskConfig):
 
 
 def no_law(task: TaskConfig) -> bool:
-    """Whether the task is that of given prompts whose law is not known."""
+    """True for the task of given prompts with an unknown law."""
     return isinstance(task, PromptsTask) and task.law is None
 
 
 def _estimated(prompts: Prompts) -> dict[str, Any]:
-    """Covariance, beta_var and noise_var that stand for the law of given prompts."""
+    """Covariance, beta_var and noise_var estimated from given prompts."""
     prompts = prompts.to(torch.float64)
     x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1).flatten(0, 1)
     moment = (x.mT @ x / len(x)).numpy(force=True)
@@ -85,7 +85,7 @@ def _estimated(prompts: Prompts) -> dict[str, Any]:
 
 
 def _best_penalty(prompts: Prompts) -> float:
-    """Penalty of ridge regression with the least loss on these prompts."""
+    """Penalty of ridge regression with the smallest loss on these prompts."""
     losses = [
         (ridge(prompts, penalty=penalty) - prompts.y_query).square().mean().item()
         for penalty in PENALTIES

@@ -1,4 +1,4 @@
-"""The posterior mean under a finite pool of tasks: what a model that memorises the pool predicts."""
+"""Posterior mean under a finite pool of tasks: the prediction of a model that has memorised the pool."""
 
 import torch
 from einops import einsum
@@ -8,24 +8,24 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 
 POOL_BYTES = 2**26
-"""Of the residuals of some prompts under some tasks that are held at once."""
+"""Upper bound on the residuals (prompts by tasks) that are in memory at once, in bytes."""
 ROUNDING = 64
-"""Residuals of a task that fits without noise, in units of the rounding of the prompts."""
+"""Tolerance for tasks that fit best without noise, in units of the prompts' rounding error."""
 
 Pool = Float[Tensor, "task d_x d_y"]
 
 
 def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch d_y"]:
-    """The posterior mean under a pool: sum_i p_i beta_i^T x_query, p_i ~ exp(-sum_l |y_l - beta_i^T x_l|^2 / (2 noise_var)).
+    """Posterior mean under a pool: sum_i p_i beta_i^T x_query, p_i ~ exp(-sum_l |y_l - beta_i^T x_l|^2 / (2 noise_var)).
 
-    It is computed in float64 by a log-sum-exp, over parts of a large pool. Without noise the p_i are those of its limit: uniform
-    over the tasks that fit best, to rounding.
+    Computed in float64 by log-sum-exp, in parts for a large pool. Without noise the p_i are their limit: uniform over the
+    tasks that fit best, up to rounding.
 
     Args:
-        pool: Task vectors, each as likely as the others; `task_pool` gives those of a task.
-        noise_var: Of the responses, unit y^2.
+        pool: Task vectors, all equally likely a priori; `task_pool` gives the pool of a task.
+        noise_var: Variance of the responses' noise, unit y^2.
     Raises:
-        ValueError: If noise_var is negative, or the pool is empty, not finite or of another d_x or d_y.
+        ValueError: If noise_var is negative, or the pool is empty, not finite or has another d_x or d_y.
     Source:
         Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
     Example:
@@ -51,10 +51,10 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
 
 
 def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch task"]:
-    """log p_i of every task of a pool given the pairs of each prompt, in float64.
+    """log p_i of every task of a pool, given the pairs of each prompt; in float64.
 
     Raises:
-        ValueError: If noise_var is not positive, or the pool is empty, not finite or of another d_x or d_y.
+        ValueError: If noise_var is not positive, or the pool is empty, not finite or has another d_x or d_y.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts, task_pool
@@ -71,10 +71,10 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
 
 
 def require_pool(pool: Tensor, d_x: int, d_y: int) -> None:
-    """Refuse what is no pool of such tasks.
+    """Refuse a tensor that is not a pool of such tasks.
 
     Raises:
-        ValueError: If the pool is empty, not finite or of another d_x or d_y.
+        ValueError: If the pool is empty, not finite or has another d_x or d_y.
     """
     if not len(pool) or tuple(pool.shape[1:]) != (d_x, d_y):
         raise ValueError(
@@ -85,7 +85,7 @@ def require_pool(pool: Tensor, d_x: int, d_y: int) -> None:
 
 
 def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
-    """The pool in float64 on the device of the prompts."""
+    """The pool in float64, on the device of the prompts."""
     if noise_var < 0:
         raise ValueError(f"noise_var must be >= 0, got {noise_var}.")
     require_pool(pool, prompts.x.shape[2], prompts.y.shape[2])
@@ -93,13 +93,13 @@ def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
 
 
 def _squares(prompts: Prompts, pool: Tensor) -> Float[Tensor, "batch task"]:
-    """sum_l |y_l - beta_i^T x_l|^2. From the residuals: the expanded square would lose digits where noise is small."""
+    """sum_l |y_l - beta_i^T x_l|^2, from residuals, because the expanded square loses digits for small noise."""
     fitted = einsum(prompts.x, pool, "batch context d_x, task d_x d_y -> batch task context d_y")
     return (prompts.y[:, None] - fitted).square().sum((2, 3))
 
 
 def _parts(prompts: Prompts, pool: Tensor) -> tuple[Tensor, ...]:
-    """The pool in parts whose residuals go into POOL_BYTES."""
+    """The pool in parts whose residuals fit into POOL_BYTES."""
     numbers = len(prompts) * max(1, prompts.x.shape[1]) * prompts.y.shape[2]
     return pool.split(max(1, POOL_BYTES // (8 * numbers)))
 
@@ -123,10 +123,10 @@ def _posterior_mean(
 
 
 def _best_fit(prompts: Prompts, pool: Tensor, tolerance: float) -> Float[Tensor, "batch d_x d_y"]:
-    """The mean of the tasks of the least residual, to rounding."""
+    """Mean of the tasks with the smallest residual, up to rounding."""
     parts = _parts(prompts, pool)
     least = torch.stack([_squares(prompts, part).amin(1) for part in parts]).amin(0)
-    # A fitted response is rounded by eps times its size, and its size is at most that of x times that of beta.
+    # The rounding error of a fitted response is eps times its size, which is at most that of x times that of beta.
     scale = prompts.x.square().sum((1, 2)) * pool.square().sum((1, 2)).amax()
     scale = scale + prompts.y.square().sum((1, 2))
     bound = (least.sqrt() + tolerance * scale.sqrt())[:, None]

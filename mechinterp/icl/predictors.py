@@ -13,7 +13,7 @@ from mechinterp.theory.linear import fixed_point, modes, population_moments
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """The prediction 0, the best one without a context.
+    """Constant prediction 0, the best prediction without a context.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -66,9 +66,9 @@ def joint_debiased_gd(
     """One step for several responses: y_hat_n = sum_mi theta_nmi g_mi x_query_i, g = (1/L) sum_l y_l (x_l - mean(x))^T.
 
     Args:
-        theta: What response n takes from response m on coordinate i; eta on n = m alone is `debiased_gd`.
+        theta: Weight of response m on coordinate i in prediction n; eta for n = m and 0 elsewhere is `debiased_gd`.
     Source:
-        Derived here; `theory.several_tasks` says which theta is best.
+        Derived here; `analyses.lib.theory.several_tasks` gives the best theta.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -87,11 +87,10 @@ def joint_debiased_gd(
 def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     """Ridge regression <(X X^T + penalty I)^-1 X y, x_query>.
 
-    With penalty = noise_var / beta_var it is the Bayes predictor of a Gaussian task, whatever the
-    covariance of x.
+    With penalty = noise_var / beta_var it is the Bayes predictor of a Gaussian task, for any covariance of x.
 
     Args:
-        penalty: Added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
+        penalty: Number added to the diagonal of X X^T; unit x^2. With 0 it is least squares of minimal norm.
     Raises:
         ValueError: If penalty is negative.
     Example:
@@ -117,11 +116,11 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
 def nadaraya_watson(
     prompts: Prompts, *, omega: float | Float[Tensor, " d_x"], mu: float | Float[Tensor, " d_y"]
 ) -> Float[Tensor, "batch d_y"]:
-    """A kernel smoother: mu sum_l p_l y_l with p = softmax_l(<omega x_l, x_query>).
+    """Kernel smoother: mu sum_l p_l y_l with p = softmax_l(<omega x_l, x_query>).
 
     Args:
-        omega: Scale of the exponent, one number or one per coordinate; unit 1/x^2.
-        mu: Factor on the average, one number or one per response.
+        omega: Scale of the exponent, a number or one number per coordinate; unit 1/x^2.
+        mu: Factor on the average, a number or one number per response.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
     Example:
@@ -139,12 +138,12 @@ def nadaraya_watson(
 
 
 def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch d_y"]:
-    """The mean response of the `count` pairs whose x are nearest to the query; of all where there are fewer.
+    """Mean response of the `count` pairs whose x is nearest to the query, or of all pairs if there are fewer.
 
     Raises:
         ValueError: If count is below 1.
     Source:
-        Garg et al. 2022, arXiv 2208.01066, whose baseline has count = 3.
+        Garg et al. 2022, arXiv 2208.01066; their baseline has count = 3.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -166,10 +165,10 @@ def pcr(
 
     Args:
         components: Number m of components, from 0 to d_x.
-        covariance: Of x, whose eigenvectors are then the components; None stands for the X^T X of each
+        covariance: Covariance of x, whose eigenvectors are the components; None: X^T X of each
             prompt's own context.
     Raises:
-        ValueError: If components lies outside of 0 to d_x.
+        ValueError: If components is not in 0 to d_x.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.4, where N is large.
     Example:
@@ -193,16 +192,16 @@ def pcr(
 def one_step_pcr(
     prompts: Prompts, *, components: int, covariance: Float[np.ndarray, "d_x d_x"]
 ) -> Float[Tensor, "batch d_y"]:
-    """What linear attention computes on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T x_query.
+    """Function of linear attention on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T x_query.
 
-    b = (1/L) sum_l y_l x_l and m_d = 1 / (lambda_d a_d), for tasks with beta ~ N(0, I) without noise. It
-    tends to `pcr` with this covariance as the context grows.
+    b = (1/L) sum_l y_l x_l and m_d = 1 / (lambda_d a_d), for noiseless tasks with beta ~ N(0, I). For long contexts it
+    approaches `pcr` with this covariance.
 
     Args:
         components: Number m of components, from 0 to d_x.
-        covariance: Of x.
+        covariance: Covariance of x.
     Raises:
-        ValueError: If components lies outside of 0 to d_x or covariance is not symmetric and positive.
+        ValueError: If components is not in 0 to d_x, or covariance is not symmetric and positive.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (22).
     Example:

@@ -1,4 +1,4 @@
-"""Second moments of the contexts of prompts: what algorithms of linear regression read of them."""
+"""Second moments of the contexts of prompts, the input of algorithms of linear regression."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from mechinterp.icl.prompts import Prompts, covariance_matrix
 
 
 class _Product(torch.autograd.Function):
-    """A w with a fixed A; what is mapped over many w, as derivatives are, becomes one product with all of them."""
+    """A w with a fixed A; mapping over many w (as derivatives do) becomes one matrix product."""
 
     @staticmethod
     def forward(A: Tensor, w: Tensor) -> Tensor:
@@ -36,11 +36,10 @@ class _Product(torch.autograd.Function):
 
 
 class PromptMoments:
-    """What the algorithms read of prompts, in float64.
+    """Moments of prompts that the algorithms use, in float64.
 
-    The task is the one that a model was trained on, which the prompts need not be drawn from: of it
-    come the covariance Sigma of preconditioned gradient descent and the penalty of the posterior
-    mean.
+    The task is the one that a model was trained on; the prompts may come from another task. It gives the covariance Sigma of
+    preconditioned gradient descent and the penalty of the posterior mean.
     """
 
     def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
@@ -49,7 +48,7 @@ class PromptMoments:
         self.factor = 1.0
 
     def times(self, factor: float) -> "PromptMoments":
-        """With S and b times a factor: with L / L_0 they are sums over the pairs, divided by a fixed L_0."""
+        """Moments with S and b times a factor; with factor L / L_0 they are sums over pairs divided by a fixed L_0."""
         scaled, (values, vectors) = PromptMoments(self.prompts, self.task), self._eigh
         scaled.S, scaled.b, scaled._eigh = (
             factor * self.S,
@@ -65,7 +64,7 @@ class PromptMoments:
 
     @property
     def n_pairs(self) -> Float[Tensor, "batch 1"]:
-        """Pairs of each context."""
+        """Number of pairs of each context."""
         return self.S.new_full((len(self.prompts), 1), self.context_length)
 
     @cached_property
@@ -79,12 +78,12 @@ class PromptMoments:
         return self.prompts.x.mT @ self.prompts.y / self.context_length
 
     def gradient(self, w: Float[Tensor, "batch d_x d_y"]) -> Float[Tensor, "batch d_x d_y"]:
-        """b - S w, on which descent goes; its derivatives are those with respect to w."""
+        """Negative gradient b - S w, which has a fast derivative with respect to w."""
         return self.b - _Product.apply(self.S, w)
 
     @cached_property
     def centred(self) -> "PromptMoments":
-        """Those of x and y minus their means over the context; the query is the same."""
+        """Moments of x and y minus their means over the context; the query is unchanged."""
         x, y = (side - side.mean(1, keepdim=True) for side in (self.prompts.x, self.prompts.y))
         centred = PromptMoments(replace(self.prompts, x=x, y=y), self.task)
         return centred if self.factor == 1 else centred.times(self.factor)
@@ -98,14 +97,14 @@ class PromptMoments:
     def mode_predictions(self) -> Float[Tensor, "batch d_x d_y"]:
         """<v, x_query> <v, b> for each eigenvector v of S.
 
-        With w = phi(S) b the prediction is their sum with weights phi(s).
+        The prediction of w = phi(S) b is their sum with weights phi(s).
         """
         vectors = self._eigh[1]
         query = (self.prompts.x_query[:, None] @ vectors).mT
         return query * (vectors.mT @ self.b)
 
     def query_times(self, phi: Float[Tensor, "batch d_x"]) -> Float[Tensor, "batch d_x"]:
-        """phi(S) x_query, phi being given at the eigenvalues."""
+        """phi(S) x_query, for phi given at the eigenvalues."""
         vectors = self._eigh[1]
         return ((self.prompts.x_query[:, None] @ vectors * phi[:, None]) @ vectors.mT)[:, 0]
 
@@ -128,5 +127,5 @@ class PromptMoments:
 
     @property
     def penalty(self) -> float:
-        """Of the posterior mean."""
+        """Ridge penalty of the posterior mean under a dense Gaussian prior with the task's variance; unit x^2."""
         return self.task.posterior_penalty

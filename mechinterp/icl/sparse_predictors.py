@@ -1,8 +1,8 @@
 """Closed-form and iterative learners of sparse linear regression, the baselines of the models.
 
-Each takes prompts with one response or several and gives predictions [batch, d_y], or for learners with
-steps [step, batch, d_y], step 0 first. Learners that are tuned take their tuning as an argument; `tuned` picks
-the value with the least excess risk.
+Each takes prompts with one or several responses and gives predictions [batch, d_y]; learners with steps give
+[step, batch, d_y], step 0 first. Learners with a tuning value take it as an argument; `tuned` chooses the value with
+the smallest excess risk.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def excess_risk(
 
 
 def ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Least squares, of minimal norm where there are fewer pairs than coordinates.
+    """Least squares; the solution of minimal norm if there are fewer pairs than coordinates.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -54,7 +54,7 @@ def averaging(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     """<r, x_query> with r = (1/L) sum_l x_l y_l: one gradient step of size 1 from zero.
 
     Source:
-        Garg et al. 2022, arXiv 2208.01066, whose averaging baseline this is.
+        Garg et al. 2022, arXiv 2208.01066; their averaging baseline.
     """
     return einsum(_correlations(prompts), prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
@@ -65,7 +65,7 @@ def gradient_descent(
     """Predictions of gradient descent from zero on (1/2L) sum_l (y_l - <u, x_l>)^2 after 0, 1, ..., steps steps.
 
     Args:
-        eta: Step size, unit 1/x^2; None stands for 1/lambda_max(X^T X / L) of each prompt.
+        eta: Step size, unit 1/x^2; None: 1/lambda_max(X^T X / L) of each prompt.
     Raises:
         ValueError: If steps is negative or eta not positive.
     Example:
@@ -90,8 +90,8 @@ def preprocess_then_optimise(
     r_j = (1/L) sum_l x_lj y_l,   x~ = r * x,   u <- u - eta grad (1/2L) sum_l (y_l - <u, x~_l>)^2
 
     Args:
-        eta: Step size, unit 1/x~^2, the same for every prompt, as in a model with fixed weights; None stands
-            for 1/lambda_max(X~^T X~ / L) of each prompt.
+        eta: Step size, unit 1/x~^2, the same for every prompt, as in a model with fixed weights; None:
+            1/lambda_max(X~^T X~ / L) of each prompt.
     Raises:
         ValueError: If steps is negative or eta not positive.
     Source:
@@ -121,7 +121,7 @@ def descend(
     """Predictions <u_t, query> of gradient descent from zero, each response on its own features.
 
     Args:
-        eta: Step size; None stands for 1/lambda_max of each prompt's (1/L) features^T features.
+        eta: Step size; None: 1/lambda_max of each prompt's (1/L) features^T features.
     Raises:
         ValueError: If steps is negative or eta not positive.
     """
@@ -156,7 +156,7 @@ def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
     """
     if alpha <= 0:
         raise ValueError(f"alpha must be > 0, got {alpha}.")
-    # Here and not above: whoever only samples prompts need not wait for scikit-learn.
+    # Imported here, because scikit-learn is slow to load.
     from sklearn.linear_model import Lasso
 
     x, y = (tensor.detach().cpu().double().numpy() for tensor in (prompts.x, prompts.y))
@@ -170,13 +170,13 @@ def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tuned:
-    """The value of a learner's setting with the least mean excess risk."""
+    """Best value of a learner's setting, by mean excess risk."""
 
     value: float
     risk: float
     """Mean excess risk over the prompts, unit y^2."""
     risk_sem: float
-    """Its standard error over the prompts."""
+    """Standard error of `risk` over the prompts."""
 
     def __repr__(self) -> str:
         return f"Tuned({self.value:.4g}: risk {self.risk:.4g} +- {self.risk_sem:.2g})"
@@ -187,10 +187,10 @@ def tuned(
     values: Sequence[float],
     prompts: Prompts,
 ) -> Tuned:
-    """The best of these values for a learner, on these prompts.
+    """Value with the smallest excess risk of a learner on these prompts.
 
     Args:
-        learner: A value to predictions on the prompts.
+        learner: Function from a value to predictions on the prompts.
     Raises:
         ValueError: If there are no values.
     Example:

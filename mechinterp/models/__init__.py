@@ -1,4 +1,4 @@
-"""Models with hooks, models built by hand, and models before their training."""
+"""Hooked models, hand-built models, and initial weights for training."""
 
 from mechinterp.rooms import names_of
 

@@ -1,11 +1,11 @@
 """One-layer attention as functions of its weights, computed at the query only.
 
-Heads of any number of independent models lie along one axis, so that a thousand models cost one set
-of tensor operations. With A = W_Q W_K^T (scale included) and v = W_V W_O, a head's output is
+The heads of many independent models share one axis, so that a thousand models cost one set of tensor operations.
+With A = W_Q W_K^T (scale included) and v = W_V W_O, the output of a head is
 
     out = sum_l p_l (x_l, y_l) v,   p = softmax_l( x_query A[:d_x] (x_l, y_l)^T ),
 
-because the query's y slot is 0 and, unless the weights say otherwise, the query never attends to itself.
+because the query's y slot is 0 and, unless `attend_to_self` is set, the query does not attend to itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from mechinterp.models.shapes import BIASES, NAMES
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """Weights of the heads of one attention layer, or of several independent layers one after another."""
+    """Weights of the heads of one attention layer, or of several independent layers along the head axis."""
 
     W_Q: Float[Tensor, "head d_model d_head"]
     W_K: Float[Tensor, "head d_model d_head"]
@@ -31,19 +31,19 @@ class AttentionWeights:
     W_O: Float[Tensor, "head d_head d_y"]
     """The y columns of TransformerLens' W_O; its x columns are zero."""
     scale: float
-    """Factor on the scores, 1/sqrt(d_head) unless told otherwise."""
+    """Factor on the scores, by default 1/sqrt(d_head)."""
     score: str = "softmax"
     score_slope: float = 1.0
     attend_to_self: bool = False
-    """Whether the query's own token (x_query, 0) is among the keys."""
+    """True: the query's own token (x_query, 0) is among the keys."""
     b_Q: Float[Tensor, "head d_head"] | None = None  # noqa: N815
-    """The biases: all four of them, or None."""
+    """Biases: all four are given, or all are None."""
     b_K: Float[Tensor, "head d_head"] | None = None  # noqa: N815
     b_V: Float[Tensor, "head d_head"] | None = None  # noqa: N815
     b_O: Float[Tensor, " d_y"] | None = None  # noqa: N815
-    """The y entries of TransformerLens' b_O. No head's own: it is added to the prediction."""
+    """The y entries of TransformerLens' b_O. It has no head axis and is added to the prediction."""
     merged_qk: bool = False
-    """Whether a head's W_Q and W_K are one matrix W_QK: W_K is then the identity."""
+    """True: each head has one matrix W_QK, stored as W_Q, and W_K is the identity."""
 
     def __post_init__(self) -> None:
         if self.merged_qk and self.W_K.shape[1] != self.W_K.shape[2]:
@@ -53,13 +53,13 @@ class AttentionWeights:
 
     @property
     def architecture(self) -> tuple[object, ...]:
-        """All but the numbers: models of one architecture can lie along one head axis."""
+        """All settings except the numbers; models of equal architecture can share one head axis."""
         settings = (self.scale, self.score, self.score_slope, self.attend_to_self, self.merged_qk)
         return (tuple(self.W_Q.shape[1:]), self.d_y, *settings, self.b_Q is not None)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, and biases where there are any, by name."""
+        """Weights, and biases if there are any, by name."""
         named = {name: getattr(self, name) for name in (*NAMES, *BIASES)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -95,18 +95,18 @@ class AttentionWeights:
 
     @property
     def mu(self) -> Float[Tensor, "head d_y"]:
-        """Diagonal of each OV circuit's y block: what a head reads from y_n into prediction n."""
+        """Diagonal of each OV circuit's y block: the weight of y_n in prediction n."""
         return self.OV[:, self.d_x :].diagonal(dim1=1, dim2=2)
 
     @property
     def qk_diagonal(self) -> Float[Tensor, " head"]:
-        """Norm of the QK x block's diagonal over that of the whole block, 1 for a diagonal block."""
+        """Norm of the diagonal of the QK x block divided by the norm of the whole block; 1 for a diagonal block."""
         block = self.QK[:, : self.d_x, : self.d_x]
         return _share(self.omega.norm(dim=1), block.flatten(1).norm(dim=1))
 
     @property
     def ov_last_entry(self) -> Float[Tensor, " head"]:
-        """Norm of mu over that of the whole OV circuit, 1 if only y_n is read into prediction n."""
+        """Norm of mu divided by the norm of the whole OV circuit; 1 if only y_n contributes to prediction n."""
         return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
 
     def __getitem__(self, heads: slice) -> "AttentionWeights":
@@ -119,15 +119,15 @@ class AttentionWeights:
         return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionWeights":
-        """The same but for these tensors."""
+        """Copy with these tensors replaced."""
         return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
-    """The heads of several models without biases along one axis.
+    """Heads of several models without biases, along one axis.
 
     Raises:
-        ValueError: If the models differ in the shape of a head, in scale or in score, or have biases.
+        ValueError: If the models differ in head shape, scale or score, or have biases.
     """
     kinds = {model.architecture for model in models}
     if len(kinds) != 1:
@@ -144,13 +144,13 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
 def identity_keys(
     W_QK: Float[Tensor, "*heads d_model d_model"],
 ) -> Float[Tensor, "*heads d_model d_model"]:
-    """W_K of merged heads: a unit matrix per head."""
+    """W_K of merged heads: one identity matrix per head."""
     identity = torch.eye(W_QK.shape[-1], dtype=W_QK.dtype, device=W_QK.device)
     return identity.repeat(*W_QK.shape[:-2], 1, 1)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, and 0 for a head whose circuit is zero."""
+    """part / whole; 0 for a head whose circuit is zero."""
     return part / whole.masked_fill(whole == 0, 1)
 
 
@@ -163,14 +163,14 @@ def attend(
     Float[Tensor, "batch context head"],
     Float[Tensor, "batch d_model head"],
 ]:
-    """What each head's query reads: its pattern, the pattern's slope and the averaged context token."""
+    """Attention at the query: pattern, factor of its gradient, and weighted average of the context tokens, per head."""
     batch, d_x = x_query.shape
     d_model = context.shape[-1]
     query_key = weights.QK[:, :d_x].permute(1, 2, 0).reshape(d_x, -1)
     key_side = (x_query @ query_key).view(batch, d_model, -1)
     scores = context @ key_side
     if weights.b_Q is not None and weights.b_K is not None:
-        # By the key's token (b_Q W_K^T), and by the query (q b_K).
+        # Bias terms of the scores: b_Q W_K^T per key token, and q b_K per query.
         by_key = torch.einsum("he,hme->mh", weights.b_Q, weights.W_K)
         query = torch.einsum("bm,hme->bhe", x_query, weights.W_Q[:, :d_x]) + weights.b_Q
         by_query = weights.scale * (query * weights.b_K).sum(-1)
@@ -182,7 +182,7 @@ def attend(
 
 
 def head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
-    """What each head adds to the prediction, in units of y.
+    """Output of each head, its share of the prediction, in units of y.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (2.3): softmax over the context tokens only.
@@ -216,13 +216,13 @@ def _head_outputs(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, 
 
 
 def share_of(outputs: Float[Tensor, "batch *models head d_y"]) -> Float[Tensor, "*models head"]:
-    """Standard deviation of each head's output over prompts, divided by the sum of that over heads."""
+    """Standard deviation of each head's output over prompts, divided by the sum of these over heads."""
     spread = outputs.var(0).sum(-1).sqrt()
     return spread / spread.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
 def predict(weights: AttentionWeights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Prediction of one model: the sum of its heads' outputs and b_O, in units of y.
+    """Prediction of one model: sum of its heads' outputs and b_O, in units of y.
 
     Example:
         >>> from mechinterp.config import TaskConfig

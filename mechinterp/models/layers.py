@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def plus(values: Tensor, bias: Tensor | None) -> Tensor:
-    """The values with a bias added, if there is one."""
+    """The values plus the bias, if there is one."""
     return values if bias is None else values + bias
 
 
@@ -30,7 +30,7 @@ def normed(
     b: Float[Tensor, " d_model"],
     model: ModelConfig,
 ) -> Float[Tensor, "*axes d_model"]:
-    """The stream through a layer norm, or a root-mean-square norm, with its factors and biases."""
+    """The stream after a layer norm or a root-mean-square norm, with weights and biases."""
     if model.rms_norm:
         return F.rms_norm(stream, w.shape, w, model.norm_eps) + b
     return F.layer_norm(stream, w.shape, w, b, model.norm_eps)
@@ -39,10 +39,10 @@ def normed(
 def rotated(
     heads: Float[Tensor, "*batch pos head d_head"], model: ModelConfig, *, first: int = 0
 ) -> Float[Tensor, "*batch pos head d_head"]:
-    """Queries or keys turned by their positions; the same without rotary positions.
+    """Queries or keys rotated by their positions; unchanged without rotary positions.
 
-    Entry pair i, with i < rotary_dim/2, turns by the angle position / rotary_base^(2i / rotary_dim), as in
-    HookedTransformer; entries behind rotary_dim stay.
+    Entry pair i, with i < rotary_dim/2, is rotated by the angle position / rotary_base^(2i / rotary_dim), as in
+    HookedTransformer. Entries beyond rotary_dim are unchanged.
 
     Args:
         first: Position of the first row.

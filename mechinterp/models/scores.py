@@ -1,9 +1,9 @@
 """Attention score functions: how scores become attention weights.
 
 Most weights are averages f(s_i) / sum_j f(s_j). Linear and rectified attention have the weights C s_i and C max(s_i, 0),
-which do not add up to 1. A score of -inf masks a key: its weight is exactly 0. A query without readable keys gets a row
+which do not sum to 1. A score of -inf masks a key: its weight is exactly 0. A query without readable keys gets a row
 of zeros with finite gradients. The compiled training steps (`training.one_layer.kernel`, `training.general.kernel`) have
-softmax, linear and relu/L of their own; tests compare them with this file.
+their own softmax, linear and relu/L; tests compare them with this file.
 """
 
 import torch
@@ -18,7 +18,7 @@ LINEAR = ("linear", "linear/L")
 def attention_pattern(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> Float[Tensor, "*axes"]:
-    """Attention weights along one axis: f(s_i) / sum_j f(s_j), or those of linear attention.
+    """Attention weights along one axis: f(s_i) / sum_j f(s_j), or unnormalised for linear and rectified attention.
 
     Args:
         scores: Scores with the scale included; -inf masks a key.
@@ -43,10 +43,10 @@ def attention_pattern(
 def pattern_and_slope(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> tuple[Float[Tensor, "*axes"], Float[Tensor, "*axes"]]:
-    """Attention weights without masked keys, and the factor t that carries their gradient.
+    """Attention weights for scores without masked keys, and the factor t of their gradient.
 
-    With p the pattern, dp_i/ds_k = t_k (1[i = k] - p_i) where weights add up to 1 (`is_normalised`), and
-    t_k 1[i = k] in linear and rectified attention.
+    With p the pattern, dp_i/ds_k = t_k (1[i = k] - p_i) for normalised scores (`is_normalised`), and t_k 1[i = k] for
+    linear and rectified attention.
     """
     if score == "softmax":
         pattern = torch.softmax(scores, dim)
@@ -68,7 +68,7 @@ def pattern_and_slope(
 
 
 def is_normalised(score: str) -> bool:
-    """Whether the attention weights of a query add up to 1.
+    """True if the attention weights of a query sum to 1.
 
     Example:
         >>> [is_normalised(score) for score in ("softmax", "linear", "linear/L")]
@@ -78,7 +78,7 @@ def is_normalised(score: str) -> bool:
 
 
 def kernel_text(score: str, slope: float) -> str:
-    """The weight of a key as a formula in its score {s}, up to a factor for all keys.
+    """Weight of a key as a formula in its score {s}, up to a factor common to all keys.
 
     Example:
         >>> kernel_text("softmax", 1.0), kernel_text("(1+Cx)^2", 0.5)
@@ -94,10 +94,10 @@ def kernel_text(score: str, slope: float) -> str:
 
 
 def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
-    """L dp/ds at zero scores: the C0 by which omega counts wherever it is small.
+    """L dp/ds at zero scores: the constant C0 that multiplies omega when omega is small.
 
     For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" has C. "relu/L" has C/2,
-    the mean of its slopes on both sides: max(s, 0) = s/2 + |s|/2, and |s| adds nothing on average over x and -x.
+    the mean of its two one-sided slopes: max(s, 0) = s/2 + |s|/2, and |s| averages out over x and -x.
 
     Example:
         >>> score_derivative_at_zero("(1+Cx)^2", 0.5, context_length=40)
@@ -111,8 +111,8 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
 def readable_keys(
     n_pos: int, model: ModelConfig, *, device: torch.device | None = None
 ) -> Bool[Tensor, "query key"]:
-    """Which keys a position reads: those before it and with attend_to_self itself, or with context_only all but
-    the last and with attend_to_self all.
+    """Keys that each position reads. By default: earlier positions, plus itself with attend_to_self. With
+    context_only: all positions except the last, or all with attend_to_self.
 
     Example:
         >>> readable_keys(2, ModelConfig(context_only=True)).tolist()
@@ -128,7 +128,7 @@ def readable_keys(
 
 def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
     if score == "softmax":
-        # Written out instead of torch.softmax, which gives NaN where all keys are masked.
+        # Not torch.softmax, which gives NaN for a row whose keys are all masked.
         peak = scores.amax(dim, keepdim=True).detach()
         return (scores - peak.masked_fill(peak == -torch.inf, 0)).exp()
     masked = scores == -torch.inf

@@ -1,7 +1,7 @@
 """Names and shapes of a model's tensors, from its config alone.
 
-HookedTransformer names a tensor of a layer "blocks.0.attn.W_Q"; here those of all layers lie in one tensor, "attn.W_Q",
-whose first axis is the layer.
+HookedTransformer stores one tensor per layer, "blocks.0.attn.W_Q". Here one tensor "attn.W_Q" has all layers
+along its first axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ T = TypeVar("T")
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
 LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
-"""What the names of tensors that every layer has begin with."""
+"""Prefixes of the names of tensors that every layer has."""
 
 
 def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
-    """HookedTransformer's names, and shapes, of all tensors of a model.
+    """Shapes of all tensors of a model, by HookedTransformer's names.
 
     Example:
         >>> tensor_shapes(ModelConfig(n_heads=2), 5, 1)["blocks.0.attn.W_O"]
@@ -30,7 +30,7 @@ def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int
 def of_each_layer(
     stacked: Mapping[str, T], n_layers: int, part: Callable[[T, int], T]
 ) -> dict[str, T]:
-    """By HookedTransformer's names, with the part of each layer of what all layers have in one."""
+    """Values by HookedTransformer's names: `part` extracts a layer's part from each stacked value."""
     return {
         f"blocks.{layer}.{name}": part(whole, layer)
         for layer in range(n_layers)
@@ -40,7 +40,7 @@ def of_each_layer(
 
 
 def stacked_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a model, those of its layers in one.
+    """Shapes of all tensors of a model, by name, with layers stacked along the first axis.
 
     Example:
         >>> stacked_shapes(ModelConfig(n_layers=3, n_heads=2, context_only=True), 5, 1)["attn.W_O"]

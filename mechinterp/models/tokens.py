@@ -1,4 +1,4 @@
-"""Prompts as the tokens that a model reads."""
+"""Tokens of prompts, in the layout that a model reads."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,10 +12,10 @@ from mechinterp.icl.prompts import Prompts
 def tokens_of(
     prompts: Prompts, model: ModelConfig, *, d_x: int, d_y: int
 ) -> Float[Tensor, "batch pos d_token"]:
-    """The prompts in the layout of a model; the query is the last token.
+    """Tokens of the prompts in the model's layout; the query is the last token.
 
     Raises:
-        ValueError: If the prompts are of another d_x or d_y, or longer than the model has positions for.
+        ValueError: If the prompts have another d_x or d_y, or more positions than the model.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -34,10 +34,10 @@ def tokens_of(
 
 
 def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
-    """Refuse prompts that are not of the model's sizes.
+    """Refuse prompts whose d_x or d_y is not the model's.
 
     Raises:
-        ValueError: Naming both.
+        ValueError: If the sizes differ; the message names both.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -1,7 +1,7 @@
-"""The weights of a model: each kind of tensor of all layers in one, and the architecture that says how they are used.
+"""Weights of a model: tensors by name, stacked over layers, and the architecture that uses them.
 
-Names are HookedTransformer's without the layer; `by_name` and `Weights.of_names` are the way to files and hooks.
-`Weights.circuits` shows the numbers of one layer of attention in the form that the fast ways of computing take.
+Names are HookedTransformer's without the layer; `by_name` and `Weights.of_names` convert from and to files and hooks.
+`Weights.circuits` gives a single attention layer in the form that the fast computations take.
 """
 
 import math
@@ -20,7 +20,7 @@ from mechinterp.models.scores import LINEAR
 from mechinterp.models.shapes import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
-"""Tensors of attention with an axis of heads."""
+"""Attention tensors that have a head axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,10 @@ class Weights:
     d_x: int
     d_y: int
     tensors: Mapping[str, Tensor]
-    """Those that `stacked_shapes` lists, as attn.W_Q [layer, head, d_model, d_head]. Where tokens are the stream, W_O has full
-    width."""
+    """Tensors by the names of `stacked_shapes`, e.g. attn.W_Q [layer, head, d_model, d_head]. W_O always has all d_model
+    columns."""
     scale: float = math.nan
-    """Factor on the scores; NaN, where none is given, becomes 1/sqrt(d_head)."""
+    """Factor on the scores. NaN, the default, is replaced by 1/sqrt(d_head)."""
 
     def __post_init__(self) -> None:
         shapes = stacked_shapes(self.model, self.d_x, self.d_y)
@@ -53,17 +53,17 @@ class Weights:
         tensors: Mapping[str, Tensor],
         scale: float = math.nan,
     ) -> "Weights":
-        """From tensors by HookedTransformer's names, those that `tensor_shapes` lists; layers are copied.
+        """Weights from tensors by HookedTransformer's names, as `tensor_shapes` lists them; layer tensors are copied.
 
         Raises:
-            ValueError: If one is missing, of no use or of another shape, naming it.
+            ValueError: If a tensor is missing, not used by the model or of a wrong shape; the message names it.
         """
         _require_shapes(tensor_shapes(model, d_x, d_y), tensors)
         return cls(model, d_x, d_y, stacked(tensors, model.n_layers), scale)
 
     @property
     def by_name(self) -> dict[str, Tensor]:
-        """Views of the tensors by HookedTransformer's names."""
+        """Views of the tensors, by HookedTransformer's names."""
         return by_layer(self.tensors, self.n_layers)
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Weights:
 
     @property
     def n_heads(self) -> int:
-        """Heads per layer, zero heads among them."""
+        """Number of heads per layer, heads that are zero included."""
         return self.model.n_heads
 
     @property
@@ -101,7 +101,7 @@ class Weights:
 
     @property
     def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """That of merged heads is the identity."""
+        """W_K; the identity for merged heads."""
         if self.model.merged_qk:
             return identity_keys(self.W_Q)
         return self.tensors["attn.W_K"]
@@ -116,7 +116,7 @@ class Weights:
 
     @property
     def reading(self) -> tuple[Float[Tensor, "d_token d_model"], Float[Tensor, "d_model d_y"]]:
-        """W_in and W_U; where there are none, what the tokens are to the stream and the y entries to the prediction."""
+        """W_in and W_U. A model without them gets the identity and the matrix that selects the y entries."""
         if "W_in" in self.tensors:
             return self.tensors["W_in"], self.tensors["unembed.W_U"]
         identity = torch.eye(self.d_model, dtype=self.dtype, device=self.device)
@@ -124,29 +124,29 @@ class Weights:
 
     @property
     def heads_per_layer(self) -> tuple[tuple[int, ...], ...]:
-        """The heads of each layer that write anything: those whose OV circuit is not zero."""
+        """Heads of each layer that write something: those whose OV circuit, or b_V W_O, is not zero."""
         live = (self.W_V @ self.W_O).flatten(2).any(-1)
         if self.model.biases:
             live |= (self.tensors["attn.b_V"][:, :, None] @ self.W_O).flatten(2).any(-1)
         return tuple(tuple(row.nonzero().flatten().tolist()) for row in live)
 
     def to(self, target: torch.device | str | torch.dtype) -> "Weights":
-        """The same weights on another device or in another dtype."""
+        """Copy on another device or in another dtype."""
         return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Weights":
-        """The same but for these tensors."""
+        """Copy with these tensors replaced."""
         return replace(self, tensors={**self.tensors, **tensors})
 
     def without(self, heads: Iterable[tuple[int, int]]) -> "Weights":
-        """The same with W_O of these heads at zero; (layer, head), from 0."""
+        """Copy in which W_O of these heads is zero; heads are (layer, head), counted from 0."""
         W_O = self.W_O.clone()
         for layer, head in heads:
             W_O[layer, head] = 0
         return self.with_tensors({"attn.W_O": W_O})
 
     def compact(self) -> "Weights":
-        """The same model with as few heads as its fullest layer has live ones, zero heads behind them."""
+        """Equivalent model without zero heads, except those that pad a layer to the widest layer's number."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
         d_head = self.model.head_width(self.d_x, self.d_y)
@@ -161,10 +161,10 @@ class Weights:
 
     @property
     def circuits(self) -> AttentionWeights:
-        """The heads of a model that is one layer of attention on tokens (x, y), of W_O what is read.
+        """Heads of a model that is one attention layer on tokens (x, y), with only the y columns of W_O.
 
         Raises:
-            ValueError: If there is more to the model, naming what.
+            ValueError: If the model has further parts; the message names one.
         """
         if (extra := why_no_circuits(self.model)) is not None:
             raise ValueError(
@@ -176,14 +176,14 @@ class Weights:
         return heads_of(self.model, tensors, self.scale)
 
     def attention(self, layer: int) -> dict[str, Tensor]:
-        """Weights and biases of a layer's attention by name; W_Q and W_K of merged heads are W_QK and the identity."""
+        """Weights and biases of a layer's attention by name. Merged heads have W_Q = W_QK and W_K = identity."""
         tensors = {name: getattr(self, name)[layer] for name in NAMES}
         biases = BIASES if self.model.biases else ()
         return tensors | {name: self.tensors[f"attn.{name}"][layer] for name in biases}
 
     @property
     def is_linear_map(self) -> bool:
-        """Whether the model is a map of its tokens, given the second moment of the context."""
+        """True if the model is a linear map of its tokens, given the second moment of the context."""
         return self.model.is_stack and self.model.score in LINEAR
 
 
@@ -197,7 +197,7 @@ def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
 
 
 def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
-    """Views of stacked tensors by HookedTransformer's names.
+    """Views of stacked tensors, by HookedTransformer's names.
 
     Example:
         >>> list(by_layer({"attn.W_Q": torch.zeros(2, 1, 3, 3), "W_in": torch.zeros(3, 3)}, 2))
@@ -207,7 +207,7 @@ def by_layer(stacked: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
 
 
 def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
-    """The inverse of `by_layer`: a copy of what layers have, the other tensors themselves."""
+    """Inverse of `by_layer`: layer tensors are stacked (copied), all others returned as they are."""
     first = "blocks.0."
     layered = [name.removeprefix(first) for name in named if name.startswith(first)]
     return {
@@ -217,7 +217,7 @@ def stacked(named: Mapping[str, Tensor], n_layers: int) -> dict[str, Tensor]:
 
 
 def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
-    """Frobenius norms of every head's QK circuit, with the scale in it, and OV circuit, by their names in a history."""
+    """Frobenius norms of every head's QK circuit (scale included) and OV circuit, by their names in a history."""
     return {
         "qk_norm": weights.scale * (weights.W_Q @ weights.W_K.mT).norm(dim=(2, 3)),
         "ov_norm": (weights.W_V @ weights.W_O).norm(dim=(2, 3)),
@@ -225,10 +225,10 @@ def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
 
 
 def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) -> AttentionWeights:
-    """Heads with the scores of an architecture.
+    """Heads with the score settings of an architecture.
 
     Args:
-        tensors: Weights, and biases where there are any, by their names in `AttentionWeights`.
+        tensors: Weights, and biases if there are any, by their names in `AttentionWeights`.
     """
     return AttentionWeights(
         **tensors,
@@ -241,7 +241,7 @@ def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) ->
 
 
 def why_no_circuits(model: ModelConfig) -> str | None:
-    """What a model has beyond one layer of attention on tokens (x, y), in words; None: nothing.
+    """First part of a model beyond one attention layer on tokens (x, y), in words; None if there is none.
 
     Example:
         >>> why_no_circuits(ModelConfig(n_layers=4, context_only=True))
@@ -258,10 +258,10 @@ def why_no_circuits(model: ModelConfig) -> str | None:
 
 
 def model_of_layer(circuits: AttentionWeights) -> ModelConfig:
-    """The architecture of one layer of attention, as its heads say it.
+    """Architecture of one attention layer, from its heads.
 
-    Only models that read the context on both sides may have rectified scores; what a single layer predicts at the
-    query is the same.
+    Rectified scores are allowed only with `context_only`, which does not change the prediction of a single layer at
+    the query.
     """
     _, d_model, d_head = circuits.W_Q.shape
     both_sides = circuits.score not in SCORES
@@ -278,10 +278,10 @@ def model_of_layer(circuits: AttentionWeights) -> ModelConfig:
 
 
 def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = None) -> Weights:
-    """A model of one layer of attention from its heads: the inverse of `Weights.circuits`.
+    """Model of one attention layer from its heads: the inverse of `Weights.circuits`.
 
     Args:
-        model: The architecture, where it is known; else what the weights say.
+        model: Architecture; None: `model_of_layer`.
     Raises:
         ValueError: If W_K of merged heads is not the identity.
     Example:
@@ -302,9 +302,9 @@ def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = 
 
 
 AnyWeights = Weights | AttentionWeights
-"""Weights of a model, or of the heads of one layer."""
+"""Weights of a model, or of the heads of one attention layer."""
 
 
 def as_weights(weights: AnyWeights) -> Weights:
-    """Weights of either form as those of a model."""
+    """Weights in either form, as `Weights`."""
     return weights_of_layer(weights) if isinstance(weights, AttentionWeights) else weights

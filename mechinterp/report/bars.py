@@ -17,10 +17,10 @@ from mechinterp.training.trained import Progress
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A bar on standard error with steps per second and the time left; gives the `on_log` of a training.
+    """Progress bar of a training on standard error, with steps per second and time left; yields its `on_log` function.
 
     Args:
-        quiet: Whether nothing is shown.
+        quiet: True: nothing is shown.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Bar(*columns, console=Console(stderr=True), disable=quiet, redirect_stdout=_shown())
@@ -48,10 +48,10 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
 
 @contextmanager
 def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
-    """A bar on standard error for each loop of an analysis, with the time left; gone when the analysis is done.
+    """Progress bars on standard error, one per loop of an analysis, with the time left; removed when the loop is done.
 
     Args:
-        quiet: Whether nothing is shown; nor is it where standard error is no terminal.
+        quiet: True: nothing is shown. Bars are never shown if standard error is not a terminal.
     """
     console = Console(stderr=True)
     columns = (
@@ -76,5 +76,5 @@ def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
 
 
 def _shown() -> bool:
-    """Whether what is printed meets the bar, and must go above it; into a file or a pipe it goes as it is."""
+    """True if standard output is a terminal, so that printed lines must go above the bar."""
     return sys.stdout.isatty()

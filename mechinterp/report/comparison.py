@@ -1,4 +1,4 @@
-"""A page that compares several checkpoints: settings with their seeds, models, and curves laid over each other."""
+"""Page that compares several checkpoints: settings with their seeds, models, and overlaid training curves."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,16 @@ def write_comparison(
     figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
-    """Write `out/index.html` about all of the checkpoints, and the CSV files behind it.
+    """Write `out/index.html`, which compares the checkpoints, and its CSV files.
 
     Args:
-        left_out: What could not be compared, and why, to be named on the page: reasons by path.
-        n_prompts: Prompts behind each classification; losses take five times as many.
-        figures: As for `write_report`.
+        left_out: Paths that could not be compared, with the reason, to be listed on the page.
+        n_prompts: Prompts per classification; losses use five times as many.
+        figures: As in `write_report`.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there is no checkpoint, `out` is a file, or a folder that holds anything and
-            `overwrite` is not set.
+        ValueError: If there is no checkpoint, or `out` is a file or a nonempty folder without
+            `overwrite`.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.checkpoint import load
@@ -68,7 +68,7 @@ def write_comparison(
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """What names are sorted by, so that s2 comes before s10.
+    """Sort key of names, which puts s2 before s10.
 
     Example:
         >>> sorted(["s10", "s2", "s1"], key=natural)
@@ -80,7 +80,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def _pages(comparison: Comparison, out: Path) -> dict[str, str]:
-    """Addresses of the models' own reports, where they lie beside this one under the models' names."""
+    """Addresses of the models' own reports, if they lie beside this one in folders with the models' names."""
     beside = out.resolve().parent
     return {
         name: f"../{quote(name)}/{PAGE}"

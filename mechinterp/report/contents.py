@@ -1,4 +1,4 @@
-"""Verdict and sections of the page about one model: what `run_analysis` gives of each of its analyses."""
+"""Verdict and sections of the page about one model, from the results of `run_analysis`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.parts import Section, Toggles
 
 HEIGHT, TOP = 420, 60
-"""Of a figure that does not say how high it is, and of the room above it."""
+"""Default height of a figure, and default height of the margin above it, in pixels."""
 MOST_TOGGLES = 8
 CLASSIFY = ANALYSES["classify"]
 
@@ -36,14 +36,14 @@ def contents_of(
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> tuple[str, str, list[Section]]:
-    """The verdict, a line on the loss beside those of ridge regression and of predicting 0, and the sections.
+    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections.
 
     Args:
-        prompts: Given prompts; None: they are drawn.
-        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself.
-        analyses: Names of those that get a section, or functions; None: those that suit the model.
+        prompts: Given prompts; None: prompts are drawn.
+        n_prompts: Number of evaluation prompts; None: each analysis uses its default.
+        analyses: Names or functions of the analyses to show; None: those that suit the model.
     Raises:
-        ValueError: If there is no such analysis, one that was asked for does not take the model, or n_prompts is too small.
+        ValueError: If an analysis does not exist or does not take the model, or n_prompts is too small.
     """
     if prompts is not None and n_prompts is not None:
         raise ValueError(
@@ -90,7 +90,7 @@ def contents_of(
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
-    """The section with tables and figures whose names no other section has."""
+    """Copy of the section in which tables and figures have names that no other section uses."""
     taken = {key for each in others for key in (*each.tables, *each.figures)}
     own = name.replace("-", "_")
     apart = {
@@ -106,7 +106,7 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 def prompts_of(
     analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None = None
 ) -> dict[str, Any]:
-    """Given prompts of an analysis, or their number and seed; of a slow analysis no more than its default number."""
+    """Given prompts of an analysis, or number and seed; slow analyses use at most their default number."""
     if not analysis.draws_prompts:
         return {}
     if prompts is not None and analysis.takes_prompts_as is not None:
@@ -130,7 +130,7 @@ def _prompts_text(told: Mapping[str, Any]) -> str:
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
-    """The analyses that suit a model."""
+    """Names of the analyses that suit a model."""
     taken = (name for name, each in ANALYSES.items() if each.needs(checkpoint))
     return tuple(name for name in taken if ANALYSES[name].on_page(checkpoint))
 
@@ -138,11 +138,11 @@ def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
 def section_of(
     name: str, analysis: Analysis, result: Finding, *, shown: Sequence[str] = (), prompts: str = ""
 ) -> Section:
-    """Sentences, figures and tables of a result, and how it was computed.
+    """Section with the sentences, figures and tables of a result, and its method.
 
     Args:
-        shown: Sentences that the page has already.
-        prompts: Which prompts it was computed on.
+        shown: Sentences that the page already shows.
+        prompts: Description of the prompts.
     Example:
         >>> from mechinterp.analysis.one_layer.circuits import circuits
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -164,7 +164,7 @@ def section_of(
 
 
 def _ready(figure: go.Figure, name: str) -> go.Figure:
-    """The figure with a height and a title of its own."""
+    """Figure with a height, a top margin and a title filled in."""
     layout = figure.layout
     return figure.update_layout(
         height=layout.height or HEIGHT,
@@ -176,7 +176,7 @@ def _ready(figure: go.Figure, name: str) -> go.Figure:
 def with_heads(
     sections: Mapping[str, Section], results: Mapping[str, Finding]
 ) -> dict[str, Section]:
-    """The sections with what they show of several results: cards of heads, and switches for heads."""
+    """Sections with the parts that combine several results: cards of heads, and switches for heads."""
     shown = dict(sections)
     for name in [name for name, result in results.items() if hasattr(result, "cards")][:1]:
         cards: list[Card] = results[name].cards()  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def with_heads(
 
 
 def switches_of(results: Mapping[str, Finding]) -> Toggles | None:
-    """Switches for the heads of one layer of attention, from its subsets of heads and its attention on a few prompts."""
+    """Switches for the heads of one attention layer, from the risks of its subsets and its outputs on a few prompts."""
     attention = results.get("attention")
     subsets = getattr(results.get("ablate"), "subsets", None)
     outputs = getattr(attention, "outputs", None)

@@ -1,4 +1,4 @@
-"""Words of the pages, and the papers they lead to."""
+"""Glossary of the pages, and links to the papers."""
 
 from mechinterp.analysis.labels import ALGORITHMS, PATTERNS
 

@@ -1,4 +1,4 @@
-"""What every JSON document starts with, and how it is written."""
+"""Common header of all JSON documents, and their encoding."""
 
 import json
 import math
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.native.folder import Outline
 
 SCHEMA_VERSION = 2
-"""2 has, beside what 1 has, layer_rise of ablate, and every table of an analysis that `analyse` prints."""
+"""Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
 
 def dumps(document: object) -> str:
-    """The document as JSON text; NaN and infinities, which JSON lacks, become null."""
+    """The document as JSON text; NaN and infinities, which JSON does not have, become null."""
     return json.dumps(_plain(document), indent=2, allow_nan=False)
 
 
 def header(checkpoint: "Checkpoint | Outline") -> dict:
-    """The fields every document about a checkpoint starts with."""
+    """Common first fields of every document about a checkpoint."""
     shape, task = checkpoint.config.model, checkpoint.task
     number = {"task.beta_var": task.beta_variance} if "task.beta_var" in checkpoint.assumed else {}
     return {

@@ -1,4 +1,4 @@
-"""A model for the Hugging Face hub: its card, and the upload of folder and card."""
+"""Upload of a model to the Hugging Face hub, with its model card."""
 
 from tempfile import TemporaryDirectory
 
@@ -40,12 +40,12 @@ checkpoint.model  # hooked, with TransformerLens' names and shapes
 def model_card(
     checkpoint: Checkpoint, *, source: str | None = None, licence: str = "mit", seed: int = 0
 ) -> str:
-    """The model card: task, architecture, what `classify` says with its numbers, loss and how to load it.
+    """Model card: task, architecture, classification with its numbers, loss, and how to load the model.
 
     Args:
-        source: What `from_pretrained` is to be given; the checkpoint's name if left out.
-        licence: Of the weights, by the hub's short name.
-        seed: Of the evaluation prompts.
+        source: Argument for `from_pretrained` in the card; None: the checkpoint's name.
+        licence: Licence of the weights, by the hub's short name.
+        seed: Seed of the evaluation prompts.
     Example:
         >>> from mechinterp import load
         >>> card = model_card(load("softmax-h2-s0"))
@@ -80,7 +80,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 
 def _trained(checkpoint: Checkpoint) -> str:
-    """Steps, batch and step size of a training run of this package; else what the checkpoint states."""
+    """Steps, batch size and learning rate of a run of this package; for other files, their stated origin."""
     train, seed = checkpoint.config.train, checkpoint.config.seed
     if checkpoint.origin:
         return "; ".join(f"{name}: {value}" for name, value in checkpoint.origin.items())
@@ -101,14 +101,14 @@ def push_to_hub(
     licence: str = "mit",
     token: str | bool | None = None,
 ) -> str:
-    """Upload a checkpoint with its card to a repository of the hub, which is made if there is none.
+    """Upload a checkpoint with its card to a repository of the hub, which is created if needed.
 
     Args:
         repository: "owner/repository".
-        revision: Branch to write to; None: the main one.
-        private: Whether a repository that is made is private.
-        licence: Of the weights, by the hub's short name.
-        token: Of an account that may write there; None: the one that was logged in.
+        revision: Branch to write to; None: the main branch.
+        private: True: a new repository is private.
+        licence: Licence of the weights, by the hub's short name.
+        token: Access token of an account that may write there; None: the stored login.
     Returns:
         Address of the commit.
     Raises:

@@ -1,4 +1,4 @@
-"""A checkpoint at a glance, as a JSON document and as a card."""
+"""Summary of a checkpoint, as a JSON document and as a card."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ DEFAULT = "the default"
 
 
 def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict:
-    """What `info` says of a checkpoint.
+    """Document that `info` prints about a checkpoint.
 
     Args:
-        hooks: Whether hook points are listed, for which the hooked model of a checkpoint is built.
+        hooks: True: list the hook points, which requires building the hooked model.
     """
     outline = source if isinstance(source, Outline) else _checkpoint(source).outline
     history, steps = source.history, source.steps
@@ -53,7 +53,7 @@ def _checkpoint(source: object) -> "Checkpoint":
 
 
 def info_text(document: dict) -> str:
-    """The document of `info` as a card: settings other than the default, and hooks if the document has them."""
+    """Card with the document of `info`: settings that differ from the default, and hooks if the document has them."""
     task, model = document["experiment"]["task"], document["experiment"]["model"]
     layers = (
         f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
@@ -81,7 +81,7 @@ def info_text(document: dict) -> str:
         else "",
         "weights": ", ".join(_shapes(document["weights"])),
     }
-    if not known:  # how external weights were trained
+    if not known:  # the training of external weights is unknown
         card |= {"training": "", "seed": ""}
     lines = [wrapped(title, "  ")]
     lines += [wrapped(f"  {name:<10} {text}", " " * 11) for name, text in card.items() if text]
@@ -93,7 +93,7 @@ def info_text(document: dict) -> str:
 
 
 def _hook_lines(hooks: Sequence[Mapping]) -> list[str]:
-    """Columns as narrow as they can be: a line stays below 80 characters."""
+    """Lines of the hook table, with columns as narrow as possible to stay below 80 characters."""
     shapes = [f"[{', '.join(map(str, hook['shape']))}]" for hook in hooks]
     names = max(len(hook["name"]) for hook in hooks)
     sizes = max(map(len, shapes))
@@ -104,7 +104,7 @@ def _hook_lines(hooks: Sequence[Mapping]) -> list[str]:
 
 
 def _settings(values: Mapping[str, object], default: object) -> str:
-    """Fields that are not the default."""
+    """Settings that differ from the default, with their values."""
     changed = []
     for name, value in values.items():
         usual = getattr(default, name)
@@ -123,7 +123,7 @@ def _plain(value: object) -> str:
 
 
 def _shapes(weights: Mapping[str, Sequence[int]]) -> list[str]:
-    """Name and shape of each tensor, those of all layers as one."""
+    """Name and shape of each tensor; equal tensors of all layers share one entry."""
     layers_of: dict[str, list[str]] = {}
     for name, shape in weights.items():
         layer = re.search(r"blocks\.(\d+)", name)

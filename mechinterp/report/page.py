@@ -1,4 +1,4 @@
-"""A report on one checkpoint: one HTML page that opens offline, and the CSV files behind it."""
+"""Report on one checkpoint: an HTML page that opens offline, and its CSV files."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
 
 @dataclass(frozen=True)
 class Report:
-    """Where a report was written."""
+    """Result of writing a report: paths of the page and tables, and the verdict."""
 
     page: Path
     tables: tuple[Path, ...]
     verdict: str
 
     def to_document(self) -> dict:
-        """The same as JSON knows it."""
+        """The report's fields as a JSON document."""
         tables = [str(table) for table in self.tables]
         return {"page": str(self.page), "tables": tables, "verdict": self.verdict}
 
@@ -51,23 +51,23 @@ def write_report(
     figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
-    """Write `out/index.html` and the CSV files behind it, of a checkpoint or of what `hook_module` gives.
+    """Write `out/index.html` and its CSV files, about a checkpoint or a module from `hook_module`.
 
-    It renders what `run_analysis` gives of each analysis: of one layer of attention the pattern, circuits and the learner
-    it comes closest to, of any other model what masking, pruning and probing say.
+    The page shows the results of `run_analysis`. For one attention layer these are the pattern, the circuits and the closest
+    learner; for any other model they are masking, pruning and probing.
 
     Args:
-        analyses: Those that get a section, each a name in `ANALYSES`, `module:function`, or a function of your own;
-            None: those that suit the model.
-        prompts: Given prompts, such as `Prompts.from_arrays` makes; None: they are drawn.
-        n_prompts: Evaluation prompts; None: as many as each analysis takes by itself. Either way the page's numbers are
-            those of the commands. What takes fewer by itself, since it needs many runs, takes no more, and models
-            of several layers take no fewer than probes need; the page says how many.
-        figures: "pdf", "svg" or "png": every figure is also a file for print beside the page, as `save_figure` writes it.
+        analyses: Analyses to show: names in `ANALYSES`, "module:function", or functions; None: those that suit the
+            model.
+        prompts: Given prompts, for example from `Prompts.from_arrays`; None: prompts are drawn.
+        n_prompts: Number of evaluation prompts; None: each analysis uses its default. The numbers equal those of the
+            commands. Slow analyses never use more than their default, and models with several layers use at
+            least the number that probes need; the page states the number.
+        figures: "pdf", "svg" or "png": also write every figure to a file, as `save_figure` does.
         progress: Optional progress callback.
     Raises:
-        ValueError: If `out` is a file, or a folder that holds anything and `overwrite` is not set, or n_prompts is
-            too small for the model, or an analysis that was asked for is none or does not take the model.
+        ValueError: If `out` is a file or a nonempty folder without `overwrite`, n_prompts is too small for the model, or
+            an analysis does not exist or does not take the model.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.checkpoint import load
@@ -102,10 +102,10 @@ def write_report(
 
 
 def require_free(out: Path, overwrite: bool) -> None:
-    """Refuse a folder for a report that is there.
+    """Refuse an output folder that must not be overwritten.
 
     Raises:
-        ValueError: If `out` is a file, or a folder that holds anything; with `overwrite`, anything but a report.
+        ValueError: If `out` is a file or a nonempty folder; with `overwrite`, if it is not a report.
     """
     settle(out)
     files, is_other = entries(out), os.path.lexists(out) and not out.is_dir()
@@ -132,12 +132,12 @@ def write_page(
     overwrite: bool = False,
     figures: str = "",
 ) -> Report:
-    """Write the sections as a page, and their tables.
+    """Write the sections as a page, and their tables as CSV files.
 
     Args:
-        loss: A line below the verdict.
-        figures: Ending of files with the figures; none are written if left out.
-        overwrite: Whether a report that is there is replaced.
+        loss: Line below the verdict.
+        figures: File ending of separate figure files; "": none.
+        overwrite: True: replace an existing report.
     Raises:
         CheckpointError: If another file is in the way, or the folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The parts of a page: sections, and switches for heads."""
+"""Parts of a page: sections, and switches for heads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from mechinterp.analysis.result import Card, Table
 
 @dataclass(frozen=True)
 class Toggles:
-    """Heads of one layer that the reader switches off: excess risk of each subset, and predictions on a few prompts."""
+    """Switches for the heads of one layer: excess risk of each subset of heads, and predictions on a few prompts."""
 
     colors: tuple[str, ...]
     risks: Mapping[str, tuple[float, float]]
-    """Risk and its standard error by subset, "10" where head 0 of two is kept."""
+    """Risk and its standard error by subset; "10" means that head 0 of two is kept."""
     outputs: list[list[list[float]]]
-    """What each head adds to the prediction, [prompt][head][response]."""
+    """Output of each head, [prompt][head][response]."""
     rest: list[float]
-    """What no head adds: the bias of the prediction."""
+    """Part of the prediction that no head adds: its bias."""
     target: list[list[float]]
 
     def to_document(self) -> dict[str, object]:
-        """What the script of the page reads."""
+        """Document for the script of the page."""
         names = ("risks", "outputs", "rest", "target")
         texts = {subset: with_error(*risk) for subset, risk in self.risks.items()}
         return {name: getattr(self, name) for name in names} | {"said": texts}
@@ -31,23 +31,23 @@ class Toggles:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page."""
+    """One section of a page."""
 
     title: str
     text: str
     method: str
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
-    """By name; those with frames share one slider. The first is shown, the others unfold."""
+    """Figures by name; figures with frames share one slider. The first is shown, the others unfold."""
     tables: Mapping[str, Table] = field(default_factory=dict)
-    """By name; each becomes <name>.csv, and is shown or unfolds if it has no more than `longest_table` rows."""
+    """Tables by name, each also written as <name>.csv. A table with at most `longest_table` rows is on the page."""
     meanings: Mapping[str, str] = field(default_factory=dict)
-    """Of the columns of the tables."""
+    """Meanings of the tables' columns."""
     cards: tuple[Card, ...] = ()
     legend: str = ""
-    """What the bands beside numbers are."""
+    """Explanation of the bands beside numbers."""
     toggles: Toggles | None = None
     links: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of pages by checkpoint."""
+    """Addresses of pages, by checkpoint."""
     longest_table: int = 128
     unfolded: bool = False
-    """Whether every table is shown, however long."""
+    """True: every table is shown, whatever its length."""

@@ -1,4 +1,4 @@
-"""Texts and tables within the terminal's width."""
+"""Text and tables within the terminal's width."""
 
 import re
 import shutil
@@ -12,16 +12,16 @@ from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
 from mechinterp.checkpoints.io.errors import spelled
 
 ROWS = 20
-"""Rows of a table that are shown unless all are asked for."""
+"""Number of table rows that are shown by default."""
 LEAST_WIDTH = 40
 SIGNS = "=<>±∝≥≤−"
 JOINED, NO_BREAK = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) ", "\N{NO-BREAK SPACE}"
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """The text within the terminal's width, lines broken between words, all but each first one indented.
+    """Text wrapped between words to the terminal's width; continuation lines are indented.
 
-    What a sign such as = or ± joins stays on one line.
+    Lines are not broken next to signs such as = or ±.
 
     Example:
         >>> wrapped("word " * 99, "  ").splitlines()[1].startswith("  word")
@@ -43,7 +43,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def joined(text: str) -> str:
-    """The text with spaces at which no line is broken beside =, ± and other signs.
+    """Text with no-break spaces beside =, ± and other signs.
 
     Example:
         >>> len(joined("R² = 0.99 ± 0.01 of it").split(" "))
@@ -59,12 +59,12 @@ def frame_text(
     wide: bool = False,
     least_p: float = LEAST_P,
 ) -> str:
-    """A table in columns of three digits, within the terminal's width.
+    """Table in columns with three digits, within the terminal's width.
 
     Args:
-        units: Of some columns, by name.
-        wide: Whether all rows are shown and standard errors have columns of their own.
-        least_p: The p-value below which none can be told.
+        units: Units of columns, by name.
+        wide: True: show all rows, and standard errors in columns of their own.
+        least_p: Smallest p-value that can be resolved.
     """
     shown = frame if wide else narrow(frame.head(ROWS))
     named = {name: f"{name} ({unit})" for name, unit in (units or {}).items() if unit}
@@ -80,12 +80,12 @@ def frame_text(
 
 
 def narrow(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with a head's layer in its name, and standard errors beside what they are of."""
+    """Table with layer and head in one column, and standard errors beside their values."""
     frame = frame.copy()
     if {"layer", "head"} <= set(frame.columns):
         names = [f"L{x}H{h}" for x, h in zip(frame["layer"], frame["head"], strict=True)]
         frame = frame.assign(head=names).drop(columns=["layer"])
-    if "sem" in frame:  # of the column before it
+    if "sem" in frame:  # standard error of the column before it
         of = frame.columns[frame.columns.get_loc("sem") - 1]
         frame = frame.rename(columns={"sem": f"{of}_sem"})
     for name in [name for name in frame.columns if f"{name}_sem" in frame.columns]:
@@ -100,7 +100,7 @@ def _signs(text: str) -> str:
 
 
 def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lines of a table; columns that do not fit stand below, the first one repeated."""
+    """Lines of a table. Columns that do not fit go below, after a copy of the first column."""
     widths = {
         name: max(map(len, (*values, *name.replace("_", " ").split())))
         for name, values in cells.items()

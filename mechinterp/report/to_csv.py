@@ -1,4 +1,4 @@
-"""The documents of `classify` as one table, CSV or parquet, with a row for each checkpoint."""
+"""Documents of `classify` as one table, CSV or parquet, with one row per checkpoint."""
 
 import os
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
 
 OF_RUNS = ("step", "loss", "loss_sem")
-"""Of checkpoints that are steps of a run, loss with its standard error."""
+"""Columns for steps of a run: the loss and its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
 
 
 def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
-    """Path, format, pattern, reason, sizes, the evidence that is one number or word, and the error.
+    """Path, format, pattern, reason, sizes, all evidence that is a single number or word, and the error.
 
     Example:
         >>> classification_frame([{"path": "x", "error": "gone"}]).columns.tolist()
@@ -44,7 +44,7 @@ def require_writable(file: Path) -> None:
     """Refuse a table that exists, or whose name ends in neither .parquet nor .csv.
 
     Raises:
-        CheckpointError: If it is so.
+        CheckpointError: If the file exists or has another ending.
     """
     if file.suffix not in SUFFIXES:
         raise CheckpointError(f"{file}: must end in {' or '.join(SUFFIXES)}.")
@@ -66,14 +66,14 @@ def write_table(file: Path, documents: Sequence[dict]) -> None:
 
 
 def _encodable(value: object) -> object:
-    """Text that UTF-8 can hold: a file's name may be bytes that are none."""
+    """Text that UTF-8 can encode; a file name may contain bytes that are not text."""
     if not isinstance(value, str):
         return value
     return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _scalar(value: object) -> object:
-    """A single number, word or truth value; of one response's list its one entry; None for the rest."""
+    """A single number, word or truth value; the entry of a list with one entry; None for anything else."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list) and len(value) == 1:

@@ -1,4 +1,4 @@
-"""HTML page of sections, which opens offline; style.css and page.js go into it, and plotly.js once."""
+"""HTML page of sections that opens offline, with style.css, page.js and one copy of plotly.js inside."""
 
 import html
 import json
@@ -20,16 +20,16 @@ from mechinterp.report.parts import Section
 from mechinterp.report.text import joined, narrow
 
 HERE = Path(__file__).parent
-LONGEST_WORD = 24  # longer entries make a column of text
+LONGEST_WORD = 24  # columns with longer entries are set as text
 TITLE_HEIGHT = 26
 SHOWN_SECTIONS = 6
-"""Sections whose first figure is shown, so that the page of a deep model is no longer than one can look through."""
+"""Number of sections whose first figure is shown at once; more make the page of a deep model too long."""
 SHOWN_ROWS = 12
-"""Rows up to which the first table of a section is shown; others unfold."""
+"""Largest number of rows for which the first table of a section is shown at once; longer ones unfold."""
 
 
 MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
-"""In the head of a page: that it is ours, and the files of the report."""
+"""Mark in the head of our pages, with the names of the report's files."""
 HEAD = 2**16
 
 
@@ -42,14 +42,14 @@ def page(
     files: Sequence[str],
     loss: str = "",
 ) -> str:
-    """The page of a model or of several.
+    """HTML of a page about one or several models.
 
     Args:
-        name: Its title.
-        about: One line on what it is about.
-        verdict: What was found.
+        name: Title.
+        about: One line about the subject.
+        verdict: Main result.
         files: Names of the page and of its tables.
-        loss: A line below the verdict.
+        loss: Line below the verdict.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -83,7 +83,7 @@ def page(
 
 
 def files_of(page: Path) -> frozenset[str]:
-    """The files of the report whose page this is; none if it is missing or not a page of ours."""
+    """Names of the files of a report, from its page; empty if the page is missing or not ours."""
     if page.is_symlink() or not page.is_file():
         return frozenset()
     with page.open("rb") as stream:
@@ -92,7 +92,7 @@ def files_of(page: Path) -> frozenset[str]:
 
 
 def _drawn(figure: go.Figure) -> dict:
-    """What plotly.js draws: look, slider and titles are the page's."""
+    """Figure as plotly.js draws it, without template, slider and titles, which the page adds."""
     drawn = json.loads(figure.to_json())
     layout = drawn["layout"]
     for name in ("template", "sliders", "title"):
@@ -105,13 +105,13 @@ def _drawn(figure: go.Figure) -> dict:
 
 
 def _least_width(figure: go.Figure) -> int:
-    """Pixels below which figures side by side could not be read; the reader scrolls to see them all."""
+    """Smallest readable width in pixels of a figure with several columns; a narrower page scrolls."""
     columns = len({axis.domain for axis in figure.select_xaxes()})
     return 90 + 110 * columns if columns > 2 else 0
 
 
 def _breakable(name: str) -> Markup:
-    """The name of a column, with places where a line may be broken."""
+    """Name of a column, with possible line breaks."""
     return Markup(re.sub(r"([_.])(?=[a-z])", r"\1<wbr>", html.escape(name)))
 
 

@@ -1,4 +1,4 @@
-"""Results as JSON documents: the contract that scripts rely on."""
+"""Results as JSON documents, the interface for scripts."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from mechinterp.training.train import TrainingSummary
 
 
 def to_json(name: str, checkpoint: Checkpoint, result: Finding) -> dict:
-    """What an analysis says of a checkpoint."""
+    """Document with the result of an analysis of a checkpoint."""
     return {**header(checkpoint), **fields_of(name, result)}
 
 
 def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) -> dict:
-    """What `convert` says; `n_ctx` is null but for transformer-lens, `left_out` empty for a native folder."""
+    """Document that `convert` prints. `n_ctx` is null except for transformer-lens; `left_out` is empty for a native folder."""
     native = target == "native"
     parts = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
     return {
@@ -31,7 +31,7 @@ def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) 
 
 
 def forecast_document(config: ExperimentConfig, forecast: JumpForecast, out: Path | None) -> dict:
-    """What `predict-jumps` says of a config."""
+    """Document that `predict-jumps` prints about a config."""
     jumps = records(forecast.to_frame())
     for row, vector in zip(jumps, forecast.vector.tolist(), strict=True):
         row["vector"] = vector
@@ -47,7 +47,7 @@ def forecast_document(config: ExperimentConfig, forecast: JumpForecast, out: Pat
 
 
 def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
-    """What `train` and `sweep` say; steps_per_second leaves out start-up."""
+    """Document that `train` and `sweep` print; steps_per_second excludes start-up."""
     rate = summary.steps / summary.seconds if summary.seconds else 0.0
     return {
         "checkpoint": checkpoint,

@@ -1,4 +1,4 @@
-"""Results as text for a terminal; what `classify` says of a model at length, of one among many in a few lines."""
+"""Results as text for a terminal; classifications in full, or in a few lines for one of many models."""
 
 from collections.abc import Iterator
 
@@ -12,10 +12,10 @@ from mechinterp.report.text import ROWS, frame_text, wrapped
 
 
 def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
-    """The sentences of a result, and its tables.
+    """Sentences and tables of a result.
 
     Args:
-        wide: Whether every row and column is shown, and every table.
+        wide: True: show every row, column and table.
     """
     blocks = [wrapped("\n".join(sentences_of(result)), "  ")]
     tables = tables_of(name, result)
@@ -26,7 +26,7 @@ def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
 
 
 def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Iterator[str]:
-    """The table, or one for each value of its column `per`, below titles where there are several."""
+    """The table, or one table per value of its column `per`; several tables have titles."""
     units = {name: unit_of(text) for name, text in meanings(result, table.frame.columns).items()}
     for value, frame in _parts(table):
         title, shown = table.title, frame.dropna(axis=1, how="all") if table.per else frame
@@ -49,7 +49,7 @@ def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:
 
 
 def classification_text(result: Classified, *, wide: bool = False) -> str:
-    """The pattern, the verdict, the loss beside those of ridge regression and of 0, and the table of heads."""
+    """Pattern, verdict, loss (with the losses of ridge regression and of predicting 0) and table of heads."""
     if wide:
         notes = [wrapped(f"\n{text}", "  ") for text in result.notes]
         return "\n".join([result.pattern, to_text("classify", result, wide=True), *notes])
@@ -58,7 +58,7 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
 
 
 def brief_text(result: Classified) -> str:
-    """One of many: pattern, loss, what earned it, and the heads without a header."""
+    """Short text for one of many models: pattern, loss, evidence, and the heads without a header."""
     loss = result.loss
     line = (
         f"  loss {digits(loss.model)} y² (ridge {digits(loss.ridge)}, predicting 0 "

@@ -1,4 +1,4 @@
-"""Closed forms of the papers, and the exact training of linear attention."""
+"""Closed forms from the papers, and the exact training of linear attention."""
 
 from mechinterp.rooms import names_of
 

@@ -1,7 +1,7 @@
-r"""The learning coefficient of one layer of linear attention, where it is known exactly.
+r"""Exact learning coefficient of one layer of linear attention.
 
-The loss is a quadratic in M = sum_h v_h U_h alone, so that its minima over the weights are those over the matrices that
-heads can make. How many directions of the weights leave such a minimum, and how many of them matter where it is met?
+The loss is a quadratic function of M = sum_h v_h U_h alone. Its minima over the weights are therefore the minima over the
+matrices that heads can make. The coefficient counts the directions in which the loss rises around such a minimum.
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ from mechinterp.theory.linear import REPEATED, ROUNDING, Moments, require_counts
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 
 RANK_TOLERANCE = 1e-5
-"""Singular values of a Jacobian below this part of the largest count as zero: weights are kept in float32."""
+"""A singular value of a Jacobian below this fraction of the largest counts as zero; weights are stored in float32."""
 
 
 def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
-    """lambda at the minimum over heads of rank R: m (2 d - m) / 2 with m = min(R H, d), less for a tie at m.
+    """lambda at the minimum over heads of rank R: m (2 d - m) / 2 with m = min(R H, d), reduced if singular values tie at m.
 
-    Merged heads have rank d. It holds over all v, keys and queries (or U), where their Jacobian has full rank on the
-    matrices of rank m, as at every minimum without heads that take from each other.
+    Merged heads have rank d. The value holds over all v, keys and queries (or U) whose Jacobian has full rank on the
+    matrices of rank m. Every minimum without heads that cancel each other is of this kind.
 
     Args:
-        moments: Of a population, E z z^T = B (x) Lambda, unless m = d.
+        moments: Population moments with E z z^T = B (x) Lambda; any moments if m = d.
     Raises:
-        ValueError: If n_heads or rank is below 1, E z z^T is singular, heads could make a matrix of higher rank than
-            the best one has, or m < d and the moments are not those of a population.
+        ValueError: If n_heads or rank is below 1, E z z^T is singular, the rank of the best matrix is below m, or m < d
+            and the moments are not population moments.
     Source:
         Derived here; for a quadratic minimum in D directions D / 2 is the textbook case.
     Example:
@@ -38,19 +38,19 @@ def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
     m = min(rank * n_heads, d)
     # Loss: L(M) = const + <M - M*, zz (M - M*)>. With zz = B (x) Lambda it is const + |X - T|^2 in the whitened
     # X = B^1/2 M Lambda^1/2 and T = B^1/2 M* Lambda^1/2, and X has the rank of M.
-    # Reachable matrices: those of rank <= m. Around a matrix of rank m they are a manifold whose tangents are
-    # A M + M C with A and C of size d x d; of the d^2 entries the (d - m)^2 that lead from the null space to the null
-    # space are missing, so that its dimension is d^2 - (d - m)^2 = m (2 d - m).
-    # Weights: where the derivative of weights -> M reaches all of these tangents (a submersion), the weights are,
-    # locally, that manifold times flat directions, and lambda of the loss over weights is that over the manifold.
-    # Rank one: a dq k^T + q dk^T spans them as soon as the m queries, and the m keys, are independent. A head more
-    # (v = k = q = 0, say) adds flat directions only.
+    # Reachable matrices: those of rank <= m. Around a matrix of rank m they form a manifold with the tangents
+    # A M + M C, A and C of size d x d. Of the d^2 directions, the (d - m)^2 that map the null space to the null
+    # space are missing, so its dimension is d^2 - (d - m)^2 = m (2 d - m).
+    # Weights: if the derivative of weights -> M reaches all of these tangents (a submersion), the weights are locally
+    # that manifold times flat directions, and lambda over the weights equals lambda over the manifold.
+    # Rank one: a dq k^T + q dk^T spans the tangents if the m queries, and the m keys, are independent. A further head
+    # (for example v = k = q = 0) adds flat directions only.
     # m = d: M is free and the quadratic has all d^2 directions: lambda = d^2 / 2.
     # m < d: the minimum is T cut to its m largest singular values (Eckart, Young). In the coordinates of T's singular
-    # vectors the second derivative at it is s_i^2 - s_j^2 for a turn of direction i <= m into j > m (twice, left and
-    # right, with s_i +- s_j in place of it) and 1 for the rest: positive if s_m > s_{m+1}. Each of these directions
-    # counts 1/2. A tie leaves it open which m are taken: of g equal ones at the cut r are taken, every r-dimensional
-    # subspace is as good, and these r (g - r) turns are flat, too. All d equal: m (2 d - m) - m (d - m) = m d.
+    # vectors the second derivative at the minimum is s_i^2 - s_j^2 for a rotation of direction i <= m into j > m (twice,
+    # left and right, with the factors s_i +- s_j) and 1 for all others: positive if s_m > s_{m+1}. Each of these directions
+    # counts 1/2. With a tie the choice of the m values is free: if r of g equal values are kept, every r-dimensional
+    # subspace is equally good, and these r (g - r) rotations are flat, too. All d equal: m (2 d - m) - m (d - m) = m d.
     # QED
     if np.linalg.matrix_rank(moments.zz.reshape(d * d, -1), hermitian=True) < d * d:
         raise ValueError("E z z^T must not be singular: directions without loss would not count.")
@@ -68,7 +68,7 @@ def learning_coefficient(moments: Moments, *, n_heads: int, rank: int) -> float:
 
 
 def reachable_dimension(d_x: int, rank: int) -> int:
-    """Dimension of the d x d matrices of rank <= m: m (2 d - m), and d^2 from m = d on.
+    """Dimension of the set of d x d matrices of rank <= m: m (2 d - m), or d^2 if m >= d.
 
     Example:
         >>> [reachable_dimension(4, rank) for rank in (1, 2, 3, 4, 5)]
@@ -79,10 +79,10 @@ def reachable_dimension(d_x: int, rank: int) -> int:
 
 
 def whitened_singular_values(moments: Moments) -> Float[np.ndarray, " mode"]:
-    """Singular values of B^1/2 M* Lambda^1/2, descending, unit y: learning one lowers the loss by its square.
+    """Singular values of B^1/2 M* Lambda^1/2, descending, unit y; learning one lowers the loss by its square.
 
     Raises:
-        ValueError: If E z z^T is no product B (x) Lambda, as that of a training set is not.
+        ValueError: If E z z^T is not a product B (x) Lambda, as for the moments of a training set.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> moments = population_moments(np.array([0.4, 0.3]), context_length=31)
@@ -103,7 +103,7 @@ def whitened_singular_values(moments: Moments) -> Float[np.ndarray, " mode"]:
 
 
 def level_coefficients(moments: Moments) -> Float[np.ndarray, " level"]:
-    """lambda of the minimum over matrices of rank <= m, m = 0 ... d: the staircase of the linear paper.
+    """lambda at the minimum over matrices of rank <= m, for m = 0 ... d: the staircase of the linear paper.
 
     Raises:
         ValueError: As in `learning_coefficient`.
@@ -118,7 +118,7 @@ def level_coefficients(moments: Moments) -> Float[np.ndarray, " level"]:
 
 
 def jacobian(heads: Heads) -> Float[np.ndarray, "entry weight"]:
-    """dM/dw of heads without a time axis: a row per entry of M, weights in the order v, K, Q (or v, U)."""
+    """dM/dw of heads without a time axis: one row per entry of M, weights in the order v, K, Q (or v, U)."""
     d = heads.M.shape[-1]
     eye = np.eye(d)
     if isinstance(heads, MergedHeads):
@@ -134,7 +134,7 @@ def jacobian(heads: Heads) -> Float[np.ndarray, "entry weight"]:
 
 
 def map_rank(heads: Heads) -> int:
-    """Numeric rank of dM/dw: the number of directions in which heads can move M.
+    """Numerical rank of dM/dw: the number of directions in which heads can move M.
 
     Example:
         >>> from mechinterp.theory.linear_heads import separate_heads

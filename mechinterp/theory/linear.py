@@ -1,8 +1,8 @@
-r"""One layer of linear attention: its loss in closed form, and the functions that training can stop at.
+r"""One layer of linear attention: its loss in closed form, and the functions at which training can stop.
 
-The model's prediction is y_hat = b^T M x_query with b = (1/N) sum_n y_n x_n, so its squared error is
-quadratic in M and a handful of moments hold all of it. What are the moments of a Gaussian task, what
-are the fixed points of training, and at which losses does it rest on them?
+The prediction is y_hat = b^T M x_query with b = (1/N) sum_n y_n x_n, so the squared error is quadratic in M and a few
+moments determine it. This module gives the moments of a Gaussian task, the fixed points of training, and the losses at
+these points.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,14 +14,14 @@ from jaxtyping import Float
 Covariance = Float[np.ndarray, " d_x"] | Float[np.ndarray, "d_x d_x"]
 TaskCovariance = Float[np.ndarray, " d_task"] | Float[np.ndarray, "d_task d_task"]
 ROUNDING = 1e-9
-"""Largest coupling between directions that fall apart, relative to the largest moment."""
+"""Moments couple directions if their coupling exceeds this fraction of the largest moment."""
 REPEATED = 1e-6
-"""Neighbouring eigenvalues nearer than this, relative to the larger, count as repeated."""
+"""Neighbouring eigenvalues closer than this, relative to the larger one, count as repeated."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Moments:
-    """Second moments of y_query and of z = b x_query^T, expected or of a training set."""
+    """Second moments of y_query and of z = b x_query^T, as expectations or over a training set."""
 
     yy: float
     """E y_query^2, unit y^2."""
@@ -44,11 +44,11 @@ class Moments:
         return self.yz - self._zz(M)
 
     def squared_norm(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack"]:
-        """E (b^T M x_query)^2; of a difference, how far two predictors are apart."""
+        """E (b^T M x_query)^2. For a difference of two M, the squared distance of their predictions."""
         return _inner(M, self._zz(M))
 
     def minimiser(self) -> Float[np.ndarray, "d_x d_x"]:
-        """The M of least loss: zz^-1 yz."""
+        """M with the smallest loss: zz^-1 yz."""
         size = self.yz.size
         return np.linalg.solve(self.zz.reshape(size, size), self.yz.ravel()).reshape(self.yz.shape)
 
@@ -73,10 +73,10 @@ def population_moments(
 
     Args:
         covariance: Lambda, or its eigenvalues in the basis of the eigenvectors.
-        context_length: N; with several, r and B are averages over contexts of these lengths.
-        task_covariance: Omega or its diagonal, E w w^T of any law of w; it may be singular. None stands for the identity.
+        context_length: N. For several lengths, r and B are averages over them.
+        task_covariance: Omega = E w w^T, or its diagonal; may be singular; w need not be Gaussian. None: the identity.
         noise_var: Variance of the noise on the context's responses, unit y^2.
-        count_query: Whether sums are divided by the N + 1 tokens, so that r = N / (N + 1).
+        count_query: True: sums are divided by the N + 1 tokens, so that r = N / (N + 1).
     Raises:
         ValueError: If a matrix is not symmetric and positive, a length is below 1 or noise_var below 0.
     Source:
@@ -127,32 +127,32 @@ def moment_ratio(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Modes:
-    """The directions that training learns, in the order in which it learns them from small weights."""
+    """Directions that training learns, in the order in which small initial weights learn them."""
 
     variance: float
-    """Loss of the prediction 0, unit y^2."""
+    """Loss of the constant prediction 0, unit y^2."""
     rates: Float[np.ndarray, " mode"]
-    """Growth rate g_d near zero, descending; lambda_d^2 for w ~ N(0, I). Unit y^2 / m, m being the unit of M."""
+    """Growth rate g_d near zero, descending; lambda_d^2 for w ~ N(0, I). Unit y^2 / m, where m is the unit of M."""
     targets: Float[np.ndarray, " mode"]
-    """m_d, the eigenvalue of M once the direction is learned; 1 / (lambda_d a_d) for w ~ N(0, I)."""
+    """Eigenvalue m_d of M once the direction is learned; 1 / (lambda_d a_d) for w ~ N(0, I)."""
     vectors: Float[np.ndarray, "d_x mode"]
-    """The eigenvectors e_d, as columns."""
+    """Eigenvectors e_d, as columns."""
 
     def __repr__(self) -> str:
         return f"Modes({len(self.rates)} directions, loss {self.levels[0]:.4g} to {self.levels[-1]:.4g})"
 
     @property
     def gains(self) -> Float[np.ndarray, " mode"]:
-        """Fall in loss when a direction is learned, unit y^2: g_d m_d, or lambda_d / a_d."""
+        """Drop of the loss when a direction is learned, unit y^2: g_d m_d, or lambda_d / a_d for w ~ N(0, I)."""
         return self.rates * self.targets
 
     @property
     def levels(self) -> Float[np.ndarray, " level"]:
-        """Loss with the first m directions learned, m = 0 ... D, unit y^2."""
+        """Loss after learning the first m directions, m = 0 ... D, unit y^2."""
         return self.variance - np.concatenate([[0.0], np.cumsum(self.gains)])
 
     def learned(self, M: Float[np.ndarray, "*stack d_x d_x"]) -> Float[np.ndarray, "*stack mode"]:
-        """f_d = e_d^T M e_d / m_d: 0 before a direction is learned, 1 after."""
+        """Learned fraction f_d = e_d^T M e_d / m_d: 0 before a direction is learned, 1 after."""
         along = np.einsum("id,...ij,jd->...d", self.vectors, M, self.vectors, optimize=True)
         return along / self.targets
 
@@ -164,13 +164,13 @@ class Modes:
 
 
 def modes(moments: Moments) -> Modes:
-    """The directions in which the moments of a population fall apart.
+    """Directions in which the moments of a population are independent of each other.
 
-    Those in which no task lies are never learned and left out.
+    Directions without any task are never learned and are left out.
 
     Raises:
-        ValueError: If the moments couple the eigenvectors of E y_query z, as those of a training set do, or of
-            a task covariance that does not commute with the covariance of x.
+        ValueError: If the moments couple the eigenvectors of E y_query z. This holds for moments of a training set, and
+            for a task covariance that does not commute with the covariance of x.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.2; with noise and task covariance derived here.
     Example:
@@ -198,10 +198,10 @@ def modes(moments: Moments) -> Modes:
 
 
 def fixed_point(directions: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x d_x"]:
-    """M(S) = sum_{d in S} m_d e_d e_d^T, where the gradient on every head is zero.
+    """M(S) = sum_{d in S} m_d e_d e_d^T, at which the gradient on every head is zero.
 
     Raises:
-        ValueError: If a member of the subset is no direction or occurs twice.
+        ValueError: If a member of the subset is not a direction or occurs twice.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.2; all D directions give M* of eq. (11).
     Example:
@@ -218,7 +218,7 @@ def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
     """L(M(S)) = E y^2 - sum_{d in S} lambda_d / a_d, unit y^2.
 
     Raises:
-        ValueError: If a member of the subset is no direction or occurs twice.
+        ValueError: If a member of the subset is not a direction or occurs twice.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the first m directions; for any subset derived here.
     Example:
@@ -230,7 +230,7 @@ def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
 
 
 def require_positive(**values: float) -> None:
-    """Refuses numbers that are not above 0, by their names.
+    """Refuses numbers, given by name, that are not above 0.
 
     Raises:
         ValueError: If a number is not positive.
@@ -243,7 +243,7 @@ def require_positive(**values: float) -> None:
 
 
 def require_counts(**values: int) -> None:
-    """Refuses numbers below 1, by their names.
+    """Refuses numbers, given by name, that are below 1.
 
     Raises:
         ValueError: If a number is below 1.
@@ -273,12 +273,12 @@ def _subset(directions: Modes, subset: Collection[int]) -> list[int]:
 def require_eigenvalues(
     values: np.ndarray, name: str = "eigenvalues", *, singular: bool = False
 ) -> np.ndarray:
-    """Eigenvalues in float64.
+    """Eigenvalues in float64, checked for their signs.
 
     Args:
-        singular: Whether some may be 0.
+        singular: True: some eigenvalues may be 0.
     Raises:
-        ValueError: If one is negative, or 0 where none may be.
+        ValueError: If an eigenvalue is negative, or 0 without `singular`.
     Example:
         >>> require_eigenvalues(np.array([2, 1]))
         array([2., 1.])

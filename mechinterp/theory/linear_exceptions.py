@@ -1,4 +1,4 @@
-"""Where the theory of linear attention does not apply: repeated eigenvalues, too few heads, heads of higher rank."""
+"""Exceptions to the theory of linear attention: repeated eigenvalues, too few heads, heads of higher rank."""
 
 import numpy as np
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from mechinterp.theory.linear import REPEATED, require_counts, require_eigenvalu
 def claims_not_applying(
     eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int
 ) -> tuple[str, ...]:
-    """Sentences on what theory says of distinct eigenvalues and enough heads, but not of these.
+    """Sentences on claims of the theory that fail for these eigenvalues or heads.
 
     Args:
         rank: Rank R of a head's key and query.

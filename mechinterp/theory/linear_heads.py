@@ -1,7 +1,7 @@
-"""The weights of linear-attention heads, merged or separate, and what they compute together.
+"""Weights of linear-attention heads, merged or separate, and the function that they compute together.
 
-A head adds v_i b^T U_i x_query to the prediction, with U_i a matrix of its own or K_i^T Q_i of rank R.
-How do heads make up M, how do they move under a force on M, and what stays constant while they do?
+A head adds v_i b^T U_i x_query to the prediction; U_i is its own matrix or K_i^T Q_i of rank R. This module computes M
+from the heads, their motion under a force on M, and the quantities that this motion conserves.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from jaxtyping import Float
 from mechinterp.theory.linear import require_counts
 
 Force = Callable[[np.ndarray], np.ndarray]
-"""From M to the force G on it, -(1/2) dL/dM."""
+"""Function from M to the force on it, G = -(1/2) dL/dM."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MergedHeads:
-    """Heads whose key and query are one matrix; leading axes, such as time, are allowed."""
+    """Heads with one matrix for key and query; leading axes, such as time, are allowed."""
 
     v: Float[np.ndarray, "*stack head"]
     """Value weights."""
@@ -110,7 +110,7 @@ Heads = MergedHeads | SeparateHeads
 def merged_motion(
     v: Float[np.ndarray, "*stack head"], U: Float[np.ndarray, "*stack head entry"], force: Force
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tau d/dt of v and U: `MergedHeads.velocity`, with the force as a function of M, matrices as rows of entries."""
+    """`MergedHeads.velocity` for matrices as rows of entries: tau d/dt of v and U, with the force as a function of M."""
     G = force((v[..., None, :] @ U)[..., 0, :])
     return np.vecdot(U, G[..., None, :]), v[..., None] * G[..., None, :]
 
@@ -121,7 +121,7 @@ def separate_motion(
     Q: Float[np.ndarray, "*stack pair d_x"],
     force: Force,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every pair k_r, q_r of a head k_r^T G q_r, and tau d/dt of k_r and q_r: `SeparateHeads.velocity`."""
+    """`SeparateHeads.velocity` for pairs k_r, q_r: k_r^T G q_r, and tau d/dt of k_r and q_r."""
     weighted = v * K
     G = force(weighted.mT @ Q)
     key = Q @ G.mT
@@ -134,7 +134,7 @@ def merged_heads(
     """Random merged heads with entries from N(0, std^2).
 
     Args:
-        constant_v: Whether every v_i is +std instead.
+        constant_v: True: every v_i is +std.
     Raises:
         ValueError: If std is not positive: zero weights never move.
     Example:
@@ -151,7 +151,7 @@ def separate_heads(
     """Random heads of rank `rank` with entries from N(0, std^2).
 
     Args:
-        constant_v: Whether every v_i is +std instead.
+        constant_v: True: every v_i is +std.
     Raises:
         ValueError: If std is not positive: zero weights never move.
     Example:

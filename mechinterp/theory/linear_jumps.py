@@ -1,7 +1,7 @@
 """Growth of separate linear-attention heads one after another, and the times of their jumps.
 
-The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau. How does a head grow along its
-eigenvector, which head learns which direction when, and what does it weigh afterwards?
+The flow is tau dW/dt = -(1/2) dL/dW; times are in units of tau. This module gives the growth of a head along its
+eigenvector, the head that learns each direction and when, and the resulting loss.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MIDPOINT = (1 - 0.5**0.5) ** (1 / 3)
 def growth_time(
     v: Float[np.ndarray, "*stack"], *, rate: float, target: float, tau: float = 1.0
 ) -> Float[np.ndarray, "*stack"]:
-    """The time at which a separate head is at v, up to a constant; take differences.
+    """Time at which a separate head has reached v, up to a constant; use differences.
 
     tau F(v) / g, where F(v) = -1/v + s [-ln(1-u)/3 + ln(1+u+u^2)/6 - arctan((2u+1)/sqrt 3)/sqrt 3],
     u = s v and s = m^(-1/3), solves tau v' = g v^2 - (g/m) v^5.
@@ -30,7 +30,7 @@ def growth_time(
         rate: g of the direction, lambda^2.
         target: m of the direction, 1 / (lambda a).
     Raises:
-        ValueError: If v is outside of that range: from 0, growth takes infinitely long.
+        ValueError: If v is outside that range; growth from 0 takes infinitely long.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (21); its solution is derived here by partial fractions.
     Example:
@@ -50,12 +50,12 @@ def growth_time(
 def growth_value(
     time: Float[np.ndarray, "*stack"], start: float, *, rate: float, target: float, tau: float = 1.0
 ) -> Float[np.ndarray, "*stack"]:
-    """v at times after (or before) the moment at which a separate head had v = start.
+    """Value weight v of a separate head, at times relative to the moment at which v = start.
 
     Args:
-        start: Between 0 and m^(1/3).
+        start: Value between 0 and m^(1/3).
     Raises:
-        ValueError: If start is outside of that range.
+        ValueError: If start is outside that range.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (21), solved by bisection of its implicit solution.
     Example:
@@ -64,7 +64,7 @@ def growth_value(
     """
     origin = growth_time(np.array(start), rate=rate, target=target, tau=tau)
     goal = (np.asarray(time) + origin) * rate * target ** (1 / 3) / tau
-    # In x, with u = 1 / (1 + e^-x), both ends of growth keep their digits.
+    # In terms of x, with u = 1 / (1 + e^-x), both ends of growth keep full precision.
     low, high = np.full(goal.shape, -700.0), np.full(goal.shape, 700.0)
     for _ in range(64):
         middle = (low + high) / 2
@@ -75,12 +75,12 @@ def growth_value(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Jumps:
-    """When heads are predicted to learn which direction."""
+    """Predicted jumps: time, direction and head."""
 
     time: Float[np.ndarray, " jump"]
-    """Middle of the drop in loss, unit of tau."""
+    """Time of the middle of the drop in loss, in units of tau."""
     mode: Int[np.ndarray, " jump"]
-    """Direction learned, 0 for the fastest."""
+    """Direction that is learned; 0 grows fastest."""
     head: Int[np.ndarray, " jump"]
 
     def __repr__(self) -> str:
@@ -93,12 +93,12 @@ def predict_jumps(
 ) -> Jumps:
     """Times, directions and heads of all jumps of rank-one heads, from their initial weights alone.
 
-    Every head moves under the force of the directions not yet learned, as if alone. The first whose |v|
-    reaches the threshold learns the direction in which it is largest; both are then taken out.
+    Every head moves, independently of the others, under the force of the directions not yet learned. The first head whose
+    |v| reaches the threshold learns the direction in which it is largest; head and direction are then removed.
 
     Args:
-        threshold: |v| at which a jump counts, relative to v_inf = m^(1/3) of the head's direction. None stands
-            for the value at which a head that grows without end meets the middle of the true drop in loss.
+        threshold: |v| that counts as a jump, relative to v_inf = m^(1/3) of the head's direction. None: the value at
+            which a head without saturation reaches the middle of the true drop in loss.
     Raises:
         ValueError: If the rank is not 1, all heads are zero, or tau or threshold is not positive.
     Source:
@@ -132,7 +132,7 @@ def predict_jumps(
 def predicted_loss(
     time: Float[np.ndarray, " time"], jumps: Jumps, directions: Modes, *, tau: float = 1.0
 ) -> Float[np.ndarray, " time"]:
-    """Loss over time, unit y^2: each direction grows alone and is in the middle of its drop at its jump.
+    """Loss over time, unit y^2, if each direction grows alone and is in the middle of its drop at its jump.
 
     L = E y^2 - sum_d gain_d (1 - (1 - u_d^3)^2), u_d = v_d / m_d^(1/3) with v_d from growth_value.
 
@@ -157,7 +157,7 @@ def predicted_loss(
 
 
 def free_threshold() -> float:
-    """|v| / v_inf that a head growing by tau v' = g v^2 has in the middle of the true drop in loss.
+    """|v| / v_inf of a head growing as tau v' = g v^2, at the time of the middle of the true drop in loss.
 
     Source:
         Derived here: F(v) of growth_time tends to -1/v - s arctan(1 / sqrt 3) / sqrt 3 at small v.
@@ -172,7 +172,7 @@ def free_threshold() -> float:
 def _next_jump(
     state: np.ndarray, rates: np.ndarray, targets: np.ndarray, threshold: float
 ) -> tuple[float, np.ndarray, int, int]:
-    """Time to the next jump, the state then, and the row and direction of the head that jumps."""
+    """Time to the next jump, state at that time, and row and direction of the head that jumps."""
     n_modes = len(rates)
     live = np.flatnonzero(rates)
 
@@ -210,6 +210,6 @@ def _next_jump(
 
 
 def _clock(u: np.ndarray | np.floating, log_rest: np.ndarray | np.floating) -> np.ndarray:
-    """F of growth_time over s, given u and ln(1 - u)."""
+    """F of growth_time divided by s, given u and ln(1 - u)."""
     arc = np.arctan((2 * u + 1) / 3**0.5) / 3**0.5
     return np.asarray(-1 / u - log_rest / 3 + np.log1p(u + u**2) / 6 - arc)

@@ -1,9 +1,9 @@
 r"""One layer of linear attention on a pool of tasks, in closed form.
 
-The loss of y_hat = b^T M x_query is quadratic in M and knows a pool through T = (1/M) sum_i beta_i beta_i^T alone: heads of this form,
-whose keys read x and whose values read y, can memorise second moments and no more. What is the best M, what does it lose on
-tasks of the pool and on new ones? Heads whose values read x too have x_query^T Q (X^T X / L) v beside it, a fixed vector
-in disguise, and can do better on a small pool.
+The loss of y_hat = b^T M x_query is quadratic in M and depends on the pool through T = (1/M) sum_i beta_i beta_i^T alone.
+Heads of this form (keys read x, values read y) can therefore memorise second moments only. This module gives the best M
+and its loss on tasks of the pool and on new tasks. Heads whose values also read x have the further term
+x_query^T Q (X^T X / L) v, which acts like a fixed vector, and can do better on a small pool.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from mechinterp.theory.linear import Covariance, Moments, TaskCovariance, popula
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PoolOptimum:
-    """The best linear attention of one layer on a pool, of heads whose keys read x and whose values read y."""
+    """Best one-layer linear attention on a pool, for heads whose keys read x and whose values read y."""
 
     M: Float[np.ndarray, "d_x d_x"]
-    """Of y_hat = b^T M x_query with b = (1/L) sum_l y_l x_l; the A of x_query^T A b is its transpose."""
+    """M in y_hat = b^T M x_query with b = (1/L) sum_l y_l x_l. The A in x_query^T A b is its transpose."""
     pool_risk: float
     """Excess risk on tasks of the pool, unit y^2."""
     new_risk: float
     """Excess risk on new tasks, unit y^2."""
     zero_risk: float
-    """Excess risk of predicting 0 on tasks of the pool, unit y^2."""
+    """Excess risk of the prediction 0 on tasks of the pool, unit y^2."""
 
     def __repr__(self) -> str:
         risks = f"{self.pool_risk:.4g} on the pool, {self.new_risk:.4g} on new tasks"
@@ -33,7 +33,7 @@ class PoolOptimum:
 
 
 def second_moment(pool: Float[np.ndarray, "task d_x"]) -> Float[np.ndarray, "d_x d_x"]:
-    """T = (1/M) sum_i beta_i beta_i^T.
+    """Second moment of a pool, T = (1/M) sum_i beta_i beta_i^T.
 
     Example:
         >>> second_moment(np.array([[2.0, 0.0], [0.0, 0.0]])).tolist()
@@ -50,20 +50,20 @@ def pool_optimum(
     noise_var: float = 0.0,
     new_tasks: TaskCovariance | None = None,
 ) -> PoolOptimum:
-    r"""The M of least loss on a pool, M = B^-1 Lambda T, and its excess risk on the pool and on new tasks.
+    r"""M with the smallest loss on a pool, M = B^-1 Lambda T, and its excess risk on the pool and on new tasks.
 
-    B = (1 + 1/L) Lambda T Lambda + ((tr(T Lambda) + noise_var) / L) Lambda, T the pool's second moment; for Lambda = I the
-    risk on the pool is tr T - tr(T B^-1 T).
+    B = (1 + 1/L) Lambda T Lambda + ((tr(T Lambda) + noise_var) / L) Lambda, with T the pool's second moment. For Lambda = I
+    the risk on the pool is tr T - tr(T B^-1 T).
 
     Args:
-        pool: Task vectors of one response.
-        covariance: Lambda, of x, or its eigenvalues.
-        noise_var: Of the responses, unit y^2.
-        new_tasks: E beta beta^T of new tasks, or its diagonal; None stands for the identity.
+        pool: Task vectors for one response.
+        covariance: Covariance Lambda of x, or its eigenvalues.
+        noise_var: Variance of the responses' noise, unit y^2.
+        new_tasks: E beta beta^T of new tasks, or its diagonal; None: the identity.
     Raises:
-        ValueError: If sizes differ, the pool is all 0 or not finite, or as `population_moments` does.
+        ValueError: If sizes differ, the pool is all 0 or not finite, or for the reasons of `population_moments`.
     Source:
-        Derived here: `population_moments` with T in the place of the covariance of the tasks.
+        Derived here: `population_moments` with T in place of the task covariance.
     Example:
         >>> pool_optimum(np.eye(2), np.ones(2), context_length=10)
         PoolOptimum(risk 0.2308 on the pool, 0.4615 on new tasks)

@@ -1,7 +1,7 @@
-"""Closed forms for one-layer softmax attention and the gradient-descent steps it is compared with.
+"""Closed forms for one-layer softmax attention and for the gradient steps it is compared with.
 
-Numbers in, numbers out. All assume x ~ N(0, I), signal variance 1 (beta ~ N(0, I/d_x)) and write
-`noise_var` for the noise variance in units of the signal variance.
+All functions take and return numbers. They assume x ~ N(0, I) and signal variance 1 (beta ~ N(0, I/d_x)); `noise_var` is
+the noise variance in units of the signal variance.
 """
 
 from typing import TypeVar
@@ -24,12 +24,12 @@ def debiased_step_size(*, d_x: int, context_length: int, noise_var: float) -> fl
 
 
 def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float) -> Gamma:
-    """Sum of mu over the positive heads of the solution manifold whose |omega| is gamma.
+    """Sum of mu over the positive heads of the solution manifold at |omega| = gamma.
 
-    gamma / (2 (gamma^2 + (1 + s^2) sinh(d gamma^2) / L)); the negative heads sum to minus that.
+    gamma / (2 (gamma^2 + (1 + s^2) sinh(d gamma^2) / L)); the sum over the negative heads is minus this.
 
     Args:
-        gamma: Common |omega| of the active heads, > 0, or an array of them; unit 1/x^2.
+        gamma: |omega| of all active heads, > 0, or an array of such values; unit 1/x^2.
     Raises:
         ValueError: If a gamma is not positive.
     Source:
@@ -40,6 +40,6 @@ def manifold_mu(gamma: Gamma, *, d_x: int, context_length: int, noise_var: float
     """
     if not np.min(gamma) > 0:
         raise ValueError(f"gamma must be > 0, got {np.min(gamma)}.")
-    with np.errstate(over="ignore"):  # of a huge gamma mu is 0
+    with np.errstate(over="ignore"):  # mu is 0 for a huge gamma
         curvature = (1 + noise_var) * np.sinh(d_x * gamma**2) / context_length
     return gamma / (2 * (gamma**2 + curvature))

@@ -1,8 +1,8 @@
 """Two heads of opposite sign under gradient flow on the approximate loss: growth, overshoot, slow drift.
 
-Heads are (omega, mu) and (-omega, -mu); time is that of the flow on half the loss. In phase I both grow as
-alpha e^t, in phase II mu overtakes while omega reaches its peak, in phase III omega falls and mu rises
-along the solution manifold, by powers of time.
+The heads are (omega, mu) and (-omega, -mu); time is the time of the flow on half the loss. In phase I both grow as
+alpha e^t. In phase II mu overtakes while omega reaches its peak. In phase III omega falls and mu rises along the
+solution manifold, as powers of time.
 """
 
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ class TwoHeadFlow:
     half_loss: Times
     """Half the approximate loss, unit y^2."""
     peak_time: float
-    """Time at which omega is largest; NaN if it still grows at the end."""
+    """Time of the largest omega; NaN if omega still grows at the end."""
     peak_omega: float
 
 
 def two_head_flow(
     time: Times, *, start: float, d_x: int, context_length: int, noise_var: float
 ) -> TwoHeadFlow:
-    """The flow from omega = mu = start at time 0, integrated to a relative 1e-10.
+    """Flow from omega = mu = start at time 0, integrated with relative tolerance 1e-10.
 
     omega' = mu - 2 mu^2 omega (1 + c d cosh(d omega^2)),   mu' = omega - 2 omega^2 mu - 2 c mu sinh(d omega^2)
 
     Args:
         time: Increasing times >= 0.
     Raises:
-        ValueError: If start is not positive: at zero nothing ever moves.
+        ValueError: If start is not positive: zero weights never move.
     Source:
         He et al. 2025, arXiv 2503.12734, (B.4), with c = (1 + s^2) / L.
     Example:
@@ -109,9 +109,9 @@ def overtaking_mu(
 def late_mu(
     time: Times, *, d_x: int, context_length: int, noise_var: float
 ) -> Float[np.ndarray, " time"]:
-    """mu in phase III, (c d^3 t / (16 k^6))^(1/6): omega follows fast as 1 / (2 k mu).
+    """mu in phase III, (c d^3 t / (16 k^6))^(1/6), where omega follows mu quickly as 1 / (2 k mu).
 
-    The paper argues for t^(1/2); its own equations give t^(1/6), as integrating them shows.
+    The paper argues for t^(1/2); its own equations, integrated numerically, give t^(1/6).
 
     Source:
         Derived here from He et al. 2025, arXiv 2503.12734, (B.4).
@@ -126,7 +126,7 @@ def late_mu(
 
 
 def manifold_gap(flow: TwoHeadFlow, *, d_x: int, context_length: int, noise_var: float) -> Times:
-    """mu over the mu of the solution manifold at its omega, minus 1: how far the flow is from settling.
+    """mu divided by the solution manifold's mu at the same omega, minus 1: the distance from the manifold.
 
     Source:
         He et al. 2025, arXiv 2503.12734, (B.17).

@@ -1,6 +1,6 @@
 """Large batches in little memory, drawn and used chunk by chunk.
 
-The size of a chunk follows from the task alone, so that results depend on no machine.
+The chunk size follows from the task alone, so that results do not depend on the machine.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.memory import prompt_bytes
 
 CHUNK_BYTES = 2**24
-"""Of random numbers that are drawn at once, if that is a prompt or more; 16,710 prompts of the default task."""
+"""Random numbers per chunk, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
 
 
 def batch_chunks(
@@ -23,7 +23,7 @@ def batch_chunks(
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Prompts]:
-    """A batch of fresh prompts, in chunks of as many as go into CHUNK_BYTES.
+    """Fresh prompts of a batch, in chunks of at most CHUNK_BYTES.
 
     Args:
         context_length: Pairs per prompt; None: the task's own.
@@ -41,5 +41,5 @@ def batch_chunks(
 
 
 def largest_chunk(task: TaskConfig) -> int:
-    """How many prompts of a batch are drawn at once, at most."""
+    """Largest number of prompts of a batch that are drawn at once."""
     return max(1, CHUNK_BYTES // prompt_bytes(task))

@@ -1,4 +1,4 @@
-"""Weights as one flat tensor, in which the optimizer works, and as views of it."""
+"""Weights as one flat tensor, which the optimizer updates, and as named views of that tensor."""
 
 from typing import TypeVar
 
@@ -9,11 +9,11 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 
 Form = TypeVar("Form", Weights, AttentionWeights)
-"""The form in which weights are trained."""
+"""Type of the trained weights."""
 
 
 def flattened(weights: Weights | AttentionWeights) -> Tensor:
-    """All weights one after another."""
+    """All weights, concatenated."""
     return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
 
 
@@ -27,7 +27,7 @@ def views(flat: Tensor, like: Form) -> Form:
 
 
 def own(weights: Form) -> Form:
-    """A copy of weights on the CPU, which later steps do not reach."""
+    """Copy of weights on the CPU, not changed by later steps."""
     return weights.with_tensors({name: t.cpu().clone() for name, t in weights.tensors.items()})
 
 

@@ -1,6 +1,6 @@
-"""Jobs of a run: the models of one are trained together, from their state file, where there is one, to checkpoints.
+"""Jobs of a run: each trains a group of models together, from their state file if there is one, to checkpoints.
 
-A job can be begun again at any time, in any process that sees the run folder.
+A job can be started again at any time, in any process that can access the run folder.
 """
 
 import re
@@ -27,12 +27,12 @@ from mechinterp.training.trained import Progress
 STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
 LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")
 FIRST_USE_BYTES = 96_000_000
-"""What libraries take when they are first called."""
+"""Memory that libraries allocate on their first call, in bytes."""
 
 
 @dataclass(frozen=True)
 class PackJob:
-    """Models to train together, and the file that holds their state meanwhile."""
+    """Models to train together, and the file with their training state."""
 
     file: Path
     models: Mapping[str, ExperimentConfig]
@@ -40,16 +40,16 @@ class PackJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a pack."""
+    """Result of training one pack."""
 
     steps: int
-    """Updates made now."""
+    """Number of updates made in this call."""
     seconds: float
-    """Time spent in those steps and in writing."""
+    """Time of these steps, including writing files."""
     loss: float
-    """Mean over the models of the last `eval_loss`, those that diverged left out; unit y^2."""
+    """Mean of the last `eval_loss` over the models that did not diverge, unit y^2."""
     diverged: Mapping[str, int | None]
-    """Models that are not saved, with the logged step at which that was found."""
+    """Models that diverged and are not saved, with the logged step at which the divergence was noticed."""
 
 
 OnLog = Callable[[Progress], None]
@@ -57,10 +57,10 @@ Engine = Callable[[Sequence[PackJob], OnLog | None], Iterator[Outcome]]
 
 
 def pack_jobs(models: Mapping[str, ExperimentConfig], run_folder: Path) -> list[PackJob]:
-    """Everything that is not finished: packs that were stopped, then the others.
+    """All unfinished jobs: interrupted packs first, then new ones.
 
     Raises:
-        CheckpointError: If a state file cannot be read, or holds other models than those asked for.
+        CheckpointError: If a state file cannot be read, or contains a model or config that is not requested.
     """
     jobs = [PackJob(file, stored_models(file)) for file in state_files(run_folder)]
     for job in jobs:
@@ -79,21 +79,21 @@ def pack_jobs(models: Mapping[str, ExperimentConfig], run_folder: Path) -> list[
 
 
 def state_files(run_folder: Path) -> list[Path]:
-    """The states of packs that were stopped."""
+    """State files of interrupted packs."""
     files = run_folder.glob("training-*.safetensors")
     return sorted(file for file in files if STATE_NAME.fullmatch(file.name))
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a model is saved."""
+    """True if the model is saved."""
     return (folder / "config.json").exists()
 
 
 def require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) -> None:
-    """Refuse to go on with another config than that of the beginning.
+    """Refuse to resume with a config that differs from the stored one.
 
     Raises:
-        CheckpointError: If they differ; the message names the first field that does.
+        CheckpointError: If they differ; the message names the first differing field.
     """
     changed = differences(there, here)
     if changed:
@@ -114,7 +114,7 @@ def train_here(
 
     Args:
         device: "cpu", "cuda" or "auto".
-        memory: Bytes that the process may come to use; None: as many as it takes.
+        memory: Upper limit on the memory of the process, in bytes; None: no limit.
     Raises:
         CheckpointError: If a pack would need more memory, or a file cannot be read or written.
     """
@@ -130,20 +130,20 @@ def train_job(
     memory: int | None = None,
     wait: bool = False,
 ) -> Outcome:
-    """Train a pack from where it was stopped, and save its models beside its state file.
+    """Train a pack from its stored state, and save its models beside the state file.
 
     Args:
-        wait: Whether to wait for another process that trains it.
+        wait: True: wait while another process trains the pack; False: raise.
     Raises:
         CheckpointError: If another process trains it, it would need more memory, or a file cannot be read or
             written.
     """
-    # Whatever ran before may still be writing: a worker that outlives its run, a machine that seems lost.
+    # An earlier process may still be writing: a worker that outlived its run, or a machine that seemed lost.
     with locked(job.file.with_name(f".{job.file.stem}.lock"), wait=wait):
         delete_leftovers(job.file.parent, job.file.name.__eq__)
         run_folder = job.file.parent
         left = {n: config for n, config in job.models.items() if not is_finished(run_folder / n)}
-        # Nothing may be left for a job that is run again: its outcome was lost, and not its work.
+        # A repeated job may have nothing to do: its models are saved, only its outcome was lost.
         if not left:
             job.file.unlink(missing_ok=True)
             return Outcome(0, 0.0, float("nan"), {})
@@ -173,7 +173,7 @@ def train_job(
 
 
 def delete_free_locks(run_folder: Path) -> None:
-    """Delete the locks of packs that processes which were killed have left."""
+    """Delete the lock files of packs whose process was killed."""
     for file in run_folder.glob(".training-*.lock"):
         if LOCK_NAME.fullmatch(file.name):
             with suppress(CheckpointError), locked(file):
@@ -181,7 +181,7 @@ def delete_free_locks(run_folder: Path) -> None:
 
 
 def _device(job: PackJob, config: ExperimentConfig, device: str) -> str:
-    """The device itself, of "auto" a GPU where PyTorch can use one; training on moments is for the processor."""
+    """Device to train on; "auto" is a GPU if PyTorch has one. Training on moments runs on the CPU only."""
     if config.train.optimizer == "adam":
         return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device not in ("auto", "cpu"):
@@ -209,7 +209,7 @@ def _require_memory(job: PackJob, config: ExperimentConfig, memory: int) -> None
 def _train_on_moments(
     run_folder: Path, models: Mapping[str, ExperimentConfig], on_log: OnLog | None
 ) -> Outcome:
-    """Train a model of linear attention; it takes seconds and needs no state."""
+    """Train a model of linear attention on moments, which takes seconds and needs no state file."""
     ((name, config),) = models.items()
     start, steps = time.monotonic(), config.train.steps
     try:

@@ -1,6 +1,6 @@
-"""Vectors of numbers, one for each prompt of a block, as the compiled steps compute with them.
+"""Vector type of the compiled steps: one float32 for each prompt of a block.
 
-numba has no such type: here it is, with its arithmetic, loads and stores, and the exponential.
+numba has no such type. This module defines it, with arithmetic, loads, stores and the exponential.
 """
 
 # mypy: no-check-untyped-defs
@@ -17,7 +17,7 @@ LANES = 32
 
 
 class LanesType(types.Type):
-    """One float32 for each prompt of a block, held in registers."""
+    """One float32 for each prompt of a block, kept in registers."""
 
     def can_convert_from(self, _context: object, other: types.Type) -> Conversion | None:
         return Conversion.safe if isinstance(other, types.Float) else None
@@ -32,7 +32,7 @@ CONTRACT = ("contract",)
 
 @register_model(LanesType)
 class LanesModel(models.PrimitiveModel):
-    """Lanes are one LLVM vector."""
+    """Data model of lanes: one LLVM vector."""
 
     def __init__(self, manager, kind):
         super().__init__(manager, kind, VECTOR)
@@ -47,7 +47,7 @@ def _broadcast(_context, builder, kind, _to, value):
 
 
 def _define(operation, instruction: str) -> None:
-    """An operator between lanes, or lanes and a number."""
+    """Define an operator between lanes, or between lanes and a number."""
 
     @infer_global(operation)
     class Template(ConcreteTemplate):
@@ -72,7 +72,7 @@ def _pointer(context, builder, kind, array, index):
 
 @intrinsic
 def load(_context, array, index):
-    """Lanes number `index` of a flat array."""
+    """Lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
         return builder.load(_pointer(context, builder, signature.args[0], *arguments), align=4)
@@ -82,7 +82,7 @@ def load(_context, array, index):
 
 @intrinsic
 def store(_context, array, index, value):
-    """Set lanes number `index` of a flat array."""
+    """Store lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
@@ -94,12 +94,12 @@ def store(_context, array, index, value):
 
 @intrinsic
 def fill(_context, number):
-    """The same number in all lanes."""
+    """Lanes that all contain the same number."""
     return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]
 
 
 def _selecting(comparison: str):
-    """A function of two lanes: the one that compares so with the other, and the second where one is NaN."""
+    """Function of two lanes that returns the first where the comparison holds, else (also for NaN) the second."""
 
     @intrinsic
     def select(_context, a, b):
@@ -116,7 +116,7 @@ larger, smaller = _selecting(">"), _selecting("<")
 
 @intrinsic
 def power_of_two(_context, shifted):
-    """2^n from n + 1.5 * 2^23, whose last bits are those of the integer n."""
+    """2^n, computed from n + 1.5 * 2^23, whose last bits are those of the integer n."""
 
     def code(context, builder, signature, arguments):
         bits = builder.bitcast(arguments[0], INTEGERS)
@@ -129,7 +129,7 @@ def power_of_two(_context, shifted):
 
 @intrinsic
 def total(_context, value):
-    """Sum over the lanes, in a fixed order: halves added to halves."""
+    """Sum over the lanes in a fixed order: halves are added to halves."""
 
     def code(context, builder, signature, arguments):
         value, width = arguments[0], LANES
@@ -147,7 +147,7 @@ def total(_context, value):
 
 
 def compiled(signature: Signature | None = None):
-    """numba.njit; a function with a signature is compiled now and kept on disk, where that can be written."""
+    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable."""
 
     settings = {"fastmath": {*CONTRACT}, "error_model": "numpy"}
 
@@ -165,7 +165,7 @@ def compiled(signature: Signature | None = None):
 
 @compiled()
 def exponential(x):
-    """exp(x) to 2e-7 relative; below -87 and above 88 that of the bound, NaN of NaN."""
+    """exp(x) with relative error 2e-7; x is clamped to [-87, 88], and NaN stays NaN."""
     x = larger(fill(-87.0), smaller(fill(88.0), x))
     # exp(x) = 2^n exp(r) with |r| <= log(2)/2: adding 1.5 * 2^23 rounds to an integer, and log(2) is
     # subtracted in two parts, the first of which has so few digits that n times it is exact.

@@ -1,7 +1,7 @@
-"""The packs of a run as Ray tasks, on as many machines as a cluster has.
+"""Packs of a run as Ray tasks, on all machines of a cluster.
 
-A task trains a pack in the run folder, which all machines must see: what a lost machine had saved there is
-taken up by another one.
+A task trains a pack in the run folder, which all machines must share. If a machine is lost, another one resumes its
+pack from the state saved there.
 """
 
 import os
@@ -19,11 +19,11 @@ from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 from mechinterp.training.jobs import OnLog, Outcome, PackJob, train_job
 from mechinterp.training.trained import Progress
 
-# Ray takes these names for the machine's own address on its network, but not others of the loopback.
+# Ray replaces these names by the machine's own network address, but not other loopback addresses.
 REPLACED = ("localhost", "127.0.0.1", "::1")
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None
 RETRIES = 8
-"""How often a pack is begun again after its machine was lost."""
+"""Number of restarts of a pack after its machine was lost."""
 
 
 def train_on_ray(
@@ -34,15 +34,15 @@ def train_on_ray(
     device: str = "auto",
     memory: int | None = None,
 ) -> Iterator[Outcome]:
-    """Train packs as Ray tasks, each on one CPU, and one GPU where they are used; outcomes as they come.
+    """Train packs as Ray tasks with one CPU each, and one GPU if GPUs are used; yields outcomes as they finish.
 
     Args:
         on_log: Called when a pack is done, with the updates of all packs so far.
-        address: Of the cluster; None: that in RAY_ADDRESS, else one that is started on this machine.
-        device: "cuda", "cpu", or "auto": GPUs where the cluster has any.
-        memory: Bytes that a task may come to use, which Ray sets aside for it; None: as many as it takes.
+        address: Address of the cluster; None: RAY_ADDRESS, else a new cluster on this machine.
+        device: "cuda", "cpu", or "auto" (GPUs if the cluster has any).
+        memory: Memory limit of a task in bytes, which Ray reserves for it; None: no limit.
     Raises:
-        ValueError: If Ray is not installed, there is no such cluster, or it lacks the GPUs asked for.
+        ValueError: If Ray is not installed, the cluster does not exist, or it lacks the requested GPUs.
         CheckpointError: If a pack fails, or is lost more than RETRIES times.
     """
     if not jobs:
@@ -54,7 +54,7 @@ def train_on_ray(
         options = {"num_cpus": 1, "num_gpus": gpus, "memory": memory, "max_retries": RETRIES}
         task = ray.remote(**options)(train_anywhere)
         given = device if kind == "cuda" else kind
-        # Absolute, and not resolved: a link may lead elsewhere on another machine.
+        # Absolute but not resolved: a link may have another target on another machine.
         tasks = {
             task.remote(replace(job, file=job.file.absolute()), given, memory): job for job in jobs
         }
@@ -71,7 +71,7 @@ def train_anywhere(job: PackJob, device: str, memory: int | None = None) -> Outc
     """`train_job` in a Ray worker.
 
     Raises:
-        CheckpointError: If this machine does not see the run folder.
+        CheckpointError: If this machine cannot access the run folder.
     """
     folder = job.file.parent
     if not folder.is_dir():
@@ -94,7 +94,7 @@ def _updates(job: PackJob) -> int:
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[ModuleType]:
-    """Ray, connected; what was connected before stays so."""
+    """Context with a Ray connection; an existing connection is used and stays open."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -113,18 +113,18 @@ def _cluster(address: str | None) -> Iterator[ModuleType]:
 
 
 def _connect(ray: ModuleType, address: str | None) -> None:
-    """Connect to a cluster, or start one that nobody outside this machine reaches."""
+    """Connect to a cluster, or start one that is reachable from this machine only."""
     settings: dict[str, object] = {"include_dashboard": False, "log_to_driver": False}
     if address is not None:
         _require_listener(ray, address)
         ray.init(address=address, **settings)
         return
-    # "local": without it Ray joins whatever cluster was last started on this machine.
+    # "local": without it Ray joins the cluster that was last started on this machine.
     ray.init(address="local", _node_ip_address=LOOPBACK, **settings)
 
 
 def _require_listener(ray: ModuleType, address: str) -> None:
-    """Ray itself would try for a quarter of an hour to reach an address where nobody listens."""
+    """Refuse an address without a listener, which Ray itself would try for a quarter of an hour."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if not port.isdigit():
         return
@@ -144,7 +144,7 @@ def _require_listener(ray: ModuleType, address: str) -> None:
 def _as_they_come(
     ray: ModuleType, tasks: dict[object, PackJob]
 ) -> Iterator[tuple[PackJob, Outcome]]:
-    """Jobs with their outcomes, the first that is done first."""
+    """Jobs with their outcomes, in the order in which they finish."""
     while tasks:
         (done, *_), _ = ray.wait(list(tasks))
         job = tasks.pop(done)

@@ -1,7 +1,7 @@
-"""Models in training as one flat tensor with Adam's moments, stopped and resumed through one file.
+"""Training runs: weights as one flat tensor with Adam's moments, resumable from one file.
 
-All that a resumed run needs lies in that file, written atomically: weights, moments, the rows logged so far and the
-snapshots. A run that was killed and resumed ends with the same bits as one that was not.
+The file contains weights, moments, the rows logged so far and the snapshots, and is written atomically. A run that was
+killed and resumed ends with the same bits as an uninterrupted run.
 """
 
 import math
@@ -25,32 +25,32 @@ from mechinterp.training.trained import Progress, TrainedModel, history_of
 SAVE_SECONDS = 30.0
 ROUNDED_UP_TO = 64
 Batch = tuple[Prompts, ...]
-"""The same covariates and noise for every task of a run."""
+"""One set of prompts per task of a run, with the same covariates and noise."""
 
 
 class Run(ABC, Generic[Form]):
-    """Models in training by Adam: weights, gradient and moments as flat tensors, and the rows logged so far."""
+    """Models in training with Adam: weights, gradient and moments as flat tensors, and the rows logged so far."""
 
     models: dict[str, ExperimentConfig]
     config: ExperimentConfig
-    """Of the first model, for what all share."""
+    """Config of the first model; the models share all settings that are read from it."""
     tasks: tuple[TaskConfig, ...]
-    """Every task of these models."""
+    """Distinct tasks of these models."""
     weights: Form
-    """Views of `flat`."""
+    """Weights by name, as views of `flat`."""
     flat: Tensor
-    """All weights."""
+    """All weights, concatenated."""
     gradient: Tensor
-    """Of the mean loss on the last batch."""
+    """Gradient of the mean loss on the last batch."""
     moments: dict[str, Tensor]
-    """What Adam keeps."""
+    """Adam's first and second moments."""
     loss_sum: Tensor
-    """Of the steps since the last row."""
+    """Sum of the losses since the last logged row."""
     step: int
     rows: dict[str, Tensor]
-    """The history, [row, ...] by column."""
+    """History, [row, ...] by column."""
     snapshots: dict[int, Tensor]
-    """`flat` at earlier steps."""
+    """`flat` at earlier steps, by step."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Run(ABC, Generic[Form]):
         device: torch.device | str,
         rounded_up: bool,
     ):
-        """A run at its start.
+        """Start a run.
 
         Args:
-            models: Configs by name; all but seeds, heads and pools of tasks are those of the first.
+            models: Configs by name. They share all settings with the first except seeds, heads and pools of tasks.
             start: Initial weights.
-            loss_sum: Zero, or a zero for each of several models.
-            rounded_up: Whether zeros fill the flat tensors up to a multiple of ROUNDED_UP_TO: PyTorch rounds the last
-                few entries of a tensor in another way, and a model's bits should not depend on what lies behind it.
+            loss_sum: Zero, or one zero per model.
+            rounded_up: True: pad the flat tensors with zeros to a multiple of ROUNDED_UP_TO. PyTorch rounds the last few
+                entries of a tensor differently, and a model's bits must not depend on its position in the tensor.
         """
         self.models, self.config = dict(models), next(iter(models.values()))
         self.tasks = tuple(dict.fromkeys(config.task for config in models.values()))
@@ -87,10 +87,10 @@ class Run(ABC, Generic[Form]):
 
     @classmethod
     def restore(cls, file: Path, *, device: str = "cpu") -> "Run[Form]":
-        """The run whose state lies in a file.
+        """Run restored from a state file.
 
         Raises:
-            CheckpointError: If the file is cut short or was not written by `save`.
+            CheckpointError: If the file is truncated or was not written by `save`.
         """
         state = read_state(file)
         with resumable(file):
@@ -100,22 +100,22 @@ class Run(ABC, Generic[Form]):
 
     @abstractmethod
     def _loss(self, batch: Batch) -> Tensor:
-        """The mean squared error on prompts, or that of each model."""
+        """Mean squared error on prompts, a scalar or one number per model."""
 
     @abstractmethod
     def _loss_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same, and its gradient in the flat tensor."""
+        """Mean squared error on prompts, and its gradient in the flat tensor."""
 
     @abstractmethod
     def _measured(self) -> dict[str, Tensor]:
-        """What a row of the history holds beside step and losses: a number per head, heads as the last axis."""
+        """Further columns of a history row beside step and losses: one number per head, with heads as the last axis."""
 
     @abstractmethod
     def _model(self, index: int, weights: Form) -> Weights:
-        """One model of the weights of all."""
+        """Weights of the model with this index, from the weights of all models."""
 
     def _heads(self, index: int) -> slice:
-        """Its heads along the last axis of what is measured."""
+        """Heads of the model with this index, along the last axis of the measured columns."""
         return slice(None)
 
     @property
@@ -124,18 +124,18 @@ class Run(ABC, Generic[Form]):
 
     @property
     def diverged(self) -> dict[str, int]:
-        """The logged step at which a model's loss was first found not to be finite, by name."""
+        """First logged step with a loss that is not finite, by name of the model."""
         lost, names = ~torch.isfinite(self._losses("eval_loss")), list(self.models)
         first = {index: lost[:, index].byte().argmax() for index in lost.any(0).nonzero().flatten()}
         return {names[index]: int(self.rows["step"][row]) for index, row in first.items()}
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to train: all updates are made, or every model has diverged."""
+        """True if all updates are made or every model has diverged."""
         return self.step == self.config.train.steps or len(self.diverged) == len(self.models)
 
     def advance(self) -> float:
-        """Train up to the next logged step; the mean loss since the last one, over steps and models."""
+        """Train up to the next logged step; returns the mean loss since the last one, over steps and models."""
         train = self.config.train
         end = min(self.step + train.log_every, train.steps)
         n_steps, snapshot_steps = end - self.step, set(train.snapshot_steps)
@@ -147,7 +147,7 @@ class Run(ABC, Generic[Form]):
         return self._record(n_steps)
 
     def update(self, step: int) -> None:
-        """Train on the prompts of a step by torch.optim.Adam with fused=True, whose class spends ten times as long."""
+        """Train on the prompts of one step with Adam, called as a function (torch.optim.Adam takes ten times as long)."""
         self._set_gradient(step)
         train, rate = self.config.train, self.config.train.learning_rate
         if train.clip_norm is not None:
@@ -174,13 +174,13 @@ class Run(ABC, Generic[Form]):
         """Write the whole state to one file.
 
         Raises:
-            CheckpointError: If it cannot be written; a state that was there before is kept.
+            CheckpointError: If the file cannot be written; an earlier state is kept.
         """
         parts = (self.models, self.step, self.flat, self.moments, self.rows, self.snapshots)
         write_state(file, State(*parts))
 
     def results(self) -> dict[str, TrainedModel]:
-        """Weights, history and snapshots of every model, by name; later steps do not reach them."""
+        """Weights, history and snapshots of every model, by name; later steps do not change them."""
         trained = {}
         for index, (name, config) in enumerate(self.models.items()):
             heads = self._heads(index)
@@ -198,7 +198,7 @@ class Run(ABC, Generic[Form]):
         return trained
 
     def _set_gradient(self, step: int) -> None:
-        """Set the gradient of the mean loss on the batch of a step, and add that loss to its sum."""
+        """Set the gradient of the mean loss on the batch of a step, and add the loss to `loss_sum`."""
         self.gradient.zero_()
         n_prompts = self.config.train.batch_size
         for prompts in self._prompts("train", step, n_prompts):
@@ -218,7 +218,7 @@ class Run(ABC, Generic[Form]):
         return total / n_prompts
 
     def _prompts(self, stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
-        """Fresh prompts of every task, a function of (data seed, stream, step): pools differ in task vectors only."""
+        """Fresh prompts of every task, from (data seed, stream, step) alone; pools change task vectors only."""
         every, seed, dtype = [], self.config.train.data_seed, self.flat.dtype
         for task in self.tasks:
             draw = generator_for(seed, stream, step, device=self.device)
@@ -230,7 +230,7 @@ class Run(ABC, Generic[Form]):
         return zip(*every, strict=True)
 
     def _length(self, step: int, generator: torch.Generator) -> int:
-        """Pairs per prompt in a step, the same on any device; drawn on the processor, so that no step waits."""
+        """Pairs per prompt in a step. Drawn on the CPU, so that it is equal on all devices and no step waits for a GPU."""
         train, longest = self.config.train, self.config.task.context_length
         if train.shortest_context is None:
             return longest
@@ -243,14 +243,14 @@ class Run(ABC, Generic[Form]):
         )
 
     def _losses(self, name: str) -> Tensor:
-        """A loss of the history, [row, model]."""
+        """One of the losses in the history, [row, model]."""
         return self.rows[name].reshape(len(self.rows[name]), -1)
 
     def _resume(self, state: State) -> None:
-        """Go on from a state of the same models, this run being at its start.
+        """Restore a state of the same models into a new run.
 
         Raises:
-            ValueError: If what it holds does not have the shapes of this run.
+            ValueError: If the shapes in the state differ from those of this run.
         """
         require_like("weights", state.flat, self.flat)
         if state.rows.keys() != self.rows.keys():
@@ -266,7 +266,7 @@ class Run(ABC, Generic[Form]):
         self.snapshots = {step: flat.to(self.device) for step, flat in state.snapshots.items()}
 
     def _record(self, n_steps: int = 0) -> float:
-        """Append a row of the history; the mean loss since the last row, over models that have one."""
+        """Append a row to the history; returns the mean loss since the last row, over models with a finite loss."""
         if self.step in self.config.train.snapshot_steps:
             self.snapshots[self.step] = self.flat.clone()
         loss = self.loss_sum / n_steps if n_steps else torch.full_like(self.loss_sum, torch.nan)
@@ -283,10 +283,10 @@ class Run(ABC, Generic[Form]):
 
 
 def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:
-    """Train to the end, saving the state every half minute; seconds spent in steps.
+    """Train to the end, saving the state every SAVE_SECONDS; returns the seconds spent.
 
     Args:
-        file: Where the state lies; the run can be resumed from it with its `restore`.
+        file: State file, from which `restore` can resume the run.
         on_log: Called at every logged step.
     Raises:
         CheckpointError: If the state cannot be written.

@@ -1,4 +1,4 @@
-"""State of a training that can be resumed after a kill: one file, written atomically."""
+"""State of a training run that can be resumed after a kill: one file, written atomically."""
 
 import hashlib
 import json
@@ -19,30 +19,30 @@ from mechinterp.config import ExperimentConfig, from_dict
 
 FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
 ORDER = "stacked"
-"""How weights lie in a flat tensor: each kind of tensor of all layers together."""
+"""Order of weights in a flat tensor: tensor by tensor, each with all layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All that a resumed run needs."""
+    """Full state of a run, sufficient to resume it."""
 
     models: Mapping[str, ExperimentConfig]
     step: int
     flat: Tensor
-    """All weights."""
+    """All weights, concatenated."""
     moments: Mapping[str, Tensor]
-    """What the optimizer keeps."""
+    """State of the optimizer, by name."""
     rows: dict[str, Tensor]
-    """The history so far, a row per logged step."""
+    """History so far, with one row per logged step."""
     snapshots: dict[int, Tensor]
-    """`flat` at earlier steps."""
+    """`flat` at earlier steps, by step."""
 
 
 def write_state(file: Path, state: State) -> None:
-    """Write the state.
+    """Write the state to a file.
 
     Raises:
-        CheckpointError: If it cannot be written; a state that was there before is kept.
+        CheckpointError: If the file cannot be written; an earlier state is kept.
     """
     tensors = {"flat": state.flat}
     tensors |= {f"moment.{name}": moment for name, moment in state.moments.items()}
@@ -62,14 +62,14 @@ def write_state(file: Path, state: State) -> None:
 
 
 def read_state(file: Path) -> State:
-    """The state in a file, on the CPU.
+    """State stored in a file, on the CPU.
 
     Raises:
-        CheckpointError: If the file is cut short or was not written by `write_state`.
+        CheckpointError: If the file is truncated or was not written by `write_state`.
     """
     with _opened(file) as stored:
         metadata = stored.metadata()
-        # What safe_open gives is no dictionary: it has keys() but cannot be iterated over.
+        # safe_open's result has keys() but is not iterable.
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         if "checksum" not in metadata:
             raise ValueError("without a checksum, as versions before it wrote them")
@@ -93,10 +93,10 @@ def read_state(file: Path) -> State:
 
 
 def stored_models(file: Path) -> dict[str, ExperimentConfig]:
-    """The models whose state lies in a file, without reading the state.
+    """Configs of the models in a state file, read without the tensors.
 
     Raises:
-        CheckpointError: If the file is cut short or was not written by `write_state`.
+        CheckpointError: If the file is truncated or was not written by `write_state`.
     """
     with _opened(file) as stored:
         return _models(stored.metadata())
@@ -104,10 +104,10 @@ def stored_models(file: Path) -> dict[str, ExperimentConfig]:
 
 @contextmanager
 def resumable(file: Path) -> Iterator[None]:
-    """Turns what goes wrong with a state into one line.
+    """Context that turns any failure with a state file into a one-line error.
 
     Raises:
-        CheckpointError: If the state in the file is not one that can be resumed.
+        CheckpointError: If the state in the file cannot be resumed.
     """
     try:
         yield
@@ -122,13 +122,13 @@ def resumable(file: Path) -> Iterator[None]:
 @contextmanager
 def _opened(file: Path) -> Iterator[safe_open]:
     if file.exists():
-        size_of(file)  # a pipe would wait for its writer
+        size_of(file)  # raises for a pipe, which would block
     with resumable(file), safe_open(file, framework="pt") as stored:
         yield stored
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of all that a state holds."""
+    """Digest of the step, the configs and all tensors of a state."""
     digest = hashlib.sha256(json.dumps([metadata["step"], metadata["models"]]).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -137,7 +137,7 @@ def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str
 
 
 def _require_range(state: State) -> None:
-    """Refuse steps that the run does not come to, and tensors that do not go together."""
+    """Refuse steps outside the run, and tensors whose sizes do not fit together."""
     train = next(iter(state.models.values())).train
     if not 0 <= state.step <= train.steps:
         raise ValueError(f"step must lie in 0 to {train.steps}, got {state.step}")

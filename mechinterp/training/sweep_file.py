@@ -1,4 +1,4 @@
-"""Sweep files: the models that a JSON file names."""
+"""Sweep files: JSON files that list models to train."""
 
 import itertools
 import json
@@ -14,14 +14,14 @@ ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
 
 
 def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
-    """The models of a sweep file, by name, in the order of the file.
+    """Configs in a sweep file by model name, in the order of the file.
 
-    The file is JSON: one entry or a list of them. An entry starts from a "preset" or a "config", changes
-    the fields in "set", takes every combination of the values in "grid", and is named by the pattern
-    "name", in which {model.n_heads} stands for that field's value.
+    The file is JSON: one entry or a list of entries. An entry starts from a "preset" or a "config", changes the fields in
+    "set", and takes every combination of the values in "grid". The pattern "name" names its models; {model.n_heads} in it
+    stands for that field's value.
 
     Raises:
-        ValueError: If the file is no sweep file; the message names the file and the rule.
+        ValueError: If the file is not a sweep file; the message names the file and the rule.
     Example:
         >>> len(load_sweep("analyses/sweeps/softmax.json"))
         26

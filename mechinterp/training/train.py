@@ -1,8 +1,8 @@
-"""Many models in one run folder: which are finished, and training of the rest.
+"""Training of many models into one run folder, skipping finished ones.
 
-A run folder holds one `training-<n>.safetensors` per pack while it trains and one checkpoint folder per
-model when it is done. Nothing in it is overwritten: without `resume` it must be free, with `resume` its
-configs must equal those asked for. One process at a time trains there.
+A run folder contains one `training-<n>.safetensors` per pack in training and one checkpoint folder per finished model.
+Nothing in it is overwritten: without `resume` it must be free, with `resume` its configs must equal the requested ones.
+Only one process at a time may train there.
 """
 
 import os
@@ -42,24 +42,24 @@ from mechinterp.training.trained import Progress
 
 LOCK = ".lock"
 RESULTS = "results.parquet"
-"""The table of a sweep, which `analysis.results` makes; it lies in the run folder."""
+"""Name of a sweep's table in the run folder, written by `analysis.results`."""
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What a training run left behind."""
+    """Summary of a training run."""
 
     checkpoints: tuple[Path, ...]
-    """Folders of the models asked for, finished earlier or now."""
+    """Folders of the requested models, finished now or earlier."""
     steps: int
-    """Updates made now, summed over packs."""
+    """Number of updates made in this call, summed over packs."""
     seconds: float
-    """Time spent in those steps and in writing; start-up left out."""
+    """Time of these steps in seconds, including writing files, without start-up."""
     loss: float
-    """Mean over the saved models of the final `eval_loss`, unit y^2."""
+    """Mean of the final `eval_loss` over the saved models, unit y^2."""
     diverged: Mapping[str, int | None] = field(default_factory=dict)
-    """Models that were not saved, with the logged step at which their weights were found not to be finite;
-    None where training is no sequence of steps."""
+    """Models that diverged and were not saved, with the logged step at which the divergence was noticed (None for training
+    without logged steps)."""
 
 
 @torch.inference_mode(False)
@@ -71,16 +71,16 @@ def train_models(
     engine: Engine = train_here,
     on_log: Callable[[Progress], None] | None = None,
 ) -> TrainingSummary:
-    """Train models into `run_folder/<name>`, those that can in one pack; finished ones are skipped.
+    """Train models into `run_folder/<name>`, in packs where possible; finished models are skipped.
 
-    A model that diverges is not saved, and the others go on.
+    A model that diverges is not saved, and the others continue.
 
     Args:
-        engine: Where packs are trained: `train_here`, or `train_on_ray` of training/ray.py; further
-            arguments are given with functools.partial.
+        engine: Function that trains packs: `train_here`, or `train_on_ray` from training/ray.py. Set its other arguments
+            with functools.partial.
     Raises:
-        CheckpointError: If the folder holds another run or another process trains there, what is resumed
-            differs from what is asked for, or a file cannot be read or written.
+        CheckpointError: If the folder contains another run, another process trains there, a stored config
+            differs from the requested one, or a file cannot be read or written.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
@@ -123,7 +123,7 @@ def train_one(
     """Train one model into its checkpoint folder; the arguments are those of `train_models`.
 
     Raises:
-        CheckpointError: As `train_models` does, and if the model diverges.
+        CheckpointError: As in `train_models`, and if the model diverges.
     """
     models = {".": config}
     summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
@@ -139,17 +139,17 @@ def train(
     resume: bool = False,
     on_log: Callable[[Progress], None] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a model that is trained now, as `mechinterp train` does.
+    """Train one model and return its checkpoint, as `mechinterp train` does.
 
     Args:
         config: A config, or the name of a preset or config file.
-        out: The checkpoint folder. A model that is finished there is not trained again with `resume`.
-        resume: Whether to go on where a stopped run left off.
+        out: Checkpoint folder. With `resume`, a model that is finished there is loaded and not trained again.
+        resume: True: continue a stopped run.
         on_log: Called at every logged step with the progress.
     Raises:
-        ValueError: If there is no such preset or config file.
-        CheckpointError: If the folder is taken or another process trains there, the model diverges, or what
-            is resumed has another config.
+        ValueError: If the preset or config file does not exist.
+        CheckpointError: If the folder is not free, another process trains there, the model diverges, or the stored
+            config differs.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
@@ -170,7 +170,7 @@ def require_finite(
     """Refuse a run in which models diverged.
 
     Raises:
-        CheckpointError: If there is one; the message names them all, with their step sizes.
+        CheckpointError: If a model diverged; the message names all of them, with their step sizes.
     """
     if not summary.diverged:
         return
@@ -197,7 +197,7 @@ def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> N
 
 
 def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
-    """Refuse names that the run will write and that are somebody else's; half-written checkpoints are deleted."""
+    """Refuse to overwrite files that are not from this run; half-written checkpoints are deleted."""
     require_own_table(run_folder / RESULTS)
     started = {name for file in state_files(run_folder) for name in stored_models(file)}
     for name in models:

@@ -1,4 +1,4 @@
-"""What a training gives: a row at every logged step, and models in the end."""
+"""Results of training: progress at every logged step, and the trained models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from mechinterp.models.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What a caller learns at every logged step."""
+    """Progress of a pack, reported at every logged step."""
 
     step: int
     steps: int
     n_models: int
     loss: float
-    """Mean training loss since the last logged step, averaged over the models that have not diverged; unit y^2."""
+    """Mean training loss since the last logged step, over the models that have not diverged; unit y^2."""
     steps_per_second: float
     """Updates of the whole pack per second since training began or was resumed."""
     diverged: tuple[str, ...] = ()
-    """Models found at this row to have diverged, and not before."""
+    """Models whose divergence was noticed at this row."""
 
     @property
     def seconds_left(self) -> float:
@@ -43,10 +43,10 @@ class TrainedModel:
     snapshots: dict[int, Weights]
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint beside other files of its run.
+        """Write the checkpoint, beside other files of its run.
 
         Raises:
-            CheckpointError: If a file is in the way, or the folder cannot be written.
+            CheckpointError: If a file with the same name exists, or the folder cannot be written.
         """
         save(
             folder,
@@ -62,11 +62,11 @@ class TrainedModel:
 def history_of(
     steps: Tensor, losses: Mapping[str, Tensor], measured: Mapping[str, Tensor]
 ) -> pd.DataFrame:
-    """One row per logged step, layer where that is an axis, and head.
+    """One row per logged step, layer (if it is an axis) and head.
 
     Args:
-        losses: A number per step.
-        measured: [step, head] or [step, layer, head].
+        losses: One number per step, by name.
+        measured: Arrays [step, head] or [step, layer, head], by name.
     """
     row, *axes = (each.ravel() for each in np.indices(next(iter(measured.values())).shape))
     columns = {"step": steps.numpy()[row]}

@@ -67,7 +67,7 @@ def test_outcome_what_the_documents_tell_is_what_is_measured():
 
 
 def test_outcome_it_ends_near_to_ridge_but_is_not_linear_in_the_responses(run: Run):
-    """As near as any learner that is linear in y can come to it, but for .005 (docs/algorithms.md)."""
+    """As near as any learner that is linear in y can come to it, but for .005 (docs/results/algorithms.md)."""
     (document,) = run("classify", FOLDER, "--json").document
     assert document["pattern"] == "undetermined"
     evidence = document["evidence"]

@@ -21,14 +21,14 @@ CHECKS: dict[str, Check] = conformance_model.CHECKS | conformance_tools.CHECKS
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compatibility(Result):
-    """Which checks a hooked model passes."""
+    """Results of the compatibility checks of a hooked model."""
 
     names: tuple[str, ...]
-    """What is checked, in order."""
+    """Names of the checks, in order."""
     reasons: tuple[str, ...]
-    """Why a check failed; empty where it passed."""
+    """Reason of each failure; empty for checks that passed."""
     lacking: tuple[str, ...] = ()
-    """Hook points and attributes that a check asked for and did not find."""
+    """Hook points and attributes that a check needed and the model lacks."""
 
     def __repr__(self) -> str:
         failed = [f"\n  {name}: {reason}" for name, reason in self.failures.items()]
@@ -38,7 +38,7 @@ class Compatibility(Result):
 
     @property
     def failures(self) -> dict[str, str]:
-        """The reasons by the names of the checks that failed."""
+        """Reasons by name, for the checks that failed."""
         reasons = zip(self.names, self.reasons, strict=True)
         return {name: reason for name, reason in reasons if reason}
 
@@ -49,11 +49,11 @@ class Compatibility(Result):
 
 
 def check_compatible(model: Module | Source) -> Compatibility:
-    """What works with TransformerLens' tools on a hooked model that takes vectors, and what not, and why.
+    """Which TransformerLens tools work on a hooked model with vector inputs, and why the others fail.
 
     Args:
-        model: Any module, or what holds one (a checkpoint); it is left as it was, its weights and switches included. The inputs are
-            [batch, pos, d_model], drawn at random.
+        model: Any module, or an object that contains one (a checkpoint). Its weights and switches are left unchanged.
+            The inputs are random vectors [batch, pos, d_model].
     Example:
         >>> from mechinterp import load
         >>> check_compatible(load("checkpoints/softmax-h2-s0").model)
@@ -68,13 +68,13 @@ def check_compatible(model: Module | Source) -> Compatibility:
 
 
 def _reason(check: Check, model: Module, lacking: list[str]) -> str:
-    """Why the check fails, in one line; empty if it passes. What it lacks is added to a list."""
+    """Reason why the check fails, in one line; empty if it passes. Missing names are appended to `lacking`."""
     try:
         with warnings.catch_warnings(), torch.enable_grad(), redirect_stderr(io.StringIO()):
-            # What a model warns of is left to the check; the sweeps of TransformerLens draw bars.
+            # The checks decide, not the model's warnings; TransformerLens' sweeps draw progress bars.
             warnings.simplefilter("ignore")
             check(model)
-    except Exception as error:  # whatever a module of any class may raise
+    except Exception as error:  # a third-party module may raise anything
         text = " ".join(str(error).split())
         lacking += _lacks(error)
         told = isinstance(error, AssertionError) and text
@@ -83,12 +83,12 @@ def _reason(check: Check, model: Module, lacking: list[str]) -> str:
 
 
 def _lacks(error: Exception) -> list[str]:
-    """The hook point or attribute that was not found."""
+    """Name of the missing hook point or attribute, as a list; empty if the error is of another kind."""
     if isinstance(error, AttributeError) and error.name is not None:
         return [f"{type(error.obj).__name__}.{error.name}"]
     if isinstance(error, KeyError) and error.args:
         key = error.args[0]
         name = get_act_name(*key) if isinstance(key, tuple) else str(key)
-        quoted = re.search(r"'([\w.]+)'", name)  # within a sentence
+        quoted = re.search(r"'([\w.]+)'", name)  # a name within a sentence
         return [quoted[1] if quoted else name]
     return []

@@ -1,7 +1,7 @@
-"""Checks of a hooked model by itself: masks, hooks, caches, ablations and decompositions that add up.
+"""Checks of a hooked model by itself: masks, hooks, caches, ablations, and decompositions that must add up.
 
-Each check takes any module, returns nothing where it passes, and raises with a reason where not. All
-draw the same prompts: vectors of the model's width, clean and corrupted.
+Each check takes any module and raises with a reason if it fails. All use the same random prompts: clean and
+corrupted vectors of the model's width.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ SETTINGS = (
 
 
 def has_settings(model: Module) -> None:
-    """The settings that TransformerLens' tools read are in `model.cfg`."""
+    """`model.cfg` has the settings that TransformerLens' tools read."""
     missing = [name for name in SETTINGS if not hasattr(model.cfg, name)]
     require(not missing, f"cfg lacks {', '.join(missing)}")
 
@@ -43,7 +43,7 @@ def is_in_evaluation_mode(model: Module) -> None:
 
 
 def leaves_input_alone(model: Module) -> None:
-    """A hook that writes in place does not reach the caller's input."""
+    """A hook that writes in place does not change the caller's input."""
     inputs, _ = sample_inputs(model)
     before, seen = inputs.clone(), []
 
@@ -82,7 +82,7 @@ def caches_activations(model: Module) -> None:
 
 
 def runs_hooks(model: Module) -> None:
-    """`run_with_hooks` lets a hook act, and takes it off."""
+    """`run_with_hooks` applies a hook and removes it afterwards."""
     inputs, _ = sample_inputs(model)
     before = model(inputs)
     hook = ("blocks.0.hook_attn_out", replace_at((slice(None),), 1.0))
@@ -95,7 +95,7 @@ def runs_hooks(model: Module) -> None:
 
 
 def drops_hooks_after_an_exception(model: Module) -> None:
-    """A hook that raises is off afterwards."""
+    """A hook that raises an exception is removed afterwards."""
     inputs, _ = sample_inputs(model)
 
     def stop(values: Tensor, hook: object) -> None:
@@ -115,9 +115,9 @@ def drops_hooks_after_an_exception(model: Module) -> None:
 
 
 def masks_strictly(model: Module) -> None:
-    """Each position reads those before it and nothing else, unless `cfg` says that it reads itself or both sides.
+    """Each position reads earlier positions only, unless `cfg` allows itself or both sides.
 
-    With `context_only` all positions read all but the query, and with `attend_to_self` the query too.
+    With `context_only` all positions read everything except the query; with `attend_to_self` the query, too.
     """
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
@@ -143,7 +143,7 @@ def masks_strictly(model: Module) -> None:
 
 
 def acts_on_scores(model: Module) -> None:
-    """An edit of the scores reaches the pattern, and a row without keys gives no NaN."""
+    """An edit of the scores changes the pattern, and a row without keys gives no NaN."""
     inputs, _ = sample_inputs(model)
     caches = {}
     for rows in (slice(1, None), slice(None)):
@@ -158,7 +158,7 @@ def acts_on_scores(model: Module) -> None:
 
 
 def has_finite_gradients(model: Module) -> None:
-    """Gradients are finite everywhere, at the scores of the first row too."""
+    """Gradients are finite everywhere, including the scores of the first row."""
     inputs, _ = sample_inputs(model)
     names = [f"blocks.0.attn.hook_{name}" for name in ("attn_scores", "pattern")]
     parameters = dict(model.named_parameters())
@@ -182,7 +182,7 @@ def has_finite_gradients(model: Module) -> None:
 
 
 def ablates_heads(model: Module) -> None:
-    """Masking hook_z, masking hook_result and zeroing W_O are one ablation, for every head."""
+    """Masking hook_z, masking hook_result and zeroing W_O give the same result for every head."""
     inputs, _ = sample_inputs(model)
     full, moved = model(inputs), 0.0
     for layer in range(model.cfg.n_layers):
@@ -205,7 +205,7 @@ def ablates_heads(model: Module) -> None:
 
 
 def decomposes_the_residual_stream(model: Module) -> None:
-    """The parts of the residual stream add up to what the output is read from."""
+    """The parts of the residual stream sum to the stream that the output is read from."""
     require_sum(model)
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
@@ -220,9 +220,9 @@ def decomposes_the_residual_stream(model: Module) -> None:
 
 
 def decomposes_into_heads(model: Module) -> None:
-    """Head results and the remainder add up to the output, and so do their attributions.
+    """Head results and the remainder sum to the output, and so do their attributions.
 
-    Behind a last norm the attributions are those of the stream centred and divided by the norm's scale.
+    With a last norm the attributions are those of the stream after centring and division by the norm's scale.
     """
     require_sum(model)
     inputs, _ = sample_inputs(model)

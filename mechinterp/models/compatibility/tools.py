@@ -1,6 +1,6 @@
 """Checks of TransformerLens' tools on a hooked model: patching, attribution, circuits, head detection.
 
-Where a tool's answer has a second way to it, the check compares the two.
+Where a result can be computed in a second way, the check compares the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from mechinterp.models.compatibility.requirements import (
 BY_POSITION = ("layer", "pos")
 BY_HEAD = ("layer", "head")
 BY_POSITION_AND_HEAD = ("layer", "pos", "head")
-# Name after get_act_patch_, activation, axes. The patterns' axes are [batch, head, query, key].
+# Name after get_act_patch_, activation, axes; the axes of patterns are [batch, head, query, key].
 HEAD_PARTS = (("out", "z"), ("q", "q"), ("k", "k"), ("v", "v"))
 SWEEPS = (
     *((name, name, BY_POSITION) for name in ("resid_pre", "resid_mid", "attn_out", "mlp_out")),
@@ -44,13 +44,13 @@ SWEEPS = (
 
 
 def query_output(logits: Float[Tensor, "batch pos d_out"]) -> Float[Tensor, ""]:
-    """The metric of all checks: mean first output at the last position."""
+    """Metric of all checks: mean first output at the last position."""
     return logits[:, -1, 0].mean()
 
 
 @contextmanager
 def zero_mlp(model: Module) -> Iterator[None]:
-    """Lets an attention-only model show the hooks of an MLP, if it can."""
+    """Context in which an attention-only model fires the hooks of a zero MLP, if it can."""
     can = hasattr(model, "set_use_zero_mlp")
     with switched_on(model, "use_zero_mlp") if can else nullcontext():
         yield
@@ -58,13 +58,13 @@ def zero_mlp(model: Module) -> Iterator[None]:
 
 @contextmanager
 def stand_in_ids(model: Module, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Whole numbers in place of the inputs, if the model knows them; the inputs themselves if not."""
+    """Context with token numbers in place of the inputs, if the model supports them; else the inputs themselves."""
     with model.numbered(*inputs) if hasattr(model, "numbered") else nullcontext(inputs) as ids:
         yield ids
 
 
 def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...]) -> None:
-    """The last value of a sweep, of whose indices the first and the last are tried, is what patching by hand gives."""
+    """A sweep agrees with patching by hand at its last index; only its first and last index are run."""
     clean, corrupted = sample_inputs(model)
     sweep = getattr(patching, f"get_act_patch_{name}")
     n_heads = model.cfg.n_heads
@@ -85,7 +85,7 @@ def patches(model: Module, *, name: str, activation: str, axes: tuple[str, ...])
 
 
 def counts_positions(model: Module) -> None:
-    """Sweeps that count positions themselves have as many columns as there are positions."""
+    """Sweeps that count positions themselves have one column per position."""
     clean, corrupted = sample_inputs(model)
     expected = [model.cfg.n_layers, clean.shape[1]]
     with stand_in_ids(model, clean, corrupted) as (clean_ids, corrupted_ids), torch.no_grad():
@@ -100,8 +100,8 @@ def counts_positions(model: Module) -> None:
 
 
 def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ...]) -> None:
-    """A sweep of TransformerLens over several kinds of activation runs; a run per position, of which few are enough."""
-    few = 6 if model.cfg.d_model == 5 else 5  # so that no axis passes for another
+    """A sweep of TransformerLens over several kinds of activation runs; few positions suffice."""
+    few = 6 if model.cfg.d_model == 5 else 5  # differs from d_model: swapped axes are noticed
     clean, corrupted = (inputs[:, :few] for inputs in sample_inputs(model))
     cfg = model.cfg
     sizes = {"layer": cfg.n_layers, "pos": clean.shape[1], "head": cfg.n_heads}
@@ -119,7 +119,7 @@ def patches_every(model: Module, *, name: str, n_kinds: int, axes: tuple[str, ..
 
 
 def patches_direct_paths(model: Module) -> None:
-    """A head's write patched into one later head's input, against an edit of that head by hand."""
+    """Patching the path from a head into one later head agrees with an edit of that head by hand."""
     require_sum(model)
     clean, corrupted = sample_inputs(model)
     n_layers, head = model.cfg.n_layers, model.cfg.n_heads - 1
@@ -147,7 +147,7 @@ def patches_direct_paths(model: Module) -> None:
 
 
 def attributes_to_nodes(model: Module) -> None:
-    """The score of a head is the first-order change of the metric when its z moves, by its gradient."""
+    """The score of a head is the first-order change of the metric when its z changes (gradient times change)."""
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     last = model.cfg.n_layers - 1
     with zero_mlp(model), stand_in_ids(model, clean, corrupted) as (a, b):
@@ -166,7 +166,7 @@ def attributes_to_nodes(model: Module) -> None:
 
 
 def attributes_to_edges(model: Module) -> None:
-    """The scores of a node's edges add up to that of the node."""
+    """The edge scores of a node sum to the score of the node."""
     require_sum(model)
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     config = attribution_patching.EdgeAttributionConfig(granularity="edge")
@@ -181,7 +181,7 @@ def attributes_to_edges(model: Module) -> None:
 
 
 def measures_faithfulness(model: Module) -> None:
-    """All edges recover the clean metric, none the corrupted one."""
+    """The circuit of all edges recovers the clean metric, the empty circuit the corrupted metric."""
     require_sum(model)
     clean, corrupted = (inputs[:1] for inputs in sample_inputs(model))
     config = attribution_patching.EdgeAttributionConfig(granularity="edge")
@@ -196,7 +196,7 @@ def measures_faithfulness(model: Module) -> None:
 
 
 def has_factored_circuits(model: Module) -> None:
-    """QK and OV are FactoredMatrix, with their SVD and composition."""
+    """QK and OV are FactoredMatrix objects with the right singular values and composition scores."""
     OV, QK = model.OV, model.QK
     require(isinstance(OV, FactoredMatrix), f"model.OV is a {type(OV).__name__}")
     dense = model.W_V @ model.W_O
@@ -210,14 +210,14 @@ def has_factored_circuits(model: Module) -> None:
 
 
 def interprets_by_svd(model: Module) -> None:
-    """SVDInterpreter runs on the OV circuits."""
+    """SVDInterpreter gives the first singular vector of an OV circuit."""
     vectors = SVDInterpreter(model).get_singular_vectors("OV", 0, num_vectors=1, head_index=0)
     right = torch.linalg.svd(model.W_V[0, 0] @ model.W_O[0, 0])[2][0]
     require_close(vectors[:, 0, 0].abs(), (right @ model.W_U).abs(), "the first singular vector")
 
 
 def compares_subspaces(model: Module) -> None:
-    """Subspace affinity between heads runs."""
+    """Subspace affinity between heads agrees with its definition."""
     for role in "QKV":
         affinity = attention_head_subspace_affinity(
             model, target_role=role, layer_order="all", rank=1
@@ -229,8 +229,8 @@ def compares_subspaces(model: Module) -> None:
 
 
 def detects_heads(model: Module) -> None:
-    """A head scores 1 on its own pattern, if that is causal, as the detector wants it."""
-    detect: Callable[..., Tensor] = detect_head  # annotated for text, takes numbers too
+    """A causal head scores 1 on its own pattern; the detector needs causal patterns."""
+    detect: Callable[..., Tensor] = detect_head  # annotated for text, but takes numbers too
     inputs = sample_inputs(model)[0][:1]
     _, cache = model.run_with_cache(inputs, remove_batch_dim=True)
     pattern = cache["pattern", 0][0].detach()

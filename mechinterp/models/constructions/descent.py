@@ -1,7 +1,7 @@
-"""Linear attention built by hand to run a known algorithm, one head a layer, float64.
+"""Linear attention built by hand to run a known algorithm: one head per layer, float64.
 
-The stream is [x | y]. The y slot of token k holds y_k - <w_l, x_k> before layer l; it is 0 for the
-query before the first layer, and the prediction after any layer is minus it. None reads the query.
+The stream is [x | y]. Before layer l the y slot of token k is y_k - <w_l, x_k>. For the query it starts at 0, and the
+prediction after any layer is its negative. No token reads the query.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from mechinterp.models.weights import Weights
 
 
 def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> Weights:
-    """One step of gradient descent per layer.
+    """Model that takes one step of gradient descent per layer.
 
     Args:
-        etas: The step size of each layer, unit 1/x^2.
+        etas: Step size of each layer, unit 1/x^2.
     Source:
-        von Oswald et al. 2023, arXiv 2212.07677, whose construction this is but for the sign of y.
+        von Oswald et al. 2023, arXiv 2212.07677; their construction with the sign of y reversed.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -39,13 +39,13 @@ def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> Weights:
 
 
 def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: int) -> Weights:
-    """A step of gradient descent and x <- (1 - gamma_l S_l) x in every layer (GD++).
+    """Model of GD++: every layer takes a step of gradient descent and maps x to (1 - gamma_l S_l) x.
 
     Args:
-        etas: The step size of each layer, unit 1/x^2.
-        gammas: As many, unit 1/x^2; that of the last layer changes no prediction.
+        etas: Step size of each layer, unit 1/x^2.
+        gammas: One number per layer, unit 1/x^2; the last one changes no prediction.
     Raises:
-        ValueError: If there are not as many etas as gammas, or none.
+        ValueError: If etas is empty, or etas and gammas differ in length.
     Source:
         von Oswald et al. 2023, arXiv 2212.07677.
     """
@@ -57,14 +57,14 @@ def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: i
 def preconditioned_gd_model(
     etas: Sequence[float], cs: Sequence[float], *, covariance: Float[Tensor, "d_x d_x"]
 ) -> Weights:
-    """A step with the preconditioner eta_l (Sigma + c_l I)^-1 in every layer.
+    """Model of preconditioned gradient descent: a step with the preconditioner eta_l (Sigma + c_l I)^-1 per layer.
 
     Args:
-        etas: One per layer, no unit.
-        cs: As many, unit x^2.
-        covariance: Sigma, which the weights then know.
+        etas: Step size of each layer; no unit.
+        cs: One number per layer, unit x^2.
+        covariance: Sigma, which is built into the weights.
     Raises:
-        ValueError: If there are not as many etas as cs, or none.
+        ValueError: If etas is empty, or etas and cs differ in length.
     Source:
         Ahn et al. 2023, arXiv 2306.00297, with this form of the matrices.
     """
@@ -78,7 +78,7 @@ def preconditioned_gd_model(
 
 
 def rotated(weights: Weights, *, seed: int) -> Weights:
-    """The same model, with the same predictions, in a random basis of its stream."""
+    """Equivalent model, with the same predictions, in a random basis of its stream."""
     square, generator = (weights.d_model, weights.d_model), generator_for(seed, "init", 0)
     R = torch.linalg.qr(
         torch.randn(square, generator=generator, dtype=torch.float32, device="cpu").to(weights.W_Q)
@@ -91,9 +91,9 @@ def rotated(weights: Weights, *, seed: int) -> Weights:
 
 
 def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
-    """The same model with Gaussian noise on every matrix, of this share of its norm.
+    """Copy with Gaussian noise on every matrix, `relative` times the root mean square of its entries.
 
-    Zero heads stay zero.
+    Heads that are zero stay zero.
 
     Raises:
         ValueError: If relative is negative.
@@ -120,13 +120,13 @@ def _require_as_many(etas: Sequence[float], **others: Sequence[float]) -> None:
 def _descending(
     preconditioners: Sequence[Tensor], etas: Sequence[float], gammas: Sequence[float]
 ) -> Weights:
-    """Heads that score <x_k, A x_l>, read x and y, and write -gamma into x and -eta into y."""
+    """Heads with scores <x_k, A x_l> that read x and y, and write -gamma times x and -eta times y."""
     n_layers, d_x = len(preconditioners), len(preconditioners[0])
     width = d_x + 1
     identity = torch.eye(width, dtype=torch.float64, device="cpu")
     W_Q = torch.zeros(n_layers, 1, width, width, dtype=torch.float64, device="cpu")
     W_K, W_O = W_Q.clone(), W_Q.clone()
-    # The scores are divided by sqrt(d_head).
+    # Undoes the division of the scores by sqrt(d_head).
     W_Q[:, 0, :d_x, :d_x] = torch.stack(list(preconditioners)) * width**0.5
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):

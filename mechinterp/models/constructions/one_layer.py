@@ -1,6 +1,6 @@
-"""Models built by hand whose circuits, labels and predictions are known: the fixtures of every test.
+"""Models built by hand with known circuits, labels and predictions, for use in tests.
 
-All have d_head = d_model and float64 weights, and read the y axis of the tokens only.
+All have d_head = d_model and float64 weights, and their heads read only the y entries of the tokens.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from mechinterp.models.heads import AttentionWeights, identity_keys
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 
 PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
-"""A number per head, or a row of them."""
+"""One number per head, or one row per head."""
 
 
 def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> AttentionWeights:
     """Heads with QK = diag(omega_h) on the x block and OV = diag(mu_h) on the y block, zero elsewhere.
 
     Args:
-        omega: Scale of each QK circuit, softmax scale included, or one per head and coordinate; unit 1/x^2.
-        mu: Scale of each OV circuit, or one per head and response.
+        omega: Diagonal of each QK circuit, softmax scale included: a number per head, or per head and coordinate; unit 1/x^2.
+        mu: Diagonal of each OV circuit: a number per head, or per head and response.
     Raises:
-        ValueError: If omega and mu do not have one entry, or one row of d_x or d_y entries, per head.
+        ValueError: If omega and mu differ in length, or their rows do not have d_x and d_y entries.
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1), and section 5.4 for several responses.
     Example:
@@ -60,8 +60,8 @@ def _rows(name: str, values: PerHead, width: int) -> Float[Tensor, "head width"]
 def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
     """Two heads, (omega, mu) and (-omega, -mu) with mu = eta / (2 omega).
 
-    For omega -> 0 the prediction tends to one step of debiased gradient descent of size eta, with an
-    error of order omega^2.
+    For omega -> 0 the prediction tends to one step of debiased gradient descent of size eta; the error is of order
+    omega^2.
 
     Raises:
         ValueError: If omega is not positive.
@@ -78,7 +78,7 @@ def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) 
 
 
 def kernel_head(omega: float, mu: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
-    """One head: the Nadaraya-Watson estimate with kernel exp(omega x . x_query), times mu.
+    """One head that computes the Nadaraya-Watson estimate with kernel exp(omega x . x_query), times mu.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
@@ -100,11 +100,11 @@ def from_circuits(
     """Heads with these circuits, in the dtype of QK.
 
     Args:
-        QK: Scores per pair of coordinates, [query, key], scale included.
-        OV: What a token's coordinates add to the predictions.
+        QK: Score of each pair of coordinates, [query, key], scale included.
+        OV: Weight of each token coordinate in each prediction.
         score: Attention weights, as in `mechinterp.models.scores.attention_pattern`.
     Raises:
-        ValueError: If the circuits are not of one number of heads and one width, or no x is left beside y.
+        ValueError: If the circuits differ in number of heads or width, or d_y is not below d_model.
     Example:
         >>> heads = diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=2)
         >>> torch.allclose(from_circuits(heads.QK, heads.OV).QK, heads.QK)
@@ -123,12 +123,12 @@ def from_circuits(
 
 
 def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
-    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK, W_K the identity."""
+    """W_Q and W_K with W_Q W_K^T / sqrt(d_head) = QK; W_K is the identity."""
     return (QK * QK.shape[1] ** 0.5).contiguous(), identity_keys(QK)
 
 
 def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple[Tensor, Tensor]:
-    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV beside zeros, and the first rows of a unit matrix."""
+    """W_V and W_O with W_V W_O = OV, for d_y <= d_head: OV padded with zeros, and the first columns of the identity."""
     n_heads, _, d_y = OV.shape
     first_rows = torch.eye(d_head, d_y, dtype=OV.dtype, device=OV.device)
     W_V = pad(OV, (0, d_head - d_y)).contiguous()
@@ -138,11 +138,11 @@ def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple
 def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeights:
     """Heads of linear attention as weights of one layer: y_hat = sum_h v_h b^T U_h x_query, b = (1/L) sum_l y_l x_l.
 
-    The x block of QK is U^T / score_slope, U = K^T Q for separate heads. W_V reads y times v into the first entry of
-    the head, which W_O passes on. All other entries are zero.
+    The x block of QK is U^T / score_slope, with U = K^T Q for separate heads. W_V writes v y into the first entry of
+    the head, and W_O passes it on. All other entries are zero.
 
     Args:
-        heads: With any leading axes, such as time, which become part of the head axis.
+        heads: Heads with any leading axes, such as time, which are flattened into the head axis.
         score_slope: The constant C of the score "linear/L".
     Source:
         Zhang et al. 2025, arXiv 2501.16265, sections 3.1 and 4.1, with the blocks that stay zero left at zero.
@@ -166,7 +166,7 @@ def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeig
 
 
 def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "heads row d_x"]:
-    """The leading axes as one."""
+    """The matrices with all leading axes flattened into one."""
     return torch.from_numpy(matrices).double().reshape(-1, *matrices.shape[-2:])
 
 

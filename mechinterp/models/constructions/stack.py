@@ -1,4 +1,4 @@
-"""Layers of attention alone from their matrices."""
+"""Attention-only models from stacked matrices."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +20,7 @@ def stack_of_layers(
     score: str = "softmax",
     score_slope: float = 1.0,
 ) -> Weights:
-    """Attention alone, each token of which reads the tokens of the context and none the query.
+    """Attention-only model in which every token reads the context tokens and not the query.
 
         H_0 = tokens W_in,   H_l = H_{l-1} + sum_h P_lh H_{l-1} W_V,lh W_O,lh,   y_hat = H_n[query] W_U
 

@@ -1,7 +1,7 @@
-"""The attention of one layer with hook points.
+"""Attention of one layer, with hook points.
 
-Names, shapes and hook points are those of TransformerLens, so that its tools find what they look for. By
-default what the query reads is the context, all of it and nothing else.
+Names, shapes and hook points are those of TransformerLens, so that its tools work. By default the query
+reads the whole context and nothing else.
 """
 
 import torch
@@ -18,18 +18,17 @@ from mechinterp.models.scores import attention_pattern, readable_keys
 
 
 class Attention(nn.Module):
-    """Attention heads; which keys a position reads is said by `readable_keys`.
+    """Attention heads; `readable_keys` decides which keys a position reads.
 
     Weights and biases start at zero.
 
     result_h = z_h W_O,h,   z_h = p_h (x W_V,h),   p_h = f(s_h) / sum f(s_h),
-    s_h = scale (x W_Q,h) (x W_K,h)^T, of which only the keys before the query (or before the last) count
+    s_h = scale (x W_Q,h) (x W_K,h)^T,   summed over the readable keys only
 
-    With rotary positions, q and k are turned by their positions before the product.
+    With rotary positions, q and k are rotated by their positions before the product. With biases, b_Q, b_K and b_V
+    are added to q, k and v, and b_O to the sum of the results.
 
-    With biases, q, k and v have them added, and b_O is added to the sum of the results.
-
-    Position 0 has no key where the mask is causal: its pattern row, and with it its output, is zero.
+    Under a causal mask position 0 has no key: its pattern row and its output are zero.
     """
 
     def __init__(self, cfg: HookedConfig) -> None:
@@ -53,7 +52,7 @@ class Attention(nn.Module):
         if cfg.model.rotary_dim is not None:
             self.hook_rot_q = (
                 HookPoint()
-            )  # [batch, pos, head, d_head], queries turned by their positions
+            )  # [batch, pos, head, d_head], queries rotated by their positions
             self.hook_rot_k = HookPoint()
         self.hook_attn_scores = HookPoint()  # [batch, head, query, key], -inf where masked
         self.hook_pattern = HookPoint()  # [batch, head, query, key]
@@ -63,7 +62,7 @@ class Attention(nn.Module):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What the heads add to the residual stream, which they read through a norm if one is given."""
+        """Sum of the heads' outputs. If a norm is given, the heads read the residual stream through it."""
         for_q, for_k, for_v = self._inputs(resid, nn.Identity() if norm is None else norm)
         q = self.hook_q(self._project(for_q, "Q"))
         k = self.hook_k(self._project(for_k, "K"))
@@ -74,7 +73,7 @@ class Attention(nn.Module):
 
         products = "batch query head d_head, batch key head d_head -> batch head query key"
         scores = self.cfg.scale * einsum(q, k, products)
-        # A context longer than any seen before is masked as strictly: there is no stored mask.
+        # No stored mask: a context longer than any in training is masked in the same way.
         reads = readable_keys(scores.shape[-1], self.cfg.model, device=scores.device)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
         pattern = attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
@@ -96,9 +95,9 @@ class Attention(nn.Module):
         self.W_K = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
 
     def _inputs(self, resid: Tensor, norm: nn.Module) -> list[Tensor]:
-        """What queries, keys and values are made of: the stream through the norm, on request a copy for each head.
+        """Inputs of queries, keys and values: the normed stream, with one copy per head if the config asks for copies.
 
-        The copies are of the stream itself, so that what is added to one is normed with it.
+        The stream is copied before the norm, so that a hook's change to a copy is normed, too.
         """
         forks = (self.hook_q_input, self.hook_k_input, self.hook_v_input)
         if self.cfg.use_split_qkv_input:
@@ -108,7 +107,7 @@ class Attention(nn.Module):
         return [norm(resid)] * 3
 
     def _per_head(self, read: Tensor) -> Float[Tensor, "batch pos head d_model"]:
-        """A copy per head, so that a hook may edit the input of one head in place."""
+        """One copy of the input per head, so that a hook may edit the input of one head in place."""
         return read[:, :, None].repeat(1, 1, self.cfg.n_heads, 1)
 
     def _project(self, read: Tensor, which: str) -> Float[Tensor, "batch pos head d_head"]:
@@ -128,7 +127,7 @@ class Attention(nn.Module):
         return FactoredMatrix(self.W_V, self.W_O)
 
     def _output_weights(self) -> Tensor:
-        """W_O; in a one-layer model of which only y is read, its x columns take no gradient."""
+        """W_O. In a one-layer model only y is read, so the x columns get no gradient."""
         if not self.cfg.model.one_attention:
             return self.W_O
         x_columns, y_columns = self.W_O.split([self.cfg.d_x, self.cfg.d_y], dim=-1)
@@ -136,7 +135,7 @@ class Attention(nn.Module):
 
 
 class MergedAttention(Attention):
-    """Attention heads with one matrix each in place of W_Q W_K^T: W_Q is W_QK, and the keys are the input itself.
+    """Attention heads with one matrix W_QK in place of W_Q W_K^T: W_Q returns W_QK, and the keys are the input itself.
 
     s_h = scale (x W_QK,h) x^T,   W_QK: [head, d_model, d_model]
     """
@@ -151,7 +150,7 @@ class MergedAttention(Attention):
 
     @property
     def W_K(self) -> Float[Tensor, "head d_model d_model"]:  # type: ignore[override]
-        """The identity, made anew: writing into it changes nothing."""
+        """Identity matrix, a new tensor at each access: writing into it has no effect."""
         return identity_keys(self.W_QK)
 
     def _project(self, read: Tensor, which: str) -> Float[Tensor, "batch pos head d_head"]:

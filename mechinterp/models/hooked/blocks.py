@@ -1,6 +1,6 @@
-"""Blocks of a hooked model: norm, MLP, what adds them to the stream, and the read-out.
+"""Blocks of a hooked model: layer norm, MLP, transformer block and read-out.
 
-Names, shapes and hook points are those of HookedTransformer; of norms that come after, those of its encoder.
+Names, shapes and hook points are those of HookedTransformer; post-norm blocks follow HookedEncoder.
 """
 
 import torch
@@ -14,7 +14,7 @@ from mechinterp.models.layers import ACTIVATIONS, plus
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * w + b, over the stream's entries; a root-mean-square norm has mean 0."""
+    """Layer norm over d_model: (x - mean) / sqrt(variance + eps) * w + b; a root-mean-square norm takes mean 0."""
 
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
@@ -49,17 +49,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention that adds to the residual stream, then an MLP if there is one, with norms before or after each.
+    """Transformer block: attention and an optional MLP, both added to the residual stream, with optional norms.
 
-    A model of attention alone has, on request, the hooks of an MLP that adds zeros: tools that walk through
-    attention and MLP alike (attribution patching) then find what they ask for.
+    With `use_zero_mlp` an attention-only block fires the hooks of an MLP that adds zeros. Tools that visit
+    attention and MLP alike (attribution patching) need these hooks.
     """
 
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
-        # HookedTransformer had these here; their names are those they have in the attention.
+        # HookedTransformer has these points in the block; here each keeps its name in the attention.
         self.hook_attn_in = self.attn.hook_attn_in
         self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
         self.hook_v_input = self.attn.hook_v_input
@@ -80,13 +80,13 @@ class Block(nn.Module):
 
     @property
     def hook_out_is_single_residual_stream(self) -> bool:
-        """Whether `hook_resid_post` is the sum of what came before it, which tools of TransformerLens ask."""
+        """True if `hook_resid_post` is the plain sum of all earlier outputs; TransformerLens' tools read this flag."""
         return self.cfg.model.norm != "after"
 
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after the layer."""
+        """Residual stream after the layer."""
         before, after = self.cfg.model.norm == "before", self.cfg.model.norm == "after"
         resid = self.hook_resid_pre(resid)
         resid = resid + self.hook_attn_out(self.attn(resid, self.ln1 if before else None))
@@ -95,7 +95,7 @@ class Block(nn.Module):
             return self.hook_normalized_resid_post(self.ln1(resid)) if after else resid
         resid = self.hook_resid_mid(resid)
         resid = self.ln1(resid) if after else resid
-        # A copy, so that a hook may edit what the MLP reads in place and leave the stream alone.
+        # The MLP reads a copy, so that a hook that edits its input in place does not change the stream.
         mlp_in = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
         resid = self.hook_resid_post(resid + self.hook_mlp_out(self._mlp(mlp_in)))
         if not after:
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 
 class Unembed(nn.Module):
-    """The read-out: y entries of the residual stream, fixed and not in the state_dict, or weights of a width."""
+    """Read-out: a fixed selection of the y entries (not in the state_dict), or with `d_model` trained weights."""
 
     W_U: Float[Tensor, "d_model d_y"]
     b_U: Float[Tensor, " d_y"]  # noqa: N815

@@ -1,4 +1,4 @@
-"""Settings of a hooked model, under the names by which TransformerLens reads them."""
+"""Settings of a hooked model, under the names that TransformerLens reads."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,8 +10,8 @@ import torch
 from mechinterp.config import ModelConfig
 from mechinterp.fields import Rules
 
-# In this order, one after the other: hook_mlp_in may need the two before it, and hook_attn_in
-# goes without the split inputs.
+# The order in which switches are turned on: hook_mlp_in may need use_zero_mlp, and hook_attn_in excludes
+# the split inputs.
 SWITCHES = (
     "use_attn_result",
     "use_attn_in",
@@ -21,40 +21,40 @@ SWITCHES = (
 )
 
 
-# A model is made in float32 on the processor, whatever torch's defaults are; `to` takes it elsewhere.
+# A new model is float32 on the CPU, whatever torch's defaults are; `to` moves it.
 zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
 
 
 def _of_architecture(name: str) -> property:
-    """A setting of the architecture, to be read under the same name here."""
+    """Property that reads the setting of the same name from the architecture."""
     return property(lambda cfg: getattr(cfg.model, name))
 
 
 @dataclass(eq=False)
 class HookedConfig:
-    """The architecture with its sizes filled in, and the switches of optional hooks."""
+    """Architecture, its sizes, and the switches of optional hooks."""
 
     model: ModelConfig
     d_x: int
     d_y: int
     scale: float
-    """Factor on the scores; TransformerLens' `attn_scale` is its inverse."""
+    """Factor on the scores; the inverse of TransformerLens' `attn_scale`."""
     n_ctx: int
-    """Loose bound on the number of positions; some tools want fewer than that, the model does not."""
+    """Number of positions that TransformerLens' tools may assume; the model itself has no limit."""
     use_attn_result: bool = False
-    """Whether `hook_result` fires."""
+    """True: `hook_result` fires."""
     use_split_qkv_input: bool = False
-    """Whether `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
+    """True: `hook_q_input`, `hook_k_input` and `hook_v_input` fire."""
     use_attn_in: bool = False
-    """Whether `hook_attn_in` fires; not together with the split inputs."""
+    """True: `hook_attn_in` fires. Excludes `use_split_qkv_input`."""
     use_zero_mlp: bool = False
-    """Whether, without MLPs, `hook_resid_mid` and `hook_mlp_out` fire as of an MLP that adds zeros."""
+    """True: a model without MLPs fires `hook_resid_mid` and `hook_mlp_out`, like a model whose MLPs add zeros."""
     use_hook_mlp_in: bool = False
-    """Whether `hook_mlp_in` fires too; without MLPs it needs `use_zero_mlp`."""
+    """True: `hook_mlp_in` fires. A model without MLPs also needs `use_zero_mlp`."""
     device: str = field(init=False, default="cpu")
-    """Device of the weights; follows them."""
+    """Device of the weights, updated when they move."""
     dtype: torch.dtype = field(init=False, default=torch.float32)
-    """Dtype of the weights; follows them."""
+    """Dtype of the weights, updated when it changes."""
     n_key_value_heads: None = field(init=False, default=None)
     n_layers = _of_architecture("n_layers")
     n_heads = _of_architecture("n_heads")
@@ -91,51 +91,51 @@ class HookedConfig:
 
     @property
     def attn_only(self) -> bool:
-        """Whether there are no MLPs."""
+        """True if the model has no MLPs."""
         return self.model.d_mlp is None
 
     @property
     def normalization_type(self) -> str | None:
-        """ "LN" where there are layer norms, "RMS" for those of the root mean square."""
+        """ "LN" if the model has layer norms, "RMS" for root-mean-square norms."""
         if self.model.norm is None and not self.model.final_norm:
             return None
         return "RMS" if self.model.rms_norm else "LN"
 
     @property
     def positional_embedding_type(self) -> str | None:
-        """ "rotary" or "standard", where the model knows positions."""
+        """ "rotary" or "standard" positions; None if the model has no positions."""
         if self.model.rotary_dim is not None:
             return "rotary"
         return None if self.model.n_positions is None else "standard"
 
-    # The responses take the place of a vocabulary.
+    # d_y takes the place of the vocabulary size.
     d_vocab = d_vocab_out = property(lambda cfg: cfg.d_y)
     use_attn_scale = property(lambda cfg: True)
 
     @property
     def attn_scale(self) -> float:
-        """What scores are divided by."""
+        """Divisor of the scores."""
         return 1 / self.scale
 
     @property
     def attention_dir(self) -> str:
-        """ "bidirectional" where a token reads the context on both sides of it."""
+        """ "bidirectional" if a token reads the context on both sides of it."""
         return "bidirectional" if self.context_only else "causal"
 
     @property
     def act_fn(self) -> str | None:
-        """Activation of the MLPs, if there are any."""
+        """Activation of the MLPs; None without MLPs."""
         return None if self.attn_only else self.model.activation
 
     @property
     def n_params(self) -> int:
-        """Number of weights of heads and MLPs, without biases, norms, read-in and read-out."""
+        """Number of weights of heads and MLPs; biases, norms, read-in and read-out are not counted."""
         query_and_key = self.d_model**2 if self.merged_qk else 2 * self.d_model * self.d_head
         per_layer = self.n_heads * (query_and_key + 2 * self.d_model * self.d_head)
         return self.n_layers * (per_layer + 2 * self.d_model * (self.d_mlp or 0))
 
     def switch_of(self, hook: str) -> str | None:
-        """The switch that is to be turned on before a hook point fires; None if it fires."""
+        """Switch that must be turned on for this hook point to fire; None if it fires already."""
         name = hook.split(".")[-1]
         if name == "hook_mlp_in" and not self.use_hook_mlp_in:
             return "use_hook_mlp_in"
@@ -147,13 +147,13 @@ class HookedConfig:
         return None if switch is None or getattr(self, switch) else switch
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name: those that decide the others first, then the names TransformerLens reads."""
+        """All settings by name: first the fields, then the derived values that TransformerLens reads."""
         derived = [n for n, value in vars(type(self)).items() if isinstance(value, property)]
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "HookedConfig":
-        """The settings that `to_dict` gives; names of what follows from others are passed over.
+        """Config from the output of `to_dict`; derived settings are ignored.
 
         Raises:
             ValueError: If the architecture or a size is missing.

@@ -1,6 +1,6 @@
-"""Which hook points within the attention of a plain module explain what its heads put out; the others are taken off.
+"""Experiment that keeps only those hook points of a plain module's attention that explain its heads' outputs.
 
-The test is an experiment on a trial input: patterns are replaced by random numbers, and the heads' outputs must follow.
+On a trial input the patterns are replaced by random numbers; the heads' outputs must change accordingly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ Passed = Mapping[str, Sequence[Tensor]]
 
 @torch.no_grad()
 def follow(model: ModuleHooks, inputs: Tensor) -> None:
-    """Take off the points within attention that do not explain what the heads put out on these inputs."""
+    """Remove the hook points within attention that do not explain the heads' outputs on these inputs."""
     for layer in range(len(model.blocks)):
         heads: Any = model.blocks[layer].attn
         with caught(heads, (*POINTS, "hook_z")) as passed:
@@ -48,7 +48,7 @@ def follow(model: ModuleHooks, inputs: Tensor) -> None:
 
 @contextmanager
 def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """What passes some hook points of a layer."""
+    """Context that records the values at some hook points of a layer."""
     passed: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def note(values: Tensor, hook: HookPoint, to: list[Tensor]) -> None:
@@ -67,7 +67,7 @@ def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Te
 def _unexplained(
     model: ModuleHooks, inputs: Tensor, heads: Any, passed: Passed
 ) -> tuple[tuple[str, ...], str]:
-    """The hook points that must go, and why."""
+    """Hook points to remove, and the reason."""
     number = len(passed["hook_pattern"])
     if number == 0:
         return _without_softmax(heads, passed)
@@ -100,7 +100,7 @@ def _unexplained(
 
 
 def _all_caught(passed: Passed) -> bool:
-    """Whether queries, keys and values passed once, with the heads of the outputs."""
+    """True if queries, keys and values each passed exactly once, with the head axes of the outputs."""
     (z,) = passed["hook_z"]
     each = [passed[name] for name in PROJECTED]
     return all(len(values) == 1 and values[0].shape[2:] == z.shape[2:] for values in each)
@@ -113,7 +113,7 @@ def _is_average(
     pattern: Float[Tensor, "batch head query key"],
     z: Float[Tensor, "batch pos head d_head"],
 ) -> bool:
-    """Whether the outputs are linear in the pattern, each head's and query's in its own row."""
+    """True if the outputs are linear in the pattern, and each head and query depends on its own row alone."""
     if pattern.shape[:3] != (len(z), z.shape[2], z.shape[1]):
         return False
 
@@ -136,7 +136,7 @@ def _is_average(
 
 
 def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
-    """Attention without a softmax: its weights are q.k under a mask, times one number."""
+    """Check of attention without a softmax, whose weights must be q.k under a mask, times one factor."""
     if not _all_caught(passed):
         return POINTS, "no softmax or scaled_dot_product_attention runs in its attention"
     q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))

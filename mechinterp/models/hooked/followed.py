@@ -1,9 +1,8 @@
-"""Hook points on the queries, keys, values, scores and patterns of attention that somebody else wrote.
+"""Hook points on queries, keys, values, scores and patterns of attention in a third-party module.
 
-Queries, keys and values are caught as the projections put them out. Between them and the output projection torch's softmax
-and scaled_dot_product_attention, and the whole of torch.nn.MultiheadAttention, are caught as they are called; they are
-computed step by step only where a hook is on one of the points. What is caught is compared with what the module itself puts
-out, and left out with a reason where it does not explain that.
+Queries, keys and values are read from the outputs of the projections. torch's softmax, scaled_dot_product_attention and
+torch.nn.MultiheadAttention are intercepted when they are called. They are computed step by step only while one of these
+points has a hook. Points that do not explain the module's own output are left out, with a reason.
 """
 
 import inspect
@@ -43,28 +42,28 @@ LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "causal, over their number": lambda ones: _averaged(ones.tril()),
     "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
 }
-"""Which keys attention without a softmax may read: [query, key], made of ones."""
+"""Masks of attention without a softmax, by name: each maps ones [query, key] to the weights of the readable keys."""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """Names of the modules that make queries, keys and values, and of the one in which they meet."""
+    """Names of the modules that compute queries, keys and values, and of the module that contains them."""
 
     container: str
     projections: Mapping[str, str]
-    """By "q", "k", "v", or "kv", "qkv" where one module makes several. Empty for a torch.nn.MultiheadAttention, and where
-    they are made by no module."""
+    """Module name by part: "q", "k", "v", or "kv", "qkv" if one module computes several. Empty for a
+    torch.nn.MultiheadAttention, and if no module computes them."""
 
 
 @dataclass(eq=False)
 class Running:
-    """The heads of the layer whose attention is running; None outside of all."""
+    """Heads of the layer whose attention is running; None outside attention."""
 
     heads: Any = None
 
 
 class Following(TorchFunctionMode):
-    """A context in which calls of softmax and attention go through the hook points of the layer that is running."""
+    """Context that sends calls of softmax and attention through the hook points of the running layer."""
 
     def __init__(self, running: Running) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class Following(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """The call itself, or the same computation through the hook points."""
+        """Result of the call, or of the same computation through the hook points."""
         heads, kwargs = self.running.heads, kwargs or {}
         if heads is not None and func is F.multi_head_attention_forward:
             bound = inspect.signature(func).bind(*args, **kwargs)
@@ -88,7 +87,7 @@ class Following(TorchFunctionMode):
 
 
 def attach(module: nn.Module, inner: Inner, runs: Any, turned: bool, running: Running) -> None:
-    """Catch queries, keys and values of the layers of a block, and note while its attention runs."""
+    """Register hooks on the queries, keys and values of a block, and on the start and end of its attention."""
     container = module.get_submodule(inner.container)
     container.register_forward_pre_hook(partial(_enter, running, runs))
     container.register_forward_hook(partial(_leave, running), always_call=True)
@@ -108,7 +107,7 @@ def _leave(running: Running, container: nn.Module, args: tuple, output: object) 
 
 
 def through(heads: Any, name: str, values: Tensor) -> Tensor:
-    """The values behind a hook point, where the layer has it."""
+    """The values after the hook point; unchanged if the layer does not have it."""
     point = getattr(heads, name, None)
     return values if point is None else point(values)
 
@@ -116,11 +115,11 @@ def through(heads: Any, name: str, values: Tensor) -> Tensor:
 def _project(
     runs: Any, part: str, turned: bool, projection: nn.Module, args: tuple, output: Tensor
 ) -> Tensor:
-    """What a projection puts out, behind the hook point of each of its parts."""
+    """Output of a projection after the hook points of its parts."""
     heads, width = runs.heads, output.shape[-1]
     if output.ndim != 3:
         return output
-    # Several heads may share keys and values: they are then narrower than the queries.
+    # With grouped queries the heads share keys and values, which are then narrower than the queries.
     queries = heads.n_heads * heads.d_head if "q" in part else 0
     widths = [queries, (width - queries) // 2, (width - queries) // 2][-len(part) :]
     if len(part) == 1:
@@ -135,10 +134,10 @@ def _project(
 
 
 def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
-    """Values of one projection, [batch, pos, head, d_head] at the hook point, where shared ones are repeated.
+    """Values of one projection, passed through the hook point as [batch, pos, head, d_head] with shared heads repeated.
 
-    What a hook changes in one head alone cannot go through a shared projection: the change is kept, and added to the
-    scores or to the heads' outputs.
+    A shared projection cannot carry a hook's change to one head alone. That change is stored and added to the scores
+    or to the heads' outputs.
     """
     n_own, rest = divmod(values.shape[-1], heads.d_head)
     if rest or not n_own or heads.n_heads % n_own:
@@ -156,7 +155,7 @@ def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
 def behind_values(
     heads: Any, z: Float[Tensor, "*axes head d_head"]
 ) -> Float[Tensor, "*axes head d_head"]:
-    """The heads' outputs with what hooks changed in the values of single heads, or in weights without a softmax."""
+    """Heads' outputs, with the changes that hooks made to values of single heads or to weights without a softmax."""
     passed = heads.passed
     if heads.mask and heads.hook_pattern.fwd_hooks and "hook_q" in passed:
         q, k, v = (passed[name] for name in PROJECTED)
@@ -175,16 +174,16 @@ def linear_attention(
     v: Float[Tensor, "batch key head d_head"],
     mask: str,
 ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query head d_head"]]:
-    """Weights of attention without a softmax, q.k under a mask, and the sums of values by them."""
+    """Attention without a softmax: its weights (q.k under a mask) and the weighted sums of values."""
     reads = LINEAR_MASKS[mask](torch.ones(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device))
     products = einsum(q, k, PRODUCTS) * reads
     return products, einsum(products, v, AVERAGE)
 
 
 def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
-    """A softmax over keys through the hook points, [batch, head, query, key]; one of other axes as it is."""
+    """Softmax over keys through the hook points, as [batch, head, query, key]; other shapes get the plain function."""
     n_heads, shape = heads.n_heads, scores.shape
-    if scores.ndim == 3 and len(scores) % n_heads == 0:  # prompts and heads on one axis
+    if scores.ndim == 3 and len(scores) % n_heads == 0:  # prompts and heads share one axis
         four = scores.unflatten(0, (-1, n_heads))
     elif scores.ndim == 4 and shape[1] == n_heads:
         four = scores
@@ -223,14 +222,14 @@ def _attention(
 
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The scores under a mask that is added, or that is true where a key is read."""
+    """Scores under an additive mask, or under a boolean mask that is true for readable keys."""
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _multihead(heads: Any, **given: Any) -> tuple[Tensor, Tensor | None] | None:
-    """torch.nn.MultiheadAttention's computation step by step; None where it has parts that are not followed."""
+    """torch.nn.MultiheadAttention computed step by step; None if it uses an unsupported option."""
     query, n_heads = given["query"], given["num_heads"]
     more = (given["bias_k"], given["bias_v"], given["static_k"], given["static_v"])
     if query.ndim != 3 or given["add_zero_attn"] or any(each is not None for each in more):
@@ -251,7 +250,7 @@ def _multihead(heads: Any, **given: Any) -> tuple[Tensor, Tensor | None] | None:
     if mask is not None and mask.ndim == 3:
         mask = mask.unflatten(0, (-1, n_heads))
     for each in (mask, None if padding is None else padding[:, None, None]):
-        if each is not None:  # torch's masks are true where a key is not read
+        if each is not None:  # torch's boolean masks are true for unreadable keys
             scores = _masked(scores, ~each if each.dtype == torch.bool else each)
     pattern = _softmax(heads, partial(torch.softmax, dim=-1), scores)
     z = einsum(pattern, v, "batch head query key, batch key head d -> query batch head d")

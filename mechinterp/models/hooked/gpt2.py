@@ -1,4 +1,4 @@
-"""A regression GPT-2 of Hugging Face's, whose hooks are those of a TransformerLens Bridge."""
+"""Regression GPT-2 from Hugging Face, hooked by a TransformerLens Bridge."""
 
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def gpt2_predictor(
     backbone: "GPT2Model", read_in: nn.Module, read_out: nn.Linear
 ) -> HookedPredictor:
-    """A regression GPT-2 in a TransformerLens Bridge; it reads x_1, y_1, ..., x_query and predicts at the last.
+    """Regression GPT-2 in a TransformerLens Bridge; it reads x_1, y_1, ..., x_query and predicts at the last token.
 
-    The layers are wrapped where they are: the given backbone runs through the hooks from then on, and its
-    state_dict has other names. Save it before. All parts are put into evaluation mode.
+    The backbone is wrapped in place: afterwards it runs through the hooks, and its state_dict has other names.
+    Save it before. All parts are put into evaluation mode.
 
     Args:
-        backbone: Hugging Face's model, fed with vectors in place of words.
-        read_in: From [.., d_x] to the backbone's width; of a Linear, prompts of another d_x are refused.
-        read_out: From the backbone's width to [.., d_y].
+        backbone: Hugging Face's model, which gets vectors in place of word embeddings.
+        read_in: Map from [.., d_x] to the backbone's width. If it is a Linear, other values of d_x are refused.
+        read_out: Map from the backbone's width to [.., d_y].
     Source:
         Garg et al. 2022, arXiv 2208.01066.
     Example:

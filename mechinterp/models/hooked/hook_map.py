@@ -1,4 +1,4 @@
-"""The hook points of a hooked model with their shapes, and the switch that makes each of them fire."""
+"""Table of a hooked model's hook points, their shapes, and the switches that turn them on."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
         >>> frame.loc[frame["name"] == "blocks.0.attn.hook_pattern", "shape"].item()
         ['batch', 2, 'pos', 'pos']
     """
-    # Sizes that no model has, on a device without memory, tell batch and pos from the other axes.
+    # Two sizes that no model has mark the batch and pos axes; the meta device needs no memory.
     names = {10_007: "batch", 10_009: "pos"}
     twin = copy.deepcopy(model).to("meta")
     twin.reset_hooks(including_permanent=True)
@@ -34,7 +34,7 @@ def hook_map(model: ICLTransformer) -> pd.DataFrame:
     for switch in ("", *SWITCHES):
         setter = switch and f"set_{switch}"
         if setter:
-            # hook_mlp_in may need the zero MLP; the copies of the heads' input go one without the other.
+            # hook_mlp_in may need the zero MLP; hook_attn_in and the split inputs exclude each other.
             twin.set_use_attn_in(False)
             getattr(twin, setter)(True)
         _, cache = twin.run_with_cache(inputs)

@@ -1,7 +1,7 @@
-"""Hooks that say so where they cannot fire, and caches of what passes them.
+"""Hooks that raise an error where they cannot fire, and caches of activations.
 
-HookedRootModule takes a hook on a point that is switched off and never calls it. Here names are checked first, and
-those of HookedTransformer stand for the points that have moved since.
+HookedRootModule accepts a hook on a point that is switched off and never calls it. Here names are checked first.
+HookedTransformer's older names of moved points work too.
 """
 
 import re
@@ -21,7 +21,7 @@ from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.hooked.lock import lock_of
 
 FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
-"""Points that TransformerLens 4 has in a layer's attention, and HookedTransformer in the layer itself."""
+"""Points that TransformerLens 4 has in the attention, and HookedTransformer in the layer."""
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable]]
 
@@ -29,17 +29,17 @@ Hooks = Sequence[tuple[str | Callable[[str], bool], Callable]]
 class HookError(ValueError, AssertionError, KeyError):
     """A hook on a point that is switched off or does not exist.
 
-    It is all that TransformerLens raises then: a ValueError or a KeyError in 4.x, an AssertionError before.
+    It inherits from every error that TransformerLens raises here: ValueError and KeyError in 4.x, AssertionError before.
     """
 
-    __str__ = Exception.__str__  # KeyError's puts the text in quotes
+    __str__ = Exception.__str__  # KeyError's __str__ would quote the text
 
 
 class CheckedHooks(HookedRootModule):
     """A hooked model that refuses hooks on points that do not exist or are switched off.
 
-    A function of names is a sweep, not a request: of the points it picks, those that are off are left out with a
-    warning, as in TransformerLens 4.
+    A function of names selects among all points: selected points that are off are left out with a warning, as in
+    TransformerLens 4.
     """
 
     cfg: HookedConfig
@@ -52,17 +52,17 @@ class CheckedHooks(HookedRootModule):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator["CheckedHooks"]:
-        """A context with these hooks on the model, in which other threads wait.
+        """Context with these hooks on the model; other threads wait until it ends.
 
         Raises:
-            HookError: If a name is not of a hook point, or of one that is switched off.
+            HookError: If a hook point does not exist or is switched off.
         """
         forward, backward = self._on_points(fwd_hooks), self._on_points(bwd_hooks)
         with lock_of(self), super().hooks(forward, backward, reset_hooks_end, clear_contexts):
             yield self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output; a run waits while another thread has hooks on the model."""
+        """Output of the model. The call waits while another thread has hooks on the model."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         with lock_of(self):
@@ -74,10 +74,10 @@ class CheckedHooks(HookedRootModule):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable, *args: Any, **kwargs: Any
     ) -> None:
-        """Put a hook on a point, or on all that a function of names picks; arguments are TransformerLens'.
+        """Add a hook to a point, or to all points that a function of names selects; arguments as in TransformerLens.
 
         Raises:
-            HookError: If the name is not of a hook point, or of one that is switched off.
+            HookError: If the hook point does not exist or is switched off.
         """
         for point in self._points(name):
             super().add_hook(point, hook, *args, **kwargs)
@@ -85,7 +85,7 @@ class CheckedHooks(HookedRootModule):
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """TransformerLens calls this before it adds a hook.
+        """Check that TransformerLens calls before it adds a hook.
 
         Raises:
             HookError: If the point is switched off.
@@ -104,13 +104,13 @@ class CheckedHooks(HookedRootModule):
         """An empty cache, and the forward and backward hooks that fill it.
 
         Raises:
-            HookError: If a name is not of a hook point, or of one that is switched off.
+            HookError: If a hook point does not exist or is switched off.
         """
         values: dict[str, Tensor] = {} if cache is None else cache
         positions = Slice.unwrap(pos_slice)
 
         def save(tensor: Tensor, hook: HookPoint, *, keys: list[str]) -> None:
-            # Positions stand behind the batch, but the queries of a pattern behind its heads.
+            # The position axis follows the batch axis; in patterns and scores the query axis follows the head axis.
             axis = 2 if str(hook.name).endswith(("hook_pattern", "hook_attn_scores")) else 1
             kept = positions.apply(tensor.detach().to(device), dim=axis)
             for key in keys:
@@ -130,11 +130,11 @@ class CheckedHooks(HookedRootModule):
         incl_bwd: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ActivationCache | dict[str, Tensor]]:
-        """The output, and the activations by hook name; arguments are those of HookedTransformer.
+        """Output of the model and its activations by hook name; arguments as in HookedTransformer.
 
         Raises:
-            HookError: If a name in `names_filter` is not of a hook point, or of one that is switched off.
-            ValueError: If gradients are asked for where none are computed, or of what is no loss.
+            HookError: If a hook point in `names_filter` does not exist or is switched off.
+            ValueError: If `incl_bwd` is set while gradients are off, or without a loss to differentiate.
         """
         if incl_bwd and not torch.is_grad_enabled():
             raise ValueError("incl_bwd needs gradients, which are off here (torch.no_grad).")
@@ -151,7 +151,7 @@ class CheckedHooks(HookedRootModule):
         return output, cache
 
     def _points(self, pick: object) -> dict[str, list[str]]:
-        """The hook points that are meant, each with the names by which it was asked for."""
+        """Selected hook points, each with the names that select it (its own or an older one)."""
         if isinstance(pick, str):
             pick = [pick]
         points: dict[str, list[str]] = {}
@@ -163,7 +163,7 @@ class CheckedHooks(HookedRootModule):
             rule = "a name, a list of names or a function"
             raise ValueError(f"names_filter must be {rule}, got {pick!r}.")
         asleep = []
-        # Points that cannot be on, since one of their kind is that excludes them.
+        # Points that cannot be on, because another point that excludes them is on.
         excluded = FORKS if self.cfg.use_attn_in or self.cfg.use_split_qkv_input else ()
         for name in self.hook_dict:
             names = [name, *_older_names(name)]
@@ -182,7 +182,7 @@ class CheckedHooks(HookedRootModule):
         return points
 
     def _require(self, asked: str) -> str:
-        """The hook point of this name, which must exist and be on."""
+        """Hook point with this name; it must exist and be on."""
         name = asked if asked in self.hook_dict else _newer_name(asked)
         if name not in self.hook_dict:
             raise HookError(
@@ -195,7 +195,7 @@ class CheckedHooks(HookedRootModule):
 
 
 def _older_names(name: str) -> list[str]:
-    """HookedTransformer's name of a point that has moved."""
+    """HookedTransformer's name for a moved point; empty if the point has not moved."""
     older = re.sub(rf"^(blocks\.\d+)\.attn\.({'|'.join(FORKS)})$", r"\1.\2", name)
     return [older] if older != name else []
 

@@ -1,11 +1,11 @@
-"""One lock for each hooked model: while a thread has hooks on it, or runs it, others wait."""
+"""Lock of a hooked model: while one thread runs it or has hooks on it, other threads wait."""
 
 import threading
 from types import TracebackType
 
 
 class ModelLock:
-    """A re-entrant lock; a copy of it, in another model or process, is free."""
+    """Re-entrant lock; copying or unpickling it gives a new, free lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,7 +27,7 @@ class ModelLock:
 
 
 def lock_of(model: object) -> ModelLock:
-    """The lock of a model, the same for all threads.
+    """Lock of a model, shared by all threads.
 
     Example:
         >>> model = threading.Thread()

@@ -14,7 +14,7 @@ Head = tuple[int, int]
 """(layer, head), counted from 0."""
 Hooks = list[tuple[str | Callable, Callable]]
 Values = Sequence[Tensor] | Tensor
-"""For each layer what takes the place of z, [pos, head, d_head], or with a leading axis of prompts."""
+"""Replacement for z by layer, [pos, head, d_head], optionally with a leading axis of prompts."""
 
 
 def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
@@ -22,7 +22,7 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
 
     Args:
         heads: (layer, head) pairs, counted from 0.
-        values: Replaces z of the masked heads, [layer, pos, head, d_head]; None: zeros.
+        values: Replacement for z of the masked heads, [layer, pos, head, d_head]; None: zeros.
     Raises:
         ValueError: If a number is negative; when the model runs, if a layer has no such head.
     Example:
@@ -40,7 +40,7 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
 
 
 def mask_z(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | None) -> Tensor:
-    """z with some heads at zero, or at other values; a new tensor."""
+    """Copy of z in which the given heads are zero or replaced by `value`."""
     if heads and max(heads) >= z.shape[2]:
         name, n_heads = getattr(hook, "name", "z"), z.shape[2]
         raise ValueError(f"heads of {name} must lie in 0 to {n_heads - 1}, got {max(heads)}.")
@@ -50,7 +50,7 @@ def mask_z(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | 
 
 
 def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
-    """The heads of each layer that has any, in order.
+    """Heads by layer, both in order; layers without heads are left out.
 
     Example:
         >>> by_layers([(1, 2), (0, 3), (1, 0)])
@@ -61,12 +61,12 @@ def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
 
 
 def swapped(values: Float[Tensor, " batch *axes"]) -> Float[Tensor, " batch *axes"]:
-    """Prompts 2i and 2i + 1 in each other's place."""
+    """Values with prompts 2i and 2i + 1 exchanged."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def mean_z(chunks: Iterable[Sequence[Tensor]], n_prompts: int) -> list[Tensor]:
-    """For each layer the mean over prompts, in float64, of what chunks of prompts have there."""
+    """Mean z over prompts, by layer, in float64; `chunks` gives z by layer for a part of the prompts."""
     sums = [[z.double().sum(0) for z in every_z] for every_z in chunks]
     return [torch.stack(parts).sum(0) / n_prompts for parts in zip(*sums, strict=True)]
 
@@ -75,7 +75,7 @@ def require_heads(heads: Sequence[Head], n_layers: int, n_heads: int) -> None:
     """Refuse heads that a model does not have.
 
     Raises:
-        ValueError: Naming the first of them.
+        ValueError: If a head is outside the model; the message names it.
     """
     for layer, head in heads:
         if not (0 <= layer < n_layers and 0 <= head < n_heads):
@@ -85,10 +85,10 @@ def require_heads(heads: Sequence[Head], n_layers: int, n_heads: int) -> None:
 
 
 def require_method(method: str, prompts: Prompts) -> None:
-    """Refuse an unknown method, or an odd number of prompts where they swap in pairs.
+    """Refuse an unknown masking method, and an odd number of prompts for "resample", which swaps them in pairs.
 
     Raises:
-        ValueError: Naming it.
+        ValueError: If either rule is violated.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
@@ -99,12 +99,12 @@ def require_method(method: str, prompts: Prompts) -> None:
 
 
 def z_name(layer: int) -> str:
-    """Name of the hook on what a layer's heads have averaged, [batch, pos, head, d_head]."""
+    """Name of the hook on z, the heads' weighted averages of values, [batch, pos, head, d_head]."""
     return f"blocks.{layer}.attn.hook_z"
 
 
 def resid_name(layer: int) -> str:
-    """Name of the hook on the stream before a layer, [batch, pos, d_model]."""
+    """Name of the hook on the residual stream before a layer, [batch, pos, d_model]."""
     return f"blocks.{layer}.hook_resid_pre"
 
 

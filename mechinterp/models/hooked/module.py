@@ -1,7 +1,7 @@
-"""TransformerLens' hook points on the heads and the stream of a plain module.
+"""TransformerLens' hook points on the heads and the residual stream of a plain module.
 
-Nothing of its forward is replaced: torch's own hooks stand where the heads' outputs enter the output projection, and where
-a layer begins and ends, and hand what passes to the hook points.
+The module's forward is not replaced. torch's own hooks sit at the input of each output projection and at the start and end
+of each layer; they pass the tensors to the hook points.
 """
 
 from collections.abc import Sequence
@@ -28,26 +28,26 @@ from mechinterp.models.hooked.hooks import CheckedHooks
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block of attention is in a module."""
+    """Location of an attention block in a module."""
 
     output: str
-    """Name of what takes the heads' outputs side by side: a module, or a torch.nn.MultiheadAttention."""
+    """Name of the module that gets the heads' outputs side by side: output projection or torch.nn.MultiheadAttention."""
     block: str
-    """Name of the layer around it; "" is the whole module."""
+    """Name of the layer that contains it; "" is the whole module."""
     n_heads: int
     d_head: int
     heads_turned: bool
-    """Whether the heads' outputs are [pos, batch, ...]."""
+    """True: the heads' outputs are [pos, batch, ...]."""
     stream_turned: bool
     one_number: bool
-    """Whether what leaves the layer is one number for each position, [batch, pos]."""
+    """True: the layer's output is one number per position, [batch, pos]."""
     inner: Inner
-    """What is in front of the output."""
+    """Modules that compute queries, keys and values."""
 
 
 @dataclass(eq=False)
 class ModuleSizes:
-    """What TransformerLens' tools look for in `cfg`, as far as a plain module has it."""
+    """Sizes that TransformerLens' tools read from `cfg`, as far as a plain module has them."""
 
     n_layers: int
     n_heads: int
@@ -62,36 +62,38 @@ class ModuleSizes:
     use_split_qkv_input: bool = False
 
     def switch_of(self, name: str) -> None:
-        """All hook points are on."""
+        """Switch of a hook point: None, since all points are on."""
 
 
 class ModuleHooks(CheckedHooks):
-    """A module with `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`, and where its attention can be
-    followed `blocks.{l}.attn.hook_q`, `hook_k`, `hook_v`, `hook_attn_scores` and `hook_pattern`; `unfollowed` says why not.
+    """A plain module with TransformerLens' hook points on its heads and its stream.
 
-    z is [batch, pos, head, d_head], the stream [batch, pos, width], with one position where a layer is at the query only.
-    A block that runs several times has points of its own for each run: layers are numbered in the order in which they run.
-    The module is changed: the output projection of a torch.nn.MultiheadAttention is applied after it.
+    Always present: `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`. If the attention can be followed:
+    `blocks.{l}.attn.hook_q`, `hook_k`, `hook_v`, `hook_attn_scores` and `hook_pattern`; else `unfollowed` gives the reason.
+
+    z is [batch, pos, head, d_head] and the stream [batch, pos, width], with one position if a layer runs at the query only.
+    A block that runs several times is one layer per run; layers are numbered in the order in which they run.
+    The module is changed: a torch.nn.MultiheadAttention applies its output projection in a hook after its forward.
 
     Raises:
-        ValueError: When it runs, if heads cannot be told apart in the width of what enters an output projection, a block runs
-            more often than at first, or the module does not run on an input of a length that it has not run on before.
+        ValueError: When it runs, if the number of heads does not divide the width of their outputs, if a block runs
+            more often than on the first input, or if the module fails on an input of a new length.
     """
 
     module: nn.Module
 
     def __init__(self, module: nn.Module, places: Sequence[Place], order: Sequence[int]) -> None:
-        """The module with hooks.
+        """Add hook points to a module.
 
         Args:
-            order: Place of each layer, in the order in which they run.
+            order: Index into `places` of each layer, in the order in which the layers run.
         """
         super().__init__()
         self.module = module
         self._lengths: set[int] = set()
         self._running = Running()
         self.unfollowed: dict[int, str] = {}
-        """Why points of a layer are left out, by its number."""
+        """Reason why hook points of a layer are left out, by layer."""
         blocks = [_Block(places[place]) for place in order]
         self._runs = [
             _Runs(place.block, [block for at, block in zip(order, blocks, strict=True) if at == n])
@@ -115,7 +117,7 @@ class ModuleHooks(CheckedHooks):
             runs.now = -1
         try:
             with Following(self._running) if self._followed() else nullcontext():
-                # Hooks that write in place leave the caller's input alone.
+                # The module gets a copy, so that in-place hooks do not change the caller's input.
                 output = self.module(inputs.clone())
         except (AssertionError, IndexError, RuntimeError) as error:
             if isinstance(error, ValueError) or length in self._lengths:
@@ -128,19 +130,19 @@ class ModuleHooks(CheckedHooks):
         return output
 
     def _followed(self) -> bool:
-        """Whether a hook is on a point within attention, so that it is computed step by step."""
+        """True if a point within attention has a hook, so that attention must be computed step by step."""
         points = [getattr(b.attn, name, None) for b in self.blocks for name in POINTS]
         return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
 
 
 @dataclass(eq=False)
 class _Runs:
-    """The layers that one block of a module stands for, one for each of its runs."""
+    """Layers of one block, one per run of the block."""
 
     block: str
     layers: list["_Block"]
     now: int = -1
-    """Number of the run that goes on."""
+    """Index of the current run."""
 
     @property
     def layer(self) -> "_Block":
@@ -151,10 +153,10 @@ class _Runs:
         return self.layer.attn
 
     def begin(self) -> None:
-        """Go on to the next run.
+        """Start the next run.
 
         Raises:
-            ValueError: If there were only so many on the first input.
+            ValueError: If the block runs more often than on the first input.
         """
         self.now += 1
         if self.now == len(self.layers):
@@ -172,37 +174,37 @@ class _Block(nn.Module):
 
 class _Heads(nn.Module):
     projection: nn.Module
-    """Output projection of a torch.nn.MultiheadAttention, in its place."""
+    """Output projection that was taken out of a torch.nn.MultiheadAttention."""
     output: tuple[nn.Module]
-    """What takes the heads' outputs side by side; in a tuple, being a part of the module already."""
+    """Module that takes the heads' outputs side by side; in a tuple, so that it is not registered twice."""
     hook_z: HookPoint
 
     def __init__(self, n_heads: int, d_head: int) -> None:
         super().__init__()
         self.n_heads, self.d_head = n_heads, d_head
         self.passed: dict[str, Tensor] = {}
-        """Queries, keys, values and pattern of the run that goes on, and what changes of single heads add to them."""
+        """Queries, keys, values and pattern of the current run, and the changes that hooks made to single heads."""
         self.factor = 1.0
-        """Factor on the products of queries and keys."""
+        """Factor between scores and the products q.k."""
         self.mask = ""
-        """Which keys attention without a softmax reads, a name of `LINEAR_MASKS`; "" with a softmax."""
+        """Mask of attention without a softmax, a key of `LINEAR_MASKS`; "" with a softmax."""
         for name in (*POINTS, "hook_z"):
             self.add_module(name, HookPoint())
 
     def written(self, z: Tensor) -> Tensor:
-        """What each head writes, [batch, pos, head, width], without the bias, where the heads' outputs are z."""
+        """Output of each head for the given z, [batch, pos, head, width], without the bias."""
         (output,) = self.output
         alone = torch.eye(self.n_heads, dtype=z.dtype, device=z.device)[:, :, None]
         alone = z[:, :, :, None] * alone
         return output(alone.flatten(-2)) - output(torch.zeros_like(z).flatten(-2))[:, :, None]
 
 
-# Partial functions rather than closures, so that a copy of the model runs through its own hook points.
+# Partial functions, not closures, so that a copied model uses its own hook points.
 def _attach(module: nn.Module, place: Place, runs: _Runs) -> None:
     output, block = module.get_submodule(place.output), module.get_submodule(place.block)
     heads = partial(_through_heads, runs, place.n_heads, place.heads_turned)
     if isinstance(output, nn.MultiheadAttention):
-        # A hook on it also keeps torch from the fused layer, which passes it by.
+        # This hook also keeps torch from its fused layer, which would skip the hook points.
         projection, output.out_proj = output.out_proj, _identity(output.out_proj)
         for layer in runs.layers:
             layer.attn.projection, layer.attn.output = projection, (projection,)
@@ -218,7 +220,7 @@ def _attach(module: nn.Module, place: Place, runs: _Runs) -> None:
 
 
 def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
-    """A projection that changes nothing, made without random numbers: somebody's training may go on."""
+    """Identity projection, created without random numbers so that the global generator is not advanced."""
     weight, width = projection.weight, len(projection.weight)
     factory: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     biased = projection.bias is not None
@@ -264,7 +266,7 @@ def _after(runs: _Runs, turned: bool, one_number: bool, values: Tensor) -> Tenso
 
 
 def _through_stream(point: HookPoint, turned: bool, one_number: bool, values: Tensor) -> Tensor:
-    """The values behind a hook point, where they are [batch, pos, width]."""
+    """The values after a hook point, which sees them as [batch, pos, width]."""
     if values.ndim < 3:
         axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
         return point(values.reshape(axes)).reshape(values.shape)
@@ -281,19 +283,19 @@ def _begin(through: partial, _: nn.Module, args: tuple, kwargs: dict) -> tuple[t
 def _end(
     through: partial, _: nn.Module, args: tuple, output: Tensor | tuple | dict
 ) -> Tensor | tuple | dict:
-    if isinstance(output, dict):  # of Hugging Face
+    if isinstance(output, dict):  # Hugging Face's ModelOutput
         first = first_tensor(output)
         return type(output)(**{**output, first: through(output[first])})
     return (through(output[0]), *output[1:]) if isinstance(output, tuple) else through(output)
 
 
 def stream_of(output: Tensor | tuple | dict) -> Tensor:
-    """The tensor that a layer hands on, of what it returns."""
+    """The stream tensor in the output of a layer."""
     if isinstance(output, dict):
         return output[first_tensor(output)]
     return output[0] if isinstance(output, tuple) else output
 
 
 def first_tensor(arguments: dict) -> str:
-    """Name of the first argument that is a tensor."""
+    """Name of the first tensor among named values."""
     return next(name for name, value in arguments.items() if isinstance(value, Tensor))

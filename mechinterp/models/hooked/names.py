@@ -1,4 +1,4 @@
-"""What HookedTransformer has beside a run: its weights by name, switches of hooks, and what is said of words."""
+"""HookedTransformer's other names: stacked weights, hook switches, and errors for parts that need a vocabulary."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ NO_WORDS = {
     "get_token_position": "prompts have no text; pair i is token i, the query is the last",
     "generate": "the model gives a prediction, not a next token; predict(prompts) is it",
 }
-"""What HookedTransformer has for words, and here the way that works."""
+"""Parts of HookedTransformer that need a vocabulary, and what to use instead."""
 
 
 PROCESSING = (
@@ -38,23 +38,23 @@ PROCESSING = (
     "fold_value_biases",
     "refactor_factored_attn_matrices",
 )
-"""What HookedTransformer does to weights as it loads them."""
+"""Weight processing that HookedTransformer does when it loads; refused here."""
 
 
 class HeadLabels(list[str]):
-    """Names of the heads; called, as in TransformerLens 3, they give themselves."""
+    """Names of the heads, e.g. L0H1. Calling the list returns it, as in TransformerLens 3."""
 
     def __call__(self) -> "HeadLabels":
         return self
 
 
 def _stacked(name: str) -> property:
-    """A weight of the heads of all layers, [layer, head, ...]."""
+    """Property with one weight of all heads and layers, [layer, head, ...]."""
     return property(lambda model: torch.stack([getattr(attn, name) for attn in model._layers]))
 
 
 class HookedTransformerNames(CheckedHooks):
-    """Names and switches of HookedTransformer, for a model that has a config, blocks and a read-out."""
+    """Names and switches of HookedTransformer, for a model with a config, blocks and a read-out."""
 
     cfg: HookedConfig
     blocks: nn.ModuleList
@@ -88,7 +88,7 @@ class HookedTransformerNames(CheckedHooks):
         return self.unembed.b_U
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """Weights and read-out by their names in HookedTransformer, those of merged heads as W_Q and W_K, too."""
+        """Weights and read-out under HookedTransformer's names; merged heads are given as W_Q and W_K, too."""
         scores = {
             f"blocks.{layer}.attn.{name}": getattr(attn, name)
             for layer, attn in enumerate(self._layers)
@@ -108,14 +108,14 @@ class HookedTransformerNames(CheckedHooks):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def all_composition_scores(self, mode: str) -> "CompositionScores":
-        """How strongly each head writes into what later heads read, [layer, head, layer, head].
+        """Composition score of each pair of heads in different layers, [layer, head, layer, head].
 
-        |OV_from M| / (|OV_from| |M|), Frobenius norms, M the later head's QK ("Q"), QK^T ("K") or OV ("V").
+        |OV_from M| / (|OV_from| |M|) with Frobenius norms; M is the later head's QK ("Q"), QK^T ("K") or OV ("V").
 
         Raises:
-            ValueError: If the mode is another.
+            ValueError: If the mode is not one of Q, K, V.
         """
-        # TransformerLens' Bridge comes with it, which takes a second to load.
+        # Imported here, because it loads TransformerLens' Bridge, which takes a second.
         from transformer_lens.model_bridge.composition_scores import CompositionScores
 
         if mode not in ("Q", "K", "V"):
@@ -129,13 +129,13 @@ class HookedTransformerNames(CheckedHooks):
     def tokens_to_residual_directions(
         self, tokens: int | Int[Tensor, "*axes"]
     ) -> Float[Tensor, "*axes d_model"]:
-        """Directions of the residual stream that are read as these responses, by number from 0."""
+        """Directions of the residual stream that the read-out maps to these responses, numbered from 0."""
         return self.W_U.mT[tokens]
 
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """Sum of b_O and of the MLPs' b_out over the layers before this one, with `mlp_input` b_O of this one too."""
+        """Sum of b_O and b_out over all layers before this one; `mlp_input` adds this layer's b_O."""
         biases = [torch.zeros_like(self.W_U[:, 0])]
         if self.cfg.biases:
             biases += [attn.b_O for attn in self._layers[: layer + int(mlp_input)]]
@@ -144,60 +144,60 @@ class HookedTransformerNames(CheckedHooks):
         return torch.stack(biases).sum(0)
 
     def blocks_with(self, submodule: str) -> list[tuple[int, nn.Module]]:
-        """Blocks that have a submodule of this name, with their numbers."""
+        """Blocks that have a submodule of this name, with their layers."""
         return [(i, block) for i, block in enumerate(self.blocks) if hasattr(block, submodule)]
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Turn `hook_result`, the output of every head, on or off."""
+        """Switch `hook_result`, the output of each head, on or off."""
         self.cfg.use_attn_result = use_attn_result
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Turn `hook_attn_in`, one copy of a head's input for its query, key and value, on or off.
+        """Switch `hook_attn_in`, one copy of the input per head, on or off.
 
         Raises:
-            ValueError: If the split inputs, one copy for each of the three, are on.
+            ValueError: If the split inputs (a copy each for query, key and value) are on.
         """
         if use_attn_in and self.cfg.use_split_qkv_input:
             raise ValueError("use_attn_in excludes use_split_qkv_input; turn that off first.")
         self.cfg.use_attn_in = use_attn_in
 
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Turn `hook_q_input`, `hook_k_input` and `hook_v_input` on or off.
+        """Switch `hook_q_input`, `hook_k_input` and `hook_v_input` on or off.
 
         Raises:
-            ValueError: If `hook_attn_in`, one copy for the three, is on.
+            ValueError: If `hook_attn_in` (one copy for all three) is on.
         """
         if use_split_qkv_input and self.cfg.use_attn_in:
             raise ValueError("use_split_qkv_input excludes use_attn_in; turn that off first.")
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_zero_mlp(self, use_zero_mlp: bool) -> None:
-        """Turn the hooks of an MLP that adds zeros on or off, in a model that has none."""
+        """Switch the hooks of an MLP that adds zeros on or off, for a model without MLPs."""
         self.cfg.use_zero_mlp = use_zero_mlp
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in` on or off; without MLPs it fires only with `set_use_zero_mlp(True)`."""
+        """Switch `hook_mlp_in` on or off. A model without MLPs also needs `set_use_zero_mlp(True)`."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def load_and_process_state_dict(
         self, state_dict: dict[str, Tensor], **processing: bool
     ) -> None:
-        """Load the weights as they are; what HookedTransformer does to them besides is not done here.
+        """Load the weights unchanged; HookedTransformer's processing is not supported.
 
-        Folding norms and biases and centring weights rest on rows of attention that add up to 1, on a stream that
-        a norm reads, or on a softmax over words, none of which is given here.
+        Folding norms or biases and centring weights assume attention rows that sum to 1, a stream that a norm reads, or
+        a softmax over words. These models have none of these in general.
 
         Raises:
-            ValueError: If some processing is asked for.
+            ValueError: If a processing option is on or unknown.
         """
         _require_unprocessed(processing)
         self.load_state_dict(state_dict)
 
     def process_weights_(self, **processing: bool) -> None:
-        """The weights stay as they are: see `load_and_process_state_dict`.
+        """Keep the weights unchanged; see `load_and_process_state_dict`.
 
         Raises:
-            ValueError: If some processing is asked for.
+            ValueError: If a processing option is on or unknown.
         """
         _require_unprocessed(processing)
 
@@ -226,7 +226,7 @@ class HookedTransformerNames(CheckedHooks):
 
 
 def _require_unprocessed(asked: dict[str, bool]) -> None:
-    """Refuse the processing that is asked for, and what HookedTransformer has no name for."""
+    """Refuse processing options that are on, and unknown options."""
     for name, wanted in asked.items():
         if wanted or name not in PROCESSING:
             raise _not_done(f"{name}={wanted}")

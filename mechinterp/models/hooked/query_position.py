@@ -1,4 +1,4 @@
-"""The position of the stream at which a model's prediction is read."""
+"""Position of the residual stream at which a model's prediction is read."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,27 +9,27 @@ from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor
 
 SMALL = 1e-5
-"""Of the largest change of a prediction, the share below which a change counts as none."""
+"""A change below this fraction of the largest change of a prediction counts as zero."""
 
 PASSED = 1e-3
-"""Of the change of a prediction by other inputs, the share below which nothing has passed the layers by."""
+"""With the stream fixed, a change of the prediction up to this fraction of its change by other inputs counts as zero."""
 
 
 class NoStreamError(ValueError):
-    """What a module's layers put out is not the stream, or it is not known where the query is in it."""
+    """The layers' outputs are not the residual stream, or the query's position in it is unknown."""
 
 
 @torch.no_grad()
 def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
     """Position of the query in the stream before each layer and after the last; -1 is the last position.
 
-    It is where the prediction is read from the stream after the last layer, or where `hooked.position` says. Earlier streams
-    as long as that one have it at the same place; one as long as the model's input has it last.
+    After the last layer it is `hooked.position` or, if that is None, the position at which the prediction is read. Other
+    streams of the same length have the query at the same position; streams as long as the input have it last.
 
     Raises:
-        NoStreamError: If something passes the layers by, so that their outputs are not the stream, the prediction is read from
-            several positions of a stream that is not as long as the input, the streams differ in length, or a stated
-            position lies outside.
+        NoStreamError: If the prediction depends on more than the last layer's output, or if the query's position is unknown
+            in a stream that is not as long as the input.
+        ValueError: If a given position lies outside the stream.
     """
     names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
     if hooked.position == -1:
@@ -44,7 +44,7 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
         place = _read_position(hooked, inputs, streams[-1])
     if place is not None and not -longest <= place < longest:
         raise ValueError(f"position must lie in 0 to {longest - 1}, got {place}.")
-    known = {n_inputs: -1, 1: -1}  # a stream of one position is at the query only
+    known = {n_inputs: -1, 1: -1}  # a stream with one position holds the query only
     if place is not None:
         known[longest] = -1 if place % longest == longest - 1 else place % longest
     for length in lengths:
@@ -59,13 +59,13 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
 
 
 def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> None:
-    """Refuse a module whose prediction does not follow from what its last layer puts out.
+    """Refuse a module whose prediction does not follow from the output of its last layer.
 
-    With that held, other inputs must give the same prediction. Where a sum with the stream stands outside of the modules that
-    are taken for layers, they do not.
+    Other inputs with the last layer's output fixed must give the same prediction. They do not if a residual sum stands
+    outside the modules that count as layers.
 
     Raises:
-        NoStreamError: If the prediction moves.
+        NoStreamError: If the prediction changes.
     """
     others = inputs + _noise_like(inputs, inputs.shape)
     name = hooked.stream_name(hooked.n_layers)
@@ -83,7 +83,7 @@ def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> N
 def _read_position(
     hooked: HookedPredictor, inputs: Float[Tensor, "1 pos width"], stream: Tensor
 ) -> int | None:
-    """The one position after the last layer that the prediction depends on; None if there are several, or none."""
+    """Position after the last layer on which the prediction depends; None if there are none or several."""
     groups = _groups(stream.shape[1]).to(stream.device)
     noise = _noise_like(stream, stream.shape[1:])
 
@@ -101,7 +101,7 @@ def _read_position(
 
 
 def _noise_like(values: Tensor, shape: torch.Size) -> Tensor:
-    """Gaussian noise as large as the values, the same in every call."""
+    """Gaussian noise with the root mean square of the values, from a fixed seed."""
     size = values.float().square().mean().sqrt().item() or 1.0
     generator = torch.Generator(device="cpu").manual_seed(0)
     return (size * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")).to(
@@ -110,9 +110,9 @@ def _noise_like(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _groups(n_pos: int) -> Bool[Tensor, "group pos"]:
-    """Groups of positions: for each binary digit of their numbers those where it is 1, then those where it is 0.
+    """Groups of positions: for each binary digit, the positions where it is 1, then those where it is 0.
 
-    One position is in one group of each two. Of two positions, some digit puts one into either group.
+    Each position is in exactly one group of every pair, and any two positions are separated by some pair.
     """
     digits = torch.arange((n_pos - 1).bit_length(), device="cpu")
     ones = (torch.arange(n_pos, device="cpu") >> digits[:, None]) % 2 == 1

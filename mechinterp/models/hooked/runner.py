@@ -1,7 +1,7 @@
-"""One interface to hooked models of any make: prompts in, predictions out, heads by number.
+"""One interface to all hooked models: prompts in, predictions out, heads by number.
 
-Ours fit as they are. A TransformerLens Bridge around somebody else's layers needs to be told how prompts
-become its input and which part of its output is the prediction; that is all there is to an adapter.
+An ICLTransformer fits as it is. A TransformerLens Bridge around third-party layers needs two functions: `embed` turns
+prompts into its input, and `read` turns its output into the prediction.
 """
 
 import inspect
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from mechinterp.models.hooked.transformer import ICLTransformer
 
 
-# Where torch's MultiheadAttention and Hugging Face's attention keep the rate of a functional dropout.
+# Attributes with the dropout rate: in torch's MultiheadAttention and in Hugging Face's attention.
 DROPOUT_RATES = ("dropout", "attention_dropout")
 
 
 @runtime_checkable
 class Predicts(Protocol):
-    """What holds a hooked model: a checkpoint or a predictor."""
+    """An object with a hooked model: a checkpoint or a predictor."""
 
     @property
     def hooked(self) -> "HookedPredictor": ...
@@ -48,29 +48,29 @@ class Predicts(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HookedPredictor:
-    """A model with TransformerLens' hooks, how prompts go into it and where its prediction comes out.
+    """A model with TransformerLens' hooks, the input it gets from prompts, and the prediction read from its output.
 
     Raises:
-        ValueError: If the model has no hooks, lacks those of a layer's heads or of its input, has more layers, or
-            cannot be started and stopped at a layer. When it runs: if it drops at random, has another number of
-            heads, or `read` gives something else than [batch, d_y].
+        ValueError: If the model has no hooks, lacks hooks of a layer's heads or input, has more layers than `n_layers`,
+            or should restart at a layer and cannot. When it runs: if dropout is active, the number of heads differs,
+            or `read` does not give [batch, d_y].
     """
 
     model: "HookedRootModule | TransformerBridge"
-    """Takes `start_at_layer` and `stop_at_layer` as HookedTransformer does, if it `restarts`."""
+    """With `restarts`, its forward takes `start_at_layer` and `stop_at_layer` as HookedTransformer's does."""
     n_layers: int
     n_heads: int
-    """Heads of every layer."""
+    """Number of heads, the same in every layer."""
     embed: Callable[[Prompts], Tensor]
-    """Prompts to the model's input, [batch, pos, width]; the query is at the last position."""
+    """Function from prompts to the model's input, [batch, pos, width], with the query at the last position."""
     read: Callable[[Tensor], Tensor]
-    """The model's output to the prediction at the query, [batch, d_y]."""
+    """Function from the model's output to the prediction at the query, [batch, d_y]."""
     restarts: bool = True
-    """Whether the model can be started and stopped at a layer; if not, each mask takes a run of the whole."""
+    """True: the model can start and stop at a layer. False: each mask needs a full forward pass."""
     position: int | None = -1
-    """Position of the stream at which the prediction is read; None: it is found."""
+    """Position of the stream at which the prediction is read; None: determined by experiment."""
     blocks: tuple[int, ...] = ()
-    """Block that each layer is a run of, where blocks run several times; empty: each layer is a block."""
+    """Block of each layer, for models whose blocks run several times; empty: each layer is its own block."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -100,12 +100,12 @@ class HookedPredictor:
         return prediction.to(prompts.x.device)
 
     def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
-        """What goes into the model, which must not drop at random.
+        """Input of the model for these prompts. The model must be in evaluation mode.
 
         Raises:
-            ValueError: If some dropout is in training mode.
+            ValueError: If a dropout is in training mode.
         """
-        # A Bridge lists the parts it wraps; what lies between them is in the model it was made of.
+        # A Bridge lists only the parts it wraps; the original model also has the modules between them.
         for part in (self.model, getattr(self.model, "original_model", None)):
             if isinstance(part, nn.Module) and any(map(_drops, part.modules())):
                 raise ValueError(
@@ -117,7 +117,7 @@ class HookedPredictor:
         return self.embed(prompts)
 
     def prompt_bytes(self, prompts: Prompts) -> int:
-        """What one of the prompts takes while it runs through the layers."""
+        """Memory that one prompt takes while it runs through the layers, in bytes."""
         tokens = self.embed(prompts[:1])
         sizes = {
             name: getattr(self.model.cfg, name, None) or 0
@@ -132,19 +132,19 @@ class HookedPredictor:
         )
 
     def chunks(self, prompts: Prompts, most: int) -> list[slice]:
-        """The prompts by as many as run together, an even number.
+        """Slices of the prompts that fit into memory, each with an even number of at most `most` prompts.
 
         Raises:
-            ValueError: If not even two fit into memory.
+            ValueError: If not even two prompts fit into memory.
         """
         what = f"{self.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
         return chunks(len(prompts), together(self.prompt_bytes(prompts), what, most=most))
 
     def prediction(self, output: Tensor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """What `read` makes of the output for these prompts.
+        """Prediction that `read` extracts from the output for these prompts.
 
         Raises:
-            ValueError: If it is not of the shape of their y_query; broadcast, it would give numbers all the same.
+            ValueError: If its shape is not that of y_query; broadcasting would hide the mistake.
         """
         prediction = self.read(output)
         if prediction.shape != prompts.y_query.shape:
@@ -155,10 +155,10 @@ class HookedPredictor:
         return prediction
 
     def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
-        """The model's output, and what passes these hooks.
+        """Output of the model, and the activations at these hooks.
 
         Raises:
-            ValueError: If the model has no such hook or does not run through it, or has another number of heads.
+            ValueError: If a hook does not exist or does not fire, or the number of heads differs.
         """
         known = [name for name in names if name in self.model.hook_dict]
         with lock_of(self.model):
@@ -176,7 +176,7 @@ class HookedPredictor:
         return output, [cache[name] for name in names]
 
     def stream_name(self, layer: int) -> str:
-        """Name of the hook on the stream after this number of layers."""
+        """Name of the hook on the residual stream after this number of layers."""
         last = self.n_layers - 1
         if layer <= last:
             return resid_name(layer)
@@ -187,7 +187,7 @@ class HookedPredictor:
         """Refuse a layer with another number of heads.
 
         Raises:
-            ValueError: If there are not `n_heads` along the third axis.
+            ValueError: If the third axis of z is not `n_heads` long.
         """
         if z.ndim != 4 or z.shape[2] != self.n_heads:
             raise ValueError(
@@ -196,15 +196,15 @@ class HookedPredictor:
             )
 
     def in_all_runs(self, heads: Sequence[Head]) -> list[Head]:
-        """The heads, and the same heads of all other runs of their blocks."""
+        """The heads, and the same heads in all other runs of their blocks."""
         blocks = self.blocks or tuple(range(self.n_layers))
         every = {(other, head) for layer, head in heads for other in _runs_of(blocks, layer)}
         return sorted(every)
 
     @property
     def is_hooked(self) -> bool:
-        """Whether somebody's forward hooks are on the model, which shortcuts past its modules would miss."""
-        with lock_of(self.model):  # those of another thread are not meant
+        """True if the model has forward hooks, which a shortcut around its modules would skip."""
+        with lock_of(self.model):  # waits until hooks of other threads are gone
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
@@ -216,11 +216,11 @@ def masked(
     values: Values | None = None,
     runs: str = "one",
 ) -> Iterator[None]:
-    """A context in which the model runs with these heads masked, and which says so if it did not.
+    """Context in which the model runs with these heads masked; raises if a mask never took effect.
 
     Args:
         values: As in `mask_heads`.
-        runs: "one": a head is masked in its layer alone; "all": in all runs of the block that its layer is a run of.
+        runs: "one": mask a head in its layer alone; "all": mask it in every run of its block.
     Raises:
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
             if a layer with masked heads never ran.
@@ -257,10 +257,10 @@ def masked(
 
 
 def require_runs(runs: str) -> None:
-    """Refuse anything else than "one" or "all".
+    """Refuse a value of `runs` other than "one" and "all".
 
     Raises:
-        ValueError: Naming it.
+        ValueError: If `runs` is another value.
     """
     if runs not in ("one", "all"):
         raise ValueError(f"runs must be 'one' or 'all', got {runs!r}.")
@@ -271,10 +271,10 @@ def _runs_of(blocks: Sequence[int], layer: int) -> list[int]:
 
 
 def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> HookedPredictor:
-    """One of our hooked models, or anything that holds one, as a model to run with hooks.
+    """HookedPredictor of an ICLTransformer, a checkpoint or a predictor.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the model is none of these.
     Example:
         >>> from mechinterp.config import ModelConfig
         >>> from mechinterp.models.hooked.transformer import ICLTransformer
@@ -302,13 +302,13 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
 
 
 def _takes(function: Callable, name: str) -> bool:
-    """Whether there is such an argument, or any name is taken."""
+    """True if the function has an argument of this name or takes any keyword."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether it is dropout, or attention that holds its rate, in training mode."""
+    """True for a module in training mode that is dropout, or attention with a positive dropout rate."""
     if not module.training:
         return False
     names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else DROPOUT_RATES

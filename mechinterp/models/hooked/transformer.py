@@ -1,7 +1,7 @@
-"""The attention model with TransformerLens' hooks, for looking inside.
+"""The attention model with TransformerLens' hooks, for interpretability work.
 
-Weights, hooks and `run_with_cache` carry the names and shapes of HookedTransformer. Tokens are vectors, and the
-read-out is the y entries of the residual stream unless the model has weights for it.
+Weights, hooks and `run_with_cache` have the names and shapes of HookedTransformer. Tokens are vectors. The read-out
+selects the y entries of the residual stream unless the model has weights for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,17 @@ from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 
 class ICLTransformer(HookedTransformerNames):
-    """Transformer on tokens that are vectors: by default attention alone, without norm, position or embedding.
+    """Transformer on vector tokens; by default attention only, without norm, position or embedding.
 
-    The weights start at zero, those of norms at one: load them, or fill them with `torch.nn.init`. With one layer
-    of attention on tokens (x, y) the x columns of W_O stay zero in training, since only y is read.
+    Weights start at zero, norm weights at one: load them or fill them with `torch.nn.init`. In a single attention layer
+    on tokens (x, y) the x columns of W_O stay zero in training, since only y is read.
 
     Args:
-        model: The architecture: layers, heads, scores, masks, norms, MLPs.
-        scale: Factor on the scores; None stands for 1/sqrt(d_head).
-        n_ctx: Number of positions that tools of TransformerLens may count on; no limit for the model.
+        model: Architecture: layers, heads, scores, masks, norms, MLPs.
+        scale: Factor on the scores; None: 1/sqrt(d_head).
+        n_ctx: Number of positions that TransformerLens' tools may assume; the model itself has no limit.
     Raises:
-        ValueError: If a size is below 1, or merged heads have another d_head than d_model.
+        ValueError: If a size is below 1, or merged heads have a d_head other than d_model.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -85,7 +85,7 @@ class ICLTransformer(HookedTransformerNames):
     @classmethod
     @torch.inference_mode(False)
     def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
-        """A model with a copy of these weights, in their dtype, in evaluation mode.
+        """Model with a copy of these weights, in their dtype, in evaluation mode.
 
         Raises:
             ValueError: If weights and task differ in d_x or d_y.
@@ -95,7 +95,7 @@ class ICLTransformer(HookedTransformerNames):
             one, other = getattr(weights, name), getattr(task, name)
             if one != other:
                 raise ValueError(f"weights and task must have one {name}, got {one} and {other}.")
-        # Tools of TransformerLens ask for fewer than n_ctx positions; a prompt has context_length + 1 pairs.
+        # TransformerLens' tools use fewer than n_ctx positions; a prompt has context_length + 1 pairs.
         n_pos = (task.context_length + 1) * (2 if weights.model.layout == "in_turn" else 1)
         model = cls(weights.model, d_x=task.d_x, d_y=task.d_y, scale=weights.scale, n_ctx=n_pos + 1)
         model.to(weights.W_V)
@@ -104,7 +104,7 @@ class ICLTransformer(HookedTransformerNames):
 
     @property
     def weights(self) -> Weights:
-        """A copy of the weights of the layers, each kind in one tensor, and the others themselves."""
+        """Weights of the model: a copy of each layer weight, stacked over layers, and the other tensors themselves."""
         cfg = self.cfg
         return Weights.of_names(cfg.model, cfg.d_x, cfg.d_y, self.state_dict(), cfg.scale)
 
@@ -118,19 +118,19 @@ class ICLTransformer(HookedTransformerNames):
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """The read-out at every position, in units of y; it predicts y_query at the last one.
+        """Read-out at every position, in units of y; at the last position it predicts y_query.
 
         Args:
-            input: Prompts, or their tokens [batch, pos, d_token], or the residual stream before `start_at_layer`,
-                [batch, pos, d_model]; or the tokens' numbers from `numbered` or `to_tokens`, [batch, pos].
+            input: Prompts; or tokens [batch, pos, d_token]; or the residual stream before `start_at_layer`,
+                [batch, pos, d_model]; or token numbers from `numbered` or `to_tokens`, [batch, pos].
             return_type: "logits" [batch, pos, d_y], the "loss", "both", or None to return nothing.
-            labels: What the loss is of, in units of y; None: the prompts' y_query, which tokens do not hold.
-            attention_mask: For calls that give one: ones, since prompts have no padding.
-            start_at_layer: First layer to run; tokens are read in, and `hook_embed` fires, only when it is None.
+            labels: Target of the loss, in units of y; None: y_query of the prompts (tokens do not contain it).
+            attention_mask: Only ones are accepted, since prompts have no padding.
+            start_at_layer: First layer to run. None: from the tokens, with read-in and `hook_embed`.
             stop_at_layer: Return the residual stream before this layer instead, [batch, pos, d_model].
         Raises:
-            ValueError: If the input has another shape or dtype than the model's, the return type is unknown, a loss
-                is asked for without labels, or something is to be masked.
+            ValueError: If the input has a wrong shape or dtype, the return type is unknown, a loss has no labels,
+                or a mask contains zeros.
         """
         if isinstance(input, Prompts):
             labels = input.y_query if labels is None else labels
@@ -144,9 +144,9 @@ class ICLTransformer(HookedTransformerNames):
             )
         _require_asked(return_type, labels, attention_mask)
         if self.hook_embed.bwd_hooks and torch.is_grad_enabled() and not input.requires_grad:
-            # Whoever asks for the gradient at hook_embed gets one, though prompts carry none.
+            # A gradient at hook_embed needs an input that requires one; prompts do not.
             input = input.detach().requires_grad_()
-        # A hook may write in place: into this copy, not into the caller's prompts.
+        # The model gets a copy, so that in-place hooks do not change the caller's prompts.
         resid = input.clone()
         if start_at_layer is None:
             resid = self._embed(resid)
@@ -165,7 +165,7 @@ class ICLTransformer(HookedTransformerNames):
     def loss_fn(
         self, logits: Float[Tensor, "batch pos d_y"], labels: Float[Tensor, "batch d_y"]
     ) -> Float[Tensor, ""]:
-        """Mean squared error of the query's prediction, summed over responses, unit y^2."""
+        """Mean over prompts of the squared error at the query, summed over responses, in units of y^2."""
         return (logits[:, -1] - labels).square().sum(-1).mean()
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -173,10 +173,10 @@ class ICLTransformer(HookedTransformerNames):
         return self(self.tokens(prompts))[:, -1]
 
     def tokens(self, prompts: Prompts) -> Float[Tensor, "batch pos d_token"]:
-        """The prompts as the model reads them: pairs (x, y), or x and y in turn.
+        """Tokens of the prompts in the model's layout: pairs (x, y), or x and y in turn.
 
         Raises:
-            ValueError: If the prompts are of another d_x or d_y, or longer than the model has positions for.
+            ValueError: If the prompts have another d_x or d_y, or more positions than the model.
         """
         return tokens_of(prompts, self.cfg.model, d_x=self.cfg.d_x, d_y=self.cfg.d_y)
 
@@ -194,17 +194,17 @@ class ICLTransformer(HookedTransformerNames):
             raise ValueError(
                 f"input must have at most n_positions = {model.n_positions}, got {n_pos}."
             )
-        # A copy, so that a hook that writes in place does not reach the weights.
+        # A copy, so that a hook that writes in place does not change the weights.
         positions = self.pos_embed["W_pos"][:n_pos].repeat(len(resid), 1, 1)
         return resid + self.hook_pos_embed(positions)
 
     def to_tokens(self, prompts: object) -> Int[Tensor, "batch pos"]:
-        """Numbers that stand for the tokens of prompts, for tools that want [batch, pos]; numbers as they are.
+        """Token numbers of prompts, for tools that need [batch, pos]; integer tensors are returned unchanged.
 
-        The model keeps the tokens as long as it lives, within `numbered` as long as the block.
+        The model stores the tokens for its lifetime, or until the end of a surrounding `numbered` block.
 
         Raises:
-            ValueError: If there are no tokens: of text, say.
+            ValueError: If the argument has no tokens, for example text.
         """
         tokens = self.tokens(prompts) if isinstance(prompts, Prompts) else prompts
         if isinstance(tokens, Tensor) and not tokens.is_floating_point():
@@ -222,9 +222,9 @@ class ICLTransformer(HookedTransformerNames):
     def numbered(
         self, *prompts: Prompts | Float[Tensor, "_batch _pos d_token"]
     ) -> Iterator[tuple[Int[Tensor, "_batch _pos"], ...]]:
-        """Stand-ins for prompts of vectors, for tools that read the number of positions off the last axis.
+        """Context with token numbers for prompts of vectors, for tools that take the last axis for positions.
 
-        Within the block the model takes these whole numbers, one for each token, in place of the tokens.
+        Within the block the model accepts these integers, one per token, in place of the tokens.
         """
         with lock_of(self):
             before = len(self._table)
@@ -234,7 +234,7 @@ class ICLTransformer(HookedTransformerNames):
                 self._table = self._table[:before]
 
     def _vectors(self, input: object) -> Tensor:
-        """The tokens, of which some are given by number."""
+        """Input with token numbers replaced by the tokens."""
         if not isinstance(input, Tensor):
             raise ValueError(
                 f"There is no text to read: input must be prompts, vectors or numbers of `numbered`, got {type(input).__name__}."
@@ -261,7 +261,7 @@ class ICLTransformer(HookedTransformerNames):
 def _require_asked(
     return_type: str | None, labels: Tensor | None, attention_mask: Tensor | None
 ) -> None:
-    """Refuse what no model of vectors without padding can give."""
+    """Refuse return types, labels and masks that the model does not support."""
     if return_type not in ("logits", "loss", "both", None):
         raise ValueError(
             f"return_type must be 'logits', 'loss', 'both' or None, got {return_type!r}."

@@ -1,4 +1,4 @@
-"""What the heads of a layer write into the stream, and whether the stream is the sum of it."""
+"""Outputs that the heads of a layer write into the stream, and a check that the stream is their sum."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from mechinterp.models.hooked.masks import resid_name, z_name
 
 LARGE, EXPLAINED = 1e4, 1e-2
-"""Factor on what heads put out at which the rest of a layer, if it is normed, no longer counts; and the share of what is
-written that may then be missing."""
+"""Factor by which the check scales the heads' outputs, and the largest missing fraction of what they write. The factor is
+so large that the rest of a normed layer no longer matters."""
 
 
 def written(
     model: Any, layer: int, z: Float[Tensor, "batch pos head d_head"]
 ) -> Float[Tensor, "batch pos head d_model"]:
-    """What each head of a layer writes into the stream where its outputs are z, without the layer's bias."""
+    """Output that each head of a layer writes into the stream for the given z, without the layer's bias."""
     heads = model.blocks[layer].attn
     if hasattr(heads, "written"):
         return heads.written(z)
@@ -29,11 +29,11 @@ def written(
 def require_sum(model: Any, inputs: Tensor) -> None:
     """Refuse a plain module whose stream is not the sum of what its heads write.
 
-    What heads put out is multiplied by `LARGE`: the stream after the layer must move by as many times what they write, and the
+    The heads' outputs are scaled by `LARGE`: the stream after the layer must move in proportion to what they write, and the
     next layer must read that stream.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the stream does not move so, or the next layer reads another stream.
     """
     last = len(model.blocks) - 1
     for layer in range(last):

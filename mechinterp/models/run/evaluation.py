@@ -1,6 +1,6 @@
 """Evaluation prompts: the one rule by which an analysis, a command and the page get them.
 
-They are drawn in float64 and then brought to the model's dtype. So a seed and a number of prompts mean the same
+They are drawn in float64 and then converted to the model's dtype. So a seed and a number of prompts give the same
 prompts for every model, on the page, in a command and in Python.
 """
 
@@ -13,11 +13,11 @@ from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
 N_PROMPTS, N_HOOKED = 4096, 512
-"""Evaluation prompts if nobody says how many: of models of attention alone, and of others, which take longer."""
+"""Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
 PER_FEATURE = 2
-"""Least number of prompts for each scalar that is fitted to them, such as each feature of a probe."""
+"""Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
 LEAST, LEAST_FITTED = 2, 8
-"""Least number of prompts, which a standard error needs, and where anything is fitted to them."""
+"""Smallest number of prompts: for a standard error, and if any scalar is fitted to them."""
 
 
 def evaluation_prompts(
@@ -34,13 +34,13 @@ def evaluation_prompts(
 
     Args:
         source: A model; or a task, whose prompts are in float64.
-        prompts: None: they are drawn.
-        n_prompts: None: as `usual_number` has it.
+        prompts: Returned unchanged if given; None: drawn here.
+        n_prompts: Number of prompts; None: `usual_number`.
         context_length: Pairs per prompt; None: the task's own.
-        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's.
+        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's.
         fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
     Raises:
-        ValueError: If there are none and the model comes without a task, or there are too few.
+        ValueError: If prompts are not given and the model has no task, or there are too few.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
@@ -74,7 +74,7 @@ def evaluation_prompts(
 
 
 def require_number(n_prompts: int, fitted: int = 0, *, what: str = "n_prompts") -> None:
-    """Refuse too few prompts: 2 are needed, and where scalars are fitted to them 8 and twice their number.
+    """Refuse fewer than 2 prompts; with fitted scalars, fewer than 8 or than twice their number.
 
     Raises:
         ValueError: If there are fewer.
@@ -89,7 +89,7 @@ def require_number(n_prompts: int, fitted: int = 0, *, what: str = "n_prompts") 
 
 
 def usual_number(source: Source) -> int:
-    """How many evaluation prompts a model is given if nobody says it, enough for probes of its stream.
+    """Default number of evaluation prompts for a model, enough for probes of its stream.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -102,7 +102,7 @@ def usual_number(source: Source) -> int:
 
 
 def least_number(source: Source) -> int:
-    """Least number of prompts for a probe of the model's stream.
+    """Smallest number of prompts for a probe of the model's stream.
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
@@ -113,7 +113,7 @@ def least_number(source: Source) -> int:
 
 
 def stream_width(source: Source) -> int:
-    """Width of the model's stream, and so the number of features of a probe; 1 if it is not known."""
+    """Width of the model's stream, which is the number of features of a probe; 1 if unknown."""
     predictor = predictor_of(source)
     weights = predictor.weights
     if weights is not None:
@@ -122,7 +122,7 @@ def stream_width(source: Source) -> int:
 
 
 def _dtype(predictor: Predictor) -> torch.dtype:
-    """That of the model's weights, and no less than float32, in which targets are told apart."""
+    """Dtype of the model's weights, at least float32, so that targets stay distinct."""
     if predictor.weights is not None:
         own = predictor.weights.dtype
     else:

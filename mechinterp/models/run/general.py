@@ -1,6 +1,6 @@
-"""Predictions, masks and streams of any model from its weights, without hooks: attention, norms, MLPs, positions.
+"""Predictions, masks and streams of any model of this package, computed from its weights without hooks.
 
-What comes before a masked head does not depend on it: its part of the stream is taken away and the layers after run
+Everything before a masked head is reused: the head's output is subtracted from the stream, and only later layers run
 again, the last one at the query only. TransformerLens is not loaded.
 """
 
@@ -23,22 +23,22 @@ from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
-CHUNK = 256  # small enough for a processor's cache
+CHUNK = 256  # prompts at once; small enough for the CPU cache
 
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
-"""From queries, with the scale, keys and values to what each head reads; the rows are the last positions."""
+"""Attention function: maps scaled queries, keys and values to the weighted averages. Rows are the last positions."""
 
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
-    """What each head reads."""
+    """Weighted average of the values for each head and row."""
     pattern = pattern_of(q, k, model)
     return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
 
 
 def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
-    """Attention weights of queries, with the scale, on keys."""
+    """Attention weights of scaled queries on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
     reads = readable_keys(k.shape[1], model, device=scores.device)
     scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
@@ -48,7 +48,7 @@ def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch 
 def predictions(
     weights: Weights, prompts: Prompts, *, attend: Attend = attend
 ) -> Float[Tensor, "batch d_y"]:
-    """Predictions, in units of y, with the gradient in the weights where they take one.
+    """Predictions, in units of y, differentiable in the weights.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -67,7 +67,7 @@ def predictions(
 
 
 def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """The same, and for linear attention without a run token by token.
+    """Predictions without masks; linear attention takes a shortcut through the context's second moment.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -110,7 +110,7 @@ def masked_predictions(
 def streams(
     weights: Weights, prompts: Prompts, *, heads: Sequence[Head] = ()
 ) -> Float[Tensor, "layer batch 1 d_model"]:
-    """The stream at the query before each layer and after the last, with heads masked."""
+    """Stream at the query before each layer and after the last, with heads masked."""
     by_layer, parts = by_layers(heads), []
     layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
     for rows in _chunks(weights, prompts):
@@ -148,17 +148,17 @@ class _Layer:
     attend: Attend = attend
 
     def named(self, name: str) -> Tensor | None:
-        """A weight of this layer, if the model has it."""
+        """A weight of this layer; None if the model does not have it."""
         stacked = self.weights.tensors.get(name)
         return None if stacked is None else stacked[self.number]
 
     @property
     def rows(self) -> slice:
-        """The positions that what comes after reads."""
+        """Positions that later computation reads: all, but only the query in the last layer."""
         return slice(-1 if self.number == self.weights.n_layers - 1 else 0, None)
 
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
-        """What each head has averaged, at the rows."""
+        """Weighted averages of the heads' values, at the rows."""
         model, scale = self.weights.model, self.weights.scale
         read = self._normed("ln1", stream) if model.norm == "before" else stream
         q, k = self._projected(read[:, self.rows], "Q"), self._projected(read, "K")
@@ -168,7 +168,7 @@ class _Layer:
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch row d_model"]:
-        """What heads add to the stream; None: all of them."""
+        """Sum of the heads' outputs; `heads` None: all heads."""
         W_O = self.weights.W_O[self.number]
         if heads is not None:
             z, W_O = z[:, :, heads], W_O[heads]
@@ -177,7 +177,7 @@ class _Layer:
     def after(
         self, stream: Float[Tensor, "batch pos d_model"], added: Float[Tensor, "batch row d_model"]
     ) -> Float[Tensor, "batch row d_model"]:
-        """The stream after the layer, from the one before and what its heads add."""
+        """Stream after the layer, from the stream before it and the sum of its heads' outputs."""
         model = self.weights.model
         stream = stream[:, self.rows] + plus(added, self.named("attn.b_O"))
         if model.norm == "after":
@@ -204,19 +204,19 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One pass over a chunk of prompts, at each layer of which a masked one can set in."""
+    """Forward pass over a chunk of prompts, stored so that a masked pass can start at any layer."""
 
     layers: list[_Layer]
     streams: list[Tensor]
-    """Before each layer."""
+    """Stream before each layer."""
     z: list[Tensor]
     added: list[Tensor]
-    """What the heads of each layer add."""
+    """Sum of the heads' outputs of each layer."""
 
     def masked(
         self, by_layer: dict[int, list[int]], values: Values | None
     ) -> Float[Tensor, "batch row d_model"]:
-        """The stream after the last layer, with heads masked; the same bits as with no mask if they write nothing."""
+        """Stream after the last layer with heads masked; bitwise the full pass if these heads write nothing."""
         end = len(self.layers) - 1
         first = min(by_layer, default=end)
         stream = self.streams[first]
@@ -237,7 +237,7 @@ class _Run:
 
 
 def prompt_bytes(weights: Weights, length: int) -> int:
-    """What a prompt of this many pairs takes while it runs through the layers."""
+    """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes."""
     model, sizes = weights.model, (weights.d_x, weights.d_y)
     return layers_bytes(
         n_layers=weights.n_layers,
@@ -251,7 +251,7 @@ def prompt_bytes(weights: Weights, length: int) -> int:
 
 
 def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
-    """The prompts by as many as run together."""
+    """Slices of the prompts that run together in memory."""
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
     return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=CHUNK))
@@ -281,7 +281,7 @@ def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_
 def read_out(
     weights: Weights, stream: Float[Tensor, "batch row d_model"]
 ) -> Float[Tensor, "batch row d_y"]:
-    """What the model's own read-out, its last norm included, makes of a stream."""
+    """The model's own read-out of a stream, last norm included."""
     tensors, model = weights.tensors, weights.model
     if model.final_norm:
         stream = normed(stream, tensors["ln_final.w"], tensors["ln_final.b"], model)

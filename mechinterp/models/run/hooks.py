@@ -1,6 +1,6 @@
-"""Masks and streams of any hooked model, by its hooks.
+"""Masks and streams of any hooked model, computed with its hooks.
 
-What comes before a masked head does not depend on it, so that each mask costs the layers after it.
+Everything before a masked head is reused, so that each mask costs only the later layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from mechinterp.models.hooked.query_position import NoStreamError, query_positio
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.progress import ProgressCallback
 
-CHUNK = 256  # small enough for a processor's cache, and even: prompts swap in pairs
+CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
 
 
 @dataclass(frozen=True, eq=False)
 class ByHooks:
-    """Any hooked model, run by its hooks."""
+    """A hooked model of any kind, run through its hooks."""
 
     build: Callable[[], HookedPredictor]
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """Predictions in one piece: somebody's hooks may depend on all prompts."""
+        """Predictions for all prompts at once, because the user's hooks may depend on the whole batch."""
         return self.build().predict(prompts)
 
     def run(
@@ -40,7 +40,7 @@ class ByHooks:
         method: str,
         progress: ProgressCallback,
     ) -> Float[Tensor, "mask batch d_y"]:
-        """Predictions under each mask, the same as of one run with hooks for each."""
+        """Predictions under each mask, equal to a separate hooked run for each."""
         hooked, numbers = self.build(), range(self.build().n_layers)
         names = [*map(hooked.stream_name, numbers), *map(z_name, numbers)]
         chunks = hooked.chunks(prompts, CHUNK)
@@ -70,7 +70,7 @@ class ByHooks:
     def streams(
         self, prompts: Prompts, heads: Sequence[Head], positions: Sequence[int]
     ) -> Float[Tensor, "layer batch pos d_model"]:
-        """The stream before each layer and after the last, with heads masked; narrower ones are filled up with zeros."""
+        """Stream before each layer and after the last, with heads masked. Narrower streams are padded with zeros."""
         hooked = self.build()
         names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
         columns = _columns(query_positions(hooked, prompts), positions)
@@ -85,28 +85,28 @@ class ByHooks:
     def stream(
         self, prompts: Prompts, layer: int, heads: Sequence[Head] = ()
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The stream at every position after some layers, with heads masked."""
+        """Stream at every position after `layer` layers, with heads masked."""
         hooked = self.build()
         chunks = [prompts[rows] for rows in hooked.chunks(prompts, CHUNK)]
         with masked(hooked, heads):
             if layer < hooked.n_layers and hooked.restarts:
                 inputs = map(hooked.inputs, chunks)
                 return torch.cat([hooked.model(each, stop_at_layer=layer) for each in inputs])
-            # Past the last layer a Bridge does not stop: it would give its prediction.
+            # A Bridge does not stop after the last layer: it would return its prediction.
             name = hooked.stream_name(layer)
             return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
 
     def query_streams(
         self, prompts: Prompts, layer: int, heads: Sequence[Head], progress: ProgressCallback
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after some layers of every covariate run as the query."""
+        """Stream after `layer` layers at the query, with each covariate in turn as the query."""
         place = query_positions(self.build(), prompts)[layer]
         covariates = progress([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
         runs = (self.stream(replace(prompts, x_query=x), layer, heads) for x in covariates)
         return torch.stack([stream[:, place] for stream in runs], dim=1)
 
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
-        """Attention weights of the query in every layer, zeros behind those of fewer keys than the most."""
+        """Attention weights of the query in every layer; layers with fewer keys are padded with zeros."""
         hooked = self.build()
         names = [pattern_name(layer) for layer in range(hooked.n_layers)]
         places, parts = _query_rows(hooked, prompts[:1], names), []
@@ -117,7 +117,7 @@ class ByHooks:
         return torch.cat(parts, dim=1)
 
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
-        """What each head adds to the stream at the query; None where W_O is not known by that name."""
+        """Output of each head at the query; None if some layer has no attribute `W_O`."""
         hooked = self.build()
         blocks: Any = hooked.model.blocks
         outputs = (getattr(getattr(block, "attn", None), "W_O", None) for block in blocks)
@@ -137,7 +137,7 @@ class ByHooks:
     def read_out(
         self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
     ) -> Float[Tensor, "batch d_y"]:
-        """What comes after the last layer makes of a stream at the query; other positions hold those of other prompts."""
+        """Model's own read-out of a stream at the query. Other positions get the stream of other prompts."""
         hooked = self.build()
         name, place = hooked.stream_name(hooked.n_layers), query_positions(hooked, prompts)[-1]
         parts = []
@@ -145,7 +145,7 @@ class ByHooks:
 
             def put(values: Tensor, hook: object, own: Tensor = stream[rows]) -> Tensor:
                 held = values.flip(0)
-                # Streams are filled up to one width.
+                # Streams were padded to one width.
                 held[:, place] = own[:, : values.shape[-1]].to(values)
                 return held
 
@@ -156,7 +156,7 @@ class ByHooks:
 
 
 def _columns(places: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
-    """Of each stream the positions that are meant, those of the query by where it is."""
+    """Positions to take from each stream; -1 is replaced by the query's position."""
     if set(places) != {-1} and set(positions) != {-1}:
         raise ValueError(
             f"positions other than the query's, -1, need streams with the query last, got it at {max(places)}."
@@ -167,13 +167,13 @@ def _columns(places: Sequence[int], positions: Sequence[int]) -> list[list[int]]
 def _stacked(
     streams: Sequence[Float[Tensor, "batch axis _width"]],
 ) -> Float[Tensor, "layer batch axis width"]:
-    """Streams, or patterns, of all layers, zeros behind those that are narrower than the widest."""
+    """Streams or patterns of all layers in one tensor; narrower layers are padded with zeros."""
     widest = max(stream.shape[-1] for stream in streams)
     return torch.stack([pad(stream, (0, widest - stream.shape[-1])) for stream in streams])
 
 
 def _query_rows(hooked: HookedPredictor, prompts: Prompts, names: Sequence[str]) -> list[int]:
-    """Row of the query in the patterns; where no stream is known, the last of as many rows as the input has positions."""
+    """Row of the query in each pattern: the last row if the stream is unknown and each input position has a row."""
     _, patterns = hooked.activations(prompts, names)
     try:
         return query_positions(hooked, prompts)[:-1]

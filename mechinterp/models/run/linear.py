@@ -1,4 +1,4 @@
-"""Linear attention as a map of the tokens: masks and streams without a run token by token."""
+"""Masks and streams of linear attention, computed as a linear map of the tokens instead of a pass over them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from mechinterp.models.scores import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 
-CHUNK, NEAR = 256, 2**25  # prompts at once and what they take: small enough for a processor's cache
+CHUNK, NEAR = 256, 2**25  # prompts at once, and their size in bytes: small enough for the CPU cache
 NARROW = 256
-"""Width of a head times the width of all heads of a layer, up to which one masked product over all heads is faster than
-one product per head."""
+"""If d_head times (n_heads d_head) is at most this, one masked product over all heads is faster than one product
+per head."""
 
 
 def masked_predictions(
@@ -28,7 +28,7 @@ def masked_predictions(
     *,
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
-    """Predictions under each mask, a masked head's output being zero."""
+    """Predictions under each mask; the output of a masked head is zero."""
     by_layer = [by_layers(heads) for heads in masks]
     parts = []
     for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
@@ -44,7 +44,7 @@ def streams(
     heads: Sequence[Head],
     positions: Sequence[int],
 ) -> Float[Tensor, "layer batch pos d_model"]:
-    """The stream before each layer and after the last, with heads masked."""
+    """Stream before each layer and after the last, with heads masked."""
     parts = []
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
@@ -57,7 +57,7 @@ def streams(
 def query_streams(
     weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
 ) -> Float[Tensor, "batch pos d_model"]:
-    """The stream after some layers of every covariate of a prompt run as its query, the query's own last."""
+    """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last."""
     parts = []
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
@@ -68,7 +68,7 @@ def query_streams(
 
 
 def stack_bytes(weights: Weights, length: int) -> int:
-    """What a prompt of this many pairs takes while it runs through the layers.
+    """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes.
 
     Example:
         >>> from mechinterp.models.constructions.stack import stack_of_layers
@@ -97,26 +97,26 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
 
 @dataclass(frozen=True, eq=False)
 class LinearPass:
-    """One pass of linear attention over prompts, at each layer of which a masked one can set in.
+    """Forward pass of linear attention over prompts, stored so that a masked pass can start at any layer.
 
-    Its cost does not grow with the context: every layer is linear in the tokens, given the second moment M of the
-    context. H_l = tokens T_l with T_0 = W_in and, q, k and v being T_l times W_Q, W_K and W_V,
+    Its cost does not grow with the context: given the context's second moment M, every layer is linear in the tokens.
+    H_l = tokens T_l with T_0 = W_in; with q, k and v equal to T_l times W_Q, W_K and W_V,
     T_{l+1} = T_l + sum_h q_h (k_h^T M v_h) W_O,h.
     """
 
     weights: Weights
     x_query: Float[Tensor, "batch d_x"]
     moment: Float[Tensor, "batch d_token d_token"]
-    """M, with the factor on the scores."""
+    """M, times the factor on the scores."""
     T: list[Tensor]
-    """Before each layer, [batch, d_token, d_model]; W_in before the first, the same for all prompts."""
+    """T before each layer, [batch, d_token, d_model]. The first is W_in, the same for all prompts."""
     z: list[Tensor]
-    """q_h (k_h^T M v_h) of each layer but the last, heads side by side, [batch, d_token, columns]."""
+    """q_h (k_h^T M v_h) of each layer except the last, heads side by side, [batch, d_token, columns]."""
 
     def prediction(
         self, masked: Mapping[int, Collection[int]] | None = None
     ) -> Float[Tensor, "batch d_y"]:
-        """The prediction at the query with heads masked, in units of y; `masked` has them by layer."""
+        """Prediction at the query in units of y; `masked` gives the masked heads by layer."""
         masked, last = masked or {}, self.weights.n_layers - 1
         first = min(masked, default=last)
         query, reads = (
@@ -127,7 +127,7 @@ class LinearPass:
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
-        """T before the last layer with heads masked from a layer on; its own are taken away from the full T."""
+        """T before the last layer with masks from layer `first` on; masked outputs of `first` are subtracted."""
         gone, T = sorted(set(masked[first])), self.T[first]
         if len(gone) < self.weights.n_heads:
             z = self.z[first].unflatten(-1, (self.weights.n_heads, -1))[:, :, gone].flatten(2)
@@ -139,16 +139,16 @@ class LinearPass:
 
     @cached_property
     def _last_reads(self) -> tuple[Tensor, Tensor]:
-        """Without masks before the last layer."""
+        """Last layer's inputs without masks in earlier layers."""
         return self._reads(self.T[-1])
 
     def _reads(
         self, T: Tensor
     ) -> tuple[Float[Tensor, "batch d_model"], Float[Tensor, "batch head d_model"]]:
-        """The query's stream before the last layer, and what each of its heads reads there, before W_V."""
+        """Query's stream before the last layer, and each head's weighted sum of streams there, before W_V."""
         T = T.expand(len(self.x_query), -1, -1)
         query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
-        # What the last layer's heads look for in the stream: W_K W_Q^T query.
+        # Key-side vectors of the last layer's heads: W_K W_Q^T query.
         q = query @ self.weights.W_Q[-1].transpose(0, 1).flatten(1)
         q = q.unflatten(1, (self.weights.n_heads, self.weights.d_head)).transpose(0, 1)
         key_side = (q @ self.weights.W_K[-1].mT).transpose(0, 1) @ T.mT  # [batch, head, d_token]
@@ -156,7 +156,7 @@ class LinearPass:
 
 
 def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
-    """Linear attention run over prompts.
+    """Forward pass of linear attention over prompts.
 
     Raises:
         ValueError: If the scores are not linear.
@@ -182,8 +182,8 @@ def _maps(
     moment: Float[Tensor, "batch d_token d_token"],
     masked: Mapping[int, Collection[int]],
 ) -> list[Float[Tensor, "_batch d_token d_model"]]:
-    """T before each layer and after the last: the stream is the tokens times it, whether the tokens are the
-    prompt's or others before the same context."""
+    """T before each layer and after the last. The stream is tokens @ T, for the prompt's own tokens and for any other query
+    token after the same context."""
     T = [weights.reading[0][None]]
     for layer in range(weights.n_layers):
         z = _linear_heads(weights, layer, T[-1], moment)
@@ -192,7 +192,7 @@ def _maps(
 
 
 def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token d_token"]:
-    """The second moment of the context, with the factor on the scores."""
+    """Second moment of the context, times the factor on the scores."""
     score, tokens = weights.model.score, prompts.context_tokens
     if score not in LINEAR:
         raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {score!r}.")
@@ -205,7 +205,7 @@ def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token 
 def _kept(
     weights: Weights, masked: Mapping[int, Collection[int]], layer: int
 ) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of a layer, zero for masked heads."""
+    """W_O of a layer, with zeros for masked heads."""
     W_O = weights.W_O[layer]
     if layer not in masked:
         return W_O
@@ -219,7 +219,7 @@ def _linear_heads(
 ) -> Float[Tensor, "batch d_token columns"]:
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
     stacked = torch.stack([weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer]])
-    # Of all heads side by side, in this order: [d_model, columns].
+    # All heads side by side, in this order: [d_model, columns].
     q, k, v = (T @ stacked.permute(2, 0, 1, 3).flatten(1)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
     if weights.d_head * q.shape[-1] <= NARROW:

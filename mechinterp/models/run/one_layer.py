@@ -1,4 +1,4 @@
-"""Masks of one layer of attention in closed form: the heads' outputs add up, so every mask is a partial sum."""
+"""Masks of one attention layer in closed form: heads' outputs add up, so every mask is a partial sum."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def masked_predictions(
     method: str,
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
-    """Predictions under each mask; a masked head adds 0, its mean over the prompts, or another prompt's output."""
+    """Predictions under each mask; a masked head's output becomes 0, its mean over prompts, or another prompt's output."""
     starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")
     parts = [head_outputs(circuits, prompts[start : start + CHUNK]) for start in starts]
     outputs = torch.cat(parts)  # [batch, head, d_y]
@@ -39,7 +39,7 @@ def masked_predictions(
 def _without(
     full: Tensor, outputs: Tensor, instead: Tensor, changed: Tensor, heads: Sequence[Head]
 ) -> Float[Tensor, "batch d_y"]:
-    """The sum of the outputs with some replaced; exact for heads that write nothing, and where none is left."""
+    """Sum of the outputs with masked heads replaced. Exact if the masked heads write nothing or all heads are masked."""
     masked = sorted({head for _, head in heads})
     if 2 * len(masked) <= outputs.shape[1]:
         return full - changed[:, masked].sum(1)

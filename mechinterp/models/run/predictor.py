@@ -1,7 +1,7 @@
-"""The one way to run any model: predictions under masks of heads, and the streams inside.
+"""The one interface that runs any model: predictions under masks of heads, and residual streams.
 
-Whether a model is run from its weights or by its hooks is chosen in one place, and both give the same. No analysis asks
-what kind of model it has.
+Predictor._way alone chooses between running from weights and running by hooks; both give the same results. No analysis
+needs to know the kind of its model.
 """
 
 import inspect
@@ -31,40 +31,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A model as the analyses see it: prompts in, predictions out, heads and streams by number."""
+    """A model as the analyses use it: prompts in, predictions out, heads and streams by number."""
 
     n_layers: int
     n_heads: int
-    """Heads of every layer."""
+    """Number of heads, the same in every layer."""
     build: Callable[[], HookedPredictor]
-    """The model with hooks, built when it is asked for."""
+    """Function that builds the hooked model on first use."""
     own_weights: Callable[[], Weights | None] = lambda: None
-    """Those of a model of this package, which may change with it; None of any other."""
+    """Function that returns the current weights of a model of this package; None for any other model."""
     is_hooked: Callable[[], bool] = lambda: False
-    """Whether somebody's hooks are on the model, which ways past its modules would miss."""
+    """Function that returns True if the model has hooks, which a shortcut around its modules would skip."""
     task: TaskConfig | None = None
-    """Law of its prompts, where it is known; it says which of its fields nobody stated."""
+    """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
-    """Whether this package trained the model on this task, so that the task is not in doubt."""
+    """True: this package trained the model on this task, so that the task is certain."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
-        """The model with hooks, as one runs it by hand."""
+        """The hooked model, built once."""
         return self.build()
 
     @property
     def heads(self) -> list[Head]:
-        """All of them, layer by layer."""
+        """All heads (layer, head), layer by layer."""
         return [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
 
     @property
     def model(self) -> object:
-        """The hooked model itself."""
+        """The hooked module itself."""
         return self.hooked.model
 
     @property
     def weights(self) -> Weights | None:
-        """The weights of a model of this package; None of any other."""
+        """Weights of a model of this package; None for any other model."""
         return self.own_weights()
 
     @property
@@ -74,22 +74,22 @@ class Predictor:
 
     @property
     def is_one_attention(self) -> bool:
-        """Whether the model is one layer of attention with nothing around it, which has `circuits`."""
+        """True if the model is a single attention layer and nothing else; it then has `circuits`."""
         model = self._architecture
         return model is not None and why_no_circuits(model) is None
 
     @property
     def attention_only(self) -> bool:
-        """Whether it is known that nothing but the heads adds to the stream or changes it."""
+        """True if heads alone write to the stream; False if unknown."""
         model = self._architecture
         return model is not None and model.attention_only
 
     @property
     def circuits(self) -> AttentionWeights:
-        """The heads of a model that is one layer of attention with nothing around it.
+        """Heads of a model that is a single attention layer and nothing else.
 
         Raises:
-            ValueError: If the model is another, saying why.
+            ValueError: If the model is of another kind; the message says why.
         """
         weights = self.weights
         if weights is None or (more := why_no_circuits(weights.model)) is not None:
@@ -99,7 +99,7 @@ class Predictor:
 
     @property
     def _way(self) -> ByHooks:
-        """The one place that chooses: from the weights, if they alone decide what the model predicts, or by hooks."""
+        """Choice of how to run: from the weights if they alone decide the predictions, else by hooks."""
         weights = None if self.is_hooked() else self.own_weights()
         if weights is None:
             return ByHooks(lambda: self.hooked)
@@ -121,13 +121,13 @@ class Predictor:
         """Predictions under each of several masks, without gradients, on the device of the prompts.
 
         Args:
-            masks: The heads that are masked together; an empty mask is the full model.
-            method: "zero"; "mean": z of a masked head is its mean over the prompts at that position;
-                "resample": it is that of another prompt, prompts 2i and 2i + 1 swap.
+            masks: Lists of heads that are masked together; an empty list is the full model.
+            method: Replacement for z of a masked head. "zero": 0; "mean": its mean over the prompts, by position;
+                "resample": its value in another prompt (prompts 2i and 2i + 1 swap).
             progress: Optional progress callback.
         Raises:
-            ValueError: If there is no such head, the method is unknown, prompts that swap are odd in number, or
-                they do not fit the model.
+            ValueError: If there is no such head, the method is unknown, "resample" gets an odd number of prompts, or the
+                prompts do not fit the model.
         Example:
             >>> from mechinterp.icl.prompts import sample_prompts
             >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -146,29 +146,29 @@ class Predictor:
     def streams(
         self, prompts: Prompts, *, heads: Sequence[Head] = (), positions: Sequence[int] = (-1,)
     ) -> Float[Tensor, "layer batch pos d_model"]:
-        """The residual stream before each layer and after the last, without gradients.
+        """Residual stream before each layer and after the last, without gradients.
 
         Args:
-            heads: Heads that are masked.
-            positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
+            heads: Masked heads.
+            positions: Positions of the stream, counted from its end; -1 is the query's position, wherever that is.
         Raises:
-            ValueError: If there is no such head, the model lacks the hook on the stream after its last layer, it is not
-                known where the query is, or another position is meant and the query is not last.
+            ValueError: If there is no such head, the model has no hook on the last stream, the query's position is
+                unknown, or positions other than the query's are given and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
         return self._way.streams(prompts, heads, positions).to(prompts.x.device)
 
     @torch.no_grad()
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The stream at every position after some layers, without gradients."""
+        """Stream at every position after `layer` layers, without gradients."""
         self.require_layer(layer)
         return self._way.stream(prompts, layer).to(prompts.x.device)
 
     def query_position(self, prompts: Prompts, layer: int) -> int:
-        """Position of the query in the stream after some layers; -1 is the last.
+        """Position of the query in the stream after `layer` layers; -1 is the last position.
 
         Raises:
-            ValueError: If it is not known.
+            ValueError: If the position is unknown.
         """
         self.require_layer(layer)
         return -1 if self._architecture else query_positions(self.hooked, prompts)[layer]
@@ -182,7 +182,7 @@ class Predictor:
         heads: Sequence[Head] = (),
         progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
+        """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
 
         Raises:
             ValueError: If there is no such head, or the model has fewer layers.
@@ -194,16 +194,16 @@ class Predictor:
 
     @torch.no_grad()
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
-        """Attention weights that the query gives to every position, without gradients; 0 for those that it cannot read.
+        """Attention weights of the query on every position, without gradients; 0 for positions it cannot read.
 
         Raises:
-            ValueError: If the model lacks the hook on its patterns, or it is not known where the query is.
+            ValueError: If the model has no hook on its patterns, or the query's position is unknown.
         """
         return self._way.query_patterns(prompts).to(prompts.x.device)
 
     @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
-        """What each head adds to the stream at the query, without gradients; None where its W_O is not known."""
+        """Output of each head at the query, without gradients; None if W_O is unknown."""
         written = self._way.query_writes(prompts)
         return None if written is None else written.to(prompts.x.device)
 
@@ -211,28 +211,28 @@ class Predictor:
     def own_read_out(
         self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
     ) -> Float[Tensor, "batch d_y"]:
-        """What the model's own read-out, its last norm included, makes of a stream at the query, without gradients."""
+        """The model's own read-out of a stream at the query, last norm included, without gradients."""
         return self._way.read_out(stream, prompts).to(prompts.x.device)
 
     def require_layer(self, layer: int) -> None:
-        """Refuse a number of layers that the model does not have.
+        """Refuse a number of layers outside 0 to n_layers.
 
         Raises:
-            ValueError: Naming it.
+            ValueError: If `layer` is outside that range.
         """
         if not 0 <= layer <= self.n_layers:
             raise ValueError(f"layer must lie in 0 to {self.n_layers}, got {layer}.")
 
 
 Source = object
-"""What an analysis takes: a checkpoint, a hooked model, weights or a `Predictor`; `predictor_of` refuses the rest."""
+"""Input of an analysis: a checkpoint, a hooked model, weights or a `Predictor`. `predictor_of` refuses anything else."""
 
 Learner = Callable[[Prompts], Tensor]
 """A function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer."""
 
 
 def is_learner(source: Source) -> bool:
-    """Whether a source is a function of prompts, and no model.
+    """True if a source is a plain function of prompts instead of a model.
 
     Example:
         >>> is_learner(lambda prompts: prompts.y_query), is_learner(TaskConfig())
@@ -242,10 +242,10 @@ def is_learner(source: Source) -> bool:
 
 
 def learner_of(source: Source | Learner) -> Learner:
-    """A function from prompts to the last predictions: of a learner, or of a model without gradients.
+    """Function from prompts to final predictions, for a learner or for a model (without gradients).
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the source is neither.
     """
     if not is_learner(source):
         return torch.no_grad()(predictor_of(source).predict)
@@ -260,17 +260,17 @@ def learner_of(source: Source | Learner) -> Learner:
 
 @runtime_checkable
 class HasPredictor(Protocol):
-    """A checkpoint."""
+    """An object with a predictor: a checkpoint."""
 
     @property
     def predictor(self) -> Predictor: ...
 
 
 def predictor_of(source: Source) -> Predictor:
-    """A checkpoint, a hooked model, weights or a predictor, as the analyses see it.
+    """Predictor of a checkpoint, a hooked model, weights or a predictor.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If the source is none of these.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> predictor_of(zero_head(d_x=5)).n_heads
@@ -316,7 +316,7 @@ def _of_hooked_model(model: object) -> Predictor:
 
 
 def _assumed_task(cfg: "HookedConfig") -> TaskConfig:
-    """The softmax paper's setting for a model's sizes, no longer than its positions."""
+    """Default task (the softmax paper's setting) with the model's sizes; contexts are cut to the model's positions."""
     task, most = TaskConfig(d_x=cfg.d_x, d_y=cfg.d_y), cfg.n_ctx - 2
     if cfg.model.layout == "in_turn":
         most //= 2

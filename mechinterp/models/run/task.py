@@ -1,4 +1,4 @@
-"""The task of an analysis: the one that is given, or the model's own."""
+"""Task of an analysis: the given task, or the model's own."""
 
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.icl.given import PromptsTask
@@ -9,14 +9,14 @@ from mechinterp.models.run.predictor import Source, is_learner, predictor_of
 def task_for(
     source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
 ) -> TaskConfig:
-    """The task that is given, its missing fields from the model's own task; or the model's own task.
+    """The given task, with missing fields from the model's own task; or the model's own task.
 
     Args:
-        task: None: the model's own. A function of prompts has none.
+        task: None: the model's own task, which a function of prompts does not have.
         analysis: Name of the analysis, for messages.
-        prompts: Given prompts: the task is then theirs, and without `task` their law is not known.
+        prompts: Given prompts, whose task is returned; without `task` their law is unknown.
     Raises:
-        ValueError: If there is no task, or the argument is none.
+        ValueError: If there is no task, or the argument is not a task.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words

@@ -1,4 +1,4 @@
-"""A model of this package, run from its weights alone where they suffice."""
+"""Running a model of this package from its weights alone, where they suffice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 @dataclass(frozen=True, eq=False)
 class ByWeights(ByHooks):
-    """In closed form, as a map of the tokens, or layer by layer; by hooks what takes every token of every layer."""
+    """Model run from its weights: in closed form, as a map of the tokens, or layer by layer; by hooks if that is not enough."""
 
     weights: Weights
 
@@ -70,7 +70,7 @@ class ByWeights(ByHooks):
         """The prompts in the dtype and on the device of the weights.
 
         Raises:
-            ValueError: If they are of another d_x or d_y, or too long.
+            ValueError: If the prompts have another d_x or d_y, or are too long.
         """
         weights = self.weights
         tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)

@@ -1,4 +1,4 @@
-"""Attention for autograd: by the compiled kernel where it computes the score, else by tensor operations."""
+"""Attention for autograd: compiled where the kernel knows the score, else tensor operations."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from mechinterp.training.general.forward import Attention, block_of, is_compiled
 
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
-    """What each head reads, from queries with the scale, keys and values; the rows are the last positions.
+    """Weighted average of the values for each head and row, from scaled queries, keys and values; rows are the last positions.
 
     Example:
         >>> q, k = torch.zeros(1, 1, 1, 2), torch.zeros(1, 4, 1, 2)
@@ -29,7 +29,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
 
 
 class _Attended(torch.autograd.Function):
-    """What heads read, and the gradients in queries, keys and values, both compiled."""
+    """Compiled attention with compiled gradients in queries, keys and values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
@@ -46,7 +46,7 @@ class _Attended(torch.autograd.Function):
 
 
 def _prompts_last(heads: Tensor, attention: Attention) -> Tensor:
-    """[head, feature, row, prompt], with prompts of zeros up to whole blocks of the kernel."""
+    """[head, feature, row, prompt], padded with zero prompts to whole blocks of the kernel."""
     fill = -len(heads) % block_of(attention.score, heads)
     return pad(heads.permute(2, 3, 1, 0), (0, fill)).contiguous()
 

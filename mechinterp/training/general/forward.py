@@ -1,7 +1,7 @@
-"""Forward and backward pass of a stack of attention layers whose scores are not linear, written out.
+"""Hand-written forward and backward pass of a stack of attention layers with nonlinear scores.
 
 Tensors have the prompt as last axis: the stream is [d_model, row, prompt], so that a product with weights is one matrix
-product. Rows are tokens, the query last. The last layer computes only what the query reads. Attention with softmax and
+product. Rows are tokens, the query last. The last layer computes the query only. Attention with softmax and
 relu/L scores is compiled (`kernel.py`).
 """
 
@@ -19,33 +19,33 @@ from mechinterp.models.weights import Weights
 
 Heads = Float[Tensor, "head feature row prompt"]
 Keys = Float[Tensor, "key_head feature key_row prompt"]
-"""Keys or values of every head; one key_head means that all heads share them."""
+"""Keys or values of every head; a head axis of length 1 means that all heads share them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """Queries, keys, values and attention weights of a layer, and what its heads read."""
+    """Queries, keys, values and attention weights of a layer, and the weighted averages z of its heads."""
 
     q: Heads
     k: Keys
     v: Keys
     pattern: Tensor
     slope: Tensor | None
-    """Factor of the gradient in the scores (`pattern_and_slope`); None: the kernel computes it."""
+    """Factor of the gradient in the scores (`pattern_and_slope`); None if the kernel computes it."""
     z: Heads
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Score function and number of readable rows of every layer's heads."""
+    """Score function and number of readable rows, the same for every layer."""
 
     score: str
     slope: float
     n_keys: int
-    """Number of rows that are read: the first ones."""
+    """Number of readable rows; they are the first ones."""
 
     def forward(self, q: Heads, k: Keys, v: Keys) -> Attended:
-        """Attention weights, and what each head reads."""
+        """Attention weights and weighted averages of the heads."""
         if is_compiled(self.score, q):
             return self._by_kernel(q, k, v)
         scores = _rows(q) @ _rows(k, self.n_keys).mT
@@ -54,7 +54,7 @@ class Attention:
         return Attended(q, k, v, pattern, slope, z.contiguous())
 
     def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
-        """Set the gradients in queries, keys and values, from the gradient `d_z` in what the heads read."""
+        """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
         if is_compiled(self.score, d_z):
             from mechinterp.training.general.kernel import attend_back
 
@@ -73,7 +73,7 @@ class Attention:
         _set_first(d_v, of.pattern.mT @ d_read)
 
     def _by_kernel(self, q: Heads, k: Keys, v: Keys) -> Attended:
-        # Imported here, so that reading checkpoints does not wait for the compiler.
+        # Imported here, so that reading checkpoints does not load the compiler.
         from mechinterp.training.general.kernel import LANES, attend
 
         n_heads, _, n_rows, n_prompts = q.shape
@@ -95,12 +95,12 @@ class Attention:
 
 
 class Forward:
-    """One pass forward, and back from it."""
+    """One forward pass, with `gradients` for the backward pass."""
 
     def __init__(self, weights: Weights, prompts: Prompts):
         self.weights, self.n_prompts = weights, len(prompts)
         model, length = weights.model, prompts.x.shape[1]
-        # Prompts of zeros fill the last block of lanes.
+        # Zero prompts fill the last block of lanes.
         fill = (0, -len(prompts) % block_of(model.score, prompts.x))
         self.tokens = pad(prompts.tokens.permute(2, 1, 0), fill).contiguous()
         self.attention = Attention(model.score, model.score_slope, length)
@@ -116,7 +116,7 @@ class Forward:
 
     def _layer(self, layer: int) -> None:
         weights, stream, wide = self.weights, self.streams[-1], self.wide[layer]
-        # Before the first layer the stream has as few dimensions as a token.
+        # Before the first layer the stream has only as many dimensions as a token.
         projected = _product(wide, stream) if layer else _product(wide @ self.W_in.mT, self.tokens)
         q, k, v = projected.view(3, weights.n_heads, weights.d_head, *stream.shape[1:])
         self.attended.append(self.attention.forward(q, k, v))
@@ -128,7 +128,7 @@ class Forward:
         self.at_query = stream[:, -1].contiguous()  # [d_model, prompt]
         self.W_Q = self.wide[-1, : len(self.wide[-1]) // 3]  # [columns, d_model], with the scale
         self.q = (self.W_Q @ self.at_query).unflatten(0, (weights.n_heads, -1))
-        # What the heads look for in the stream.
+        # Key-side vectors: the direction in the stream that each head scores.
         key_side = (weights.W_K[-1] @ self.q)[:, :, None]
         self.attended.append(self.attention.forward(key_side, stream[None], stream[None]))
         self.out = (self.W_O[-1] @ self.W_U).view(weights.n_heads, -1, weights.d_y)
@@ -138,7 +138,7 @@ class Forward:
         self.prediction = prediction[:, : self.n_prompts]  # [d_y, prompt]
 
     def gradients(self, d_prediction: Float[Tensor, "d_y prompt"]) -> Weights:
-        """The gradient in the weights, from that in the predictions."""
+        """Gradient in the weights, from the gradient in the predictions."""
         weights = self.weights
         d_prediction = pad(d_prediction, (0, self.tokens.shape[-1] - self.n_prompts))
         d_wide = self.wide.new_empty(weights.n_layers, 3, *weights.W_V.mT.shape[1:])
@@ -159,13 +159,13 @@ class Forward:
         return weights.with_tensors({name: gradients[name] for name in weights.tensors})
 
     def _written(self, layer: int) -> Float[Tensor, "columns position"]:
-        """What a layer's heads read, all heads' features one below the other."""
+        """Weighted averages of a layer's heads, with all heads' features along one axis."""
         return self.attended[layer].z.flatten(0, 1).flatten(1)
 
     def _last_layer_back(
         self, d_prediction: Tensor, d_wide: Tensor, d_W_O: Tensor
     ) -> tuple[Float[Tensor, "d_model row prompt"], Float[Tensor, "d_model d_y"]]:
-        """Set the gradients in the last layer; those in the stream before it, and in the read-out."""
+        """Set the gradients in the last layer; returns the gradients in the stream before it and in the read-out."""
         weights, of = self.weights, self.attended[-1]
         d_written = (of.z.flatten(0, 2) @ d_prediction.mT).view(weights.n_heads, -1, weights.d_y)
         d_out = (weights.W_V[-1].mT @ d_written).flatten(0, 1)
@@ -184,10 +184,11 @@ class Forward:
         return d_stream, d_W_U
 
     def _layer_back(self, layer: int, d_stream: Tensor) -> Tensor:
-        """Turn the gradient in the stream after a layer into that before it.
+        """Change the gradient in the stream after a layer, in place, to the gradient in the stream before it.
 
         Returns:
-            That in `wide`; in the first layer in its product with W_in, and the stream's lacks what goes through it.
+            Gradient in `wide`. For the first layer it is the gradient in the product of `wide` and W_in, and the stream's
+            gradient then lacks the part that passes through `wide`.
         """
         of = self.attended[layer]
         d_projected = torch.empty(3, *of.q.shape, dtype=of.q.dtype, device=of.q.device)
@@ -201,13 +202,13 @@ class Forward:
 
 
 def is_compiled(score: str, like: Tensor) -> bool:
-    """Whether the kernel computes these scores for tensors of this dtype and device."""
+    """True if the kernel computes these scores for tensors of this dtype and device."""
     known = score in (*LINEAR, "relu/L", "softmax")
     return known and like.device.type == "cpu" and like.dtype == torch.float32
 
 
 def block_of(score: str, like: Tensor) -> int:
-    """Number of prompts in a block: the number of prompts is padded to a multiple of it."""
+    """Number of prompts in a block; the number of prompts is padded to a multiple of it."""
     if not is_compiled(score, like):
         return 1
     from mechinterp.training.lanes import LANES
@@ -216,7 +217,7 @@ def block_of(score: str, like: Tensor) -> int:
 
 
 def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """A matrix times the features of [feature, row, prompt]."""
+    """Product of a matrix with the features of [feature, row, prompt]."""
     product = left @ right.flatten(1)
     if add_to is not None:
         product += add_to.flatten(1)
@@ -224,19 +225,19 @@ def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Te
 
 
 def _outer(left: Tensor, right: Tensor) -> Float[Tensor, "left right"]:
-    """The sum over rows and prompts of products of features."""
+    """Sum over rows and prompts of the outer products of features."""
     return left.flatten(1) @ right.flatten(1).mT
 
 
 def _rows(
     heads: Float[Tensor, "head feature row prompt"], n: int | None = None
 ) -> Float[Tensor, "head prompt _first feature"]:
-    """The first rows."""
+    """First `n` rows, as [head, prompt, row, feature]."""
     return heads.permute(0, 3, 2, 1)[:, :, :n]
 
 
 def _set_first(gradient: Keys, rows: Float[Tensor, "head prompt first feature"]) -> None:
-    """Set the first rows, to a sum over all heads where these share them, and the others to 0."""
+    """Set the gradient of the first rows, summed over heads if they share keys; set all other rows to 0."""
     part = rows.permute(0, 3, 2, 1)
     if len(gradient) < len(part):
         part = part.sum(0, keepdim=True)

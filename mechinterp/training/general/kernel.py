@@ -1,10 +1,10 @@
-"""The attention of one layer compiled, forward and backward: all heads, a block of prompts at a time.
+"""Compiled attention of one layer, forward and backward: all heads, a block of prompts at a time.
 
-Prompts lie along the last axis of every tensor, so that all arithmetic runs over vectors of LANES of them and every
-matrix product with weights, which is left to torch, is one for all prompts. Of the keys, those of all heads may be
-the same: then there is one of them.
+Prompts lie along the last axis of every tensor, so that all arithmetic runs over vectors of LANES prompts. Matrix
+products with weights are left to torch, as one product for all prompts. Keys and values that all heads share are
+stored once.
 
-Importing this module compiles it, or loads what an earlier import has compiled.
+Importing this module compiles it, or loads the compiled code of an earlier import.
 """
 
 # mypy: no-check-untyped-defs
@@ -32,7 +32,7 @@ HEADS = types.Array(types.float32, 4, "C")
 
 @compiled()
 def gather(source, block, n_rows, target):
-    """The first rows of [feature, row, prompt] of one block, as lanes [feature, row]."""
+    """The first rows of one block of [feature, row, prompt], as lanes [feature, row]."""
     n_features, rows, n_prompts = source.shape
     flat, n_blocks = source.reshape(source.size), n_prompts // LANES
     for f in range(n_features):
@@ -42,7 +42,7 @@ def gather(source, block, n_rows, target):
 
 @compiled()
 def scatter(source, block, n_rows, target):
-    """Set the first rows of [feature, row, prompt] of one block to lanes [feature, row], and the others to 0."""
+    """Set the first rows of one block of [feature, row, prompt] to lanes [feature, row], and the others to 0."""
     n_features, rows, n_prompts = target.shape
     flat, n_blocks = target.reshape(target.size), n_prompts // LANES
     for f in range(n_features):
@@ -53,7 +53,7 @@ def scatter(source, block, n_rows, target):
 
 @compiled()
 def products(left, i, n_left, right, n_right, n_features, sums):
-    """sums_j = sum_f left[f, i] right[f, j]; three at a time, so that what they share is loaded once."""
+    """sums_j = sum_f left[f, i] right[f, j]; three j at a time, so that left[f, i] is loaded once for them."""
     last = n_right - 1
     for j in range(0, n_right, 3):
         j1, j2 = min(j + 1, last), min(j + 2, last)
@@ -70,7 +70,7 @@ def products(left, i, n_left, right, n_right, n_features, sums):
 
 @compiled()
 def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
-    """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add that; three features at a time."""
+    """Set out[f, i] to sum_j weights[start + j * stride] rows[f, j], or add the sum to it; three features at a time."""
     last = n_features - 1
     for f in range(0, n_features, 3):
         f1, f2 = min(f + 1, last), min(f + 2, last)
@@ -91,7 +91,7 @@ def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
 
 @compiled()
 def weigh(kind, factor, scores, n, pattern, first):
-    """The attention weights of one query, from its scores."""
+    """Attention weights of one query, from its scores."""
     if kind == SOFTMAX:
         peak = load(scores, 0)
         for j in range(1, n):
@@ -113,7 +113,7 @@ def weigh(kind, factor, scores, n, pattern, first):
 
 @intrinsic
 def where(_context, condition, value):
-    """The value where the condition is not 0, else 0."""
+    """The value in lanes where the condition is not 0, else 0."""
 
     def code(_target, builder, _signature, arguments):
         zero = ir.Constant(VECTOR, [0.0] * LANES)
@@ -125,7 +125,7 @@ def where(_context, condition, value):
 
 @compiled()
 def score_gradient(kind, factor, pattern, first, n, changes):
-    """Turn what the loss changes by with the attention weights of a query into the same for its scores."""
+    """Change the gradient in the attention weights of a query, in place, to the gradient in its scores."""
     centre = fill(0.0)
     if kind == SOFTMAX:
         for j in range(n):
@@ -143,7 +143,7 @@ def score_gradient(kind, factor, pattern, first, n, changes):
 
 @compiled(types.void(HEADS, HEADS, HEADS, types.int64, types.int64, types.float32, HEADS, HEADS))
 def attend(q, k, v, n_keys, kind, factor, patterns, z):
-    """Set the attention weights [block, head, query and key, lane] and what every head reads.
+    """Set the attention weights [block, head, query and key, lane] and the weighted averages z of every head.
 
     Queries, keys and values are [head, feature, row, prompt]; the first `n_keys` rows of keys and values are read.
     """
@@ -167,7 +167,7 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
 
 @compiled(types.void(*[HEADS] * 3, types.int64, types.int64, types.float32, *[HEADS] * 5))
 def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
-    """Set the gradients in queries, keys and values, from that in what every head reads."""
+    """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
     n_heads, size, n_rows, n_prompts = q.shape
     query, d_out, d_query = np.empty((3, size * n_rows * LANES), np.float32)
     key, value, d_key, d_value = np.empty((4, size * n_keys * LANES), np.float32)

@@ -1,4 +1,4 @@
-"""Loss and gradient of deep models: by autograd, or written out for stacks whose scores are not linear."""
+"""Loss and gradient of deep models: by autograd, or hand-written for attention stacks with nonlinear scores."""
 
 import torch
 from jaxtyping import Float
@@ -46,7 +46,7 @@ def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
 
 
 def _is_written_out(weights: Weights) -> bool:
-    """Whether `Forward` computes the model: attention alone, with scores that are not linear."""
+    """True if `Forward` computes the model: attention only, with nonlinear scores."""
     return weights.model.is_stack and not weights.is_linear_map
 
 

@@ -1,4 +1,4 @@
-"""Training of one model of any architecture, by Adam and automatic gradients."""
+"""Training of one model of any architecture, with Adam."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,9 +23,9 @@ from mechinterp.training.run import Batch, Run
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
     """Initial weights of a model, a function of its config and seed alone.
 
-    Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and W_U,
-    the width of what they act on for W_in and W_read, n_heads * d_head for W_O, d_model and d_mlp for the MLP's.
-    Norms start at the identity, biases at 0, positions at N(0, 0.02^2) as GPT-2's.
+    Uniform in +-1/sqrt(fan_in), as in PyTorch's linear layers. fan_in is d_model for W_Q, W_K, W_V and W_U, n_heads * d_head
+    for W_O, the input width for W_in and W_read, and d_model and d_mlp for the MLP. Norms start at the identity, biases at 0,
+    positions at N(0, 0.02^2) as in GPT-2.
 
     Example:
         >>> from mechinterp.presets import preset
@@ -41,7 +41,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
         ) / fan_in**0.5
 
     stack = (model.n_layers, model.n_heads)
-    # The order of the draws is part of what a seed means.
+    # The order of the draws must not change: it decides which weights a seed gives.
     drawn = {"W_O": uniform(model.n_heads * d_head, *stack, d_head, width)}
     for name in ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V"):
         drawn[name] = uniform(width, *stack, width, d_head)
@@ -63,7 +63,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
                 *shape, dtype=torch.float32, device="cpu"
             )
     if model.one_attention:
-        # Only y is read: the x columns never count.
+        # Only y is read, so the x columns have no effect.
         tensors["blocks.0.attn.W_O"][..., : task.d_x] = 0
     return Weights.of_names(model, task.d_x, task.d_y, tensors)
 
@@ -78,7 +78,7 @@ class DeepRun(Run[Weights]):
         device: str = "cpu",
         start: Weights | None = None,
     ):
-        """A run at its start: with the initial weights of the config, or others of their shapes."""
+        """Start a run from the initial weights of the config, or from other weights of the same shapes."""
         if len(models) != 1:
             raise ValueError(f"Such a model trains alone, got {len(models)} models.")
         (config,) = models.values()
@@ -106,7 +106,7 @@ class DeepRun(Run[Weights]):
 
 
 def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
-    """Refuse steps that do not fit into memory, whatever else a step keeps for its gradient."""
+    """Refuse steps whose activations do not fit into memory."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
     per_prompt = (stack_bytes if weights.is_linear_map else prompt_bytes)(weights, length)

@@ -1,6 +1,6 @@
 """Gradient descent of linear attention on a training set, through its moments.
 
-A training set enters through a few moments only, so that a step costs the same for any number of sequences.
+The training set enters only through a few moments, so a step costs the same for any number of sequences.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from mechinterp.training.linear.flat import check_heads, flatten, velocity_of
 from mechinterp.training.linear.flow import Flow, record
 
 CHUNK = 8192
-"""Sequences of a training set that are drawn at once."""
+"""Number of training sequences that are drawn at once."""
 
 
 def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
@@ -52,7 +52,7 @@ def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x 
 def training_set(
     task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = CHUNK
 ) -> Iterable[Prompts]:
-    """A training set in chunks, a pure function of its size and seed.
+    """Training set in chunks, a function of its size and seed alone.
 
     Raises:
         ValueError: If n_sequences or chunk is below 1.
@@ -78,16 +78,16 @@ def full_batch_descent(
     every: int = 1,
     at: Int[np.ndarray, " row"] | None = None,
 ) -> Flow:
-    """Gradient descent on the moments of a training set; each step costs the same for any size of the set.
+    """Gradient descent on the moments of a training set; the cost of a step does not depend on the set's size.
 
     Args:
         heads: Initial weights in the basis of the moments.
-        directions: Directions of the population, in that basis, for the learned fractions.
-        every: Steps between two rows of the result; the last step is one too.
-        at: Steps that are the rows instead, rising.
+        directions: Directions of the population in that basis, for the learned fractions.
+        every: Number of steps between two rows of the result; the last step always has a row.
+        at: Steps that have a row, increasing; replaces `every`.
     Raises:
         ValueError: If learning_rate, steps or every is not positive, all weights are zero, sizes differ, or `at`
-            does not rise from 0 to steps.
+            does not increase to `steps`.
         FloatingPointError: If the weights diverge.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 3.1; its figures use full-batch descent.
@@ -113,12 +113,12 @@ def full_batch_descent(
 def _states(
     heads: Heads, moments: Moments, learning_rate: float, rows: Int[np.ndarray, " row"]
 ) -> Float[np.ndarray, "row weight"]:
-    """Flat weights at given steps of descent on the moments."""
+    """Flat weights at the given steps of gradient descent on the moments."""
     velocity = velocity_of(heads, moments)
     state, rate = flatten(heads), 2 * learning_rate
     states = []
     for n_steps, row in zip(np.diff(rows, prepend=0).tolist(), rows.tolist(), strict=True):
-        # Weights that overflow on the way are found at its end.
+        # Overflow within these steps is noticed after them.
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(n_steps):
                 state = state + rate * velocity(state)
@@ -133,7 +133,7 @@ def _states(
 def _regressors(
     prompts: Prompts, basis: Float[np.ndarray, "d_x d_x"]
 ) -> tuple[Float[np.ndarray, " batch"], Float[np.ndarray, "batch feature"]]:
-    """y_query and z = vec(b x_query^T), b = (1/N) sum y x."""
+    """y_query and z = vec(b x_query^T), with b = (1/N) sum y x."""
     if prompts.y.shape[2] != 1:
         raise ValueError(f"prompts must have one response, got d_y = {prompts.y.shape[2]}.")
     x, y, x_query, y_query = (

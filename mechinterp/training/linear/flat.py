@@ -1,4 +1,4 @@
-"""Weights of linear attention as one flat array, as solvers want them."""
+"""Weights of linear attention as one flat array, for numerical solvers."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from mechinterp.theory.linear_heads import (
 
 
 def check_heads(heads: Heads, moments: Moments) -> None:
-    """Refuse heads that do not fit the moments, or cannot move.
+    """Refuse heads that do not fit the moments, or that cannot move.
 
     Raises:
         ValueError: If sizes differ, all weights are zero, or the heads have a time axis.
@@ -37,7 +37,7 @@ def flatten(heads: Heads) -> Float[np.ndarray, "*stack weight"]:
 
 
 def unflatten(heads: Heads, flat: Float[np.ndarray, "*stack weight"]) -> Heads:
-    """Heads of the same sizes from flat weights."""
+    """Heads with the sizes of `heads`, from flat weights."""
     n_heads, stack = heads.v.shape[-1], flat.shape[:-1]
     v, rest = flat[..., :n_heads], flat[..., n_heads:]
     if isinstance(heads, MergedHeads):
@@ -47,7 +47,7 @@ def unflatten(heads: Heads, flat: Float[np.ndarray, "*stack weight"]) -> Heads:
 
 
 def velocity_of(heads: Heads, moments: Moments) -> Callable[[np.ndarray], np.ndarray]:
-    """tau dW/dt of flat weights on the loss of moments, without making heads of them."""
+    """Function that gives tau dW/dt for flat weights, under the loss of the moments."""
     n_heads, d_x = heads.v.shape[-1], len(moments.yz)
     if isinstance(heads, MergedHeads):
 

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from scipy.integrate import OdeSolver
 
 LARGEST_IMPLICIT = 160
-"""Weights up to which an implicit step, with its Jacobian by differences, pays."""
+"""Up to this many weights the solver LSODA is used, which can take implicit steps; above it DOP853."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Flow(Result):
-    """Heads of linear attention while they train."""
+    """Training of linear attention: loss, heads and learned fractions over time."""
 
     time: Float[np.ndarray, " time"]
-    """Unit of tau; a step of descent at rate eta is 2 eta of it."""
+    """Time in units of tau; a step of gradient descent at rate eta takes 2 eta."""
     loss: Float[np.ndarray, " time"]
-    """Squared error on the moments trained on, unit y^2."""
+    """Squared error on the training moments, unit y^2."""
     descent: Float[np.ndarray, " time"]
-    """-dL/dt of the flow, from the gradient and not from differences; unit y^2 / time."""
+    """-dL/dt of the flow, from the gradient (not from differences of the loss); unit y^2 / time."""
     heads: Heads
     """Weights, with time as the leading axis."""
     M: Float[np.ndarray, "time d_x d_x"]
-    """sum_i v_i U_i or sum_i v_i K_i^T Q_i."""
+    """Effective matrix: sum_i v_i U_i for merged heads, sum_i v_i K_i^T Q_i for separate heads."""
     learned: Float[np.ndarray, "time mode"]
-    """f_d, the part of every direction that is learned: 0 before, 1 after."""
+    """Learned fraction f_d of every direction: 0 before it is learned, 1 after."""
 
     def __repr__(self) -> str:
         return (
@@ -87,14 +87,14 @@ def flow(
 
     Args:
         heads: Initial weights, without a time axis.
-        moments: Of a population, whose directions `modes` can tell apart.
-        duration: Length in the unit of tau.
-        until_loss: Loss at which to stop earlier, leaving out later `times`.
-        times: Times to report, rising; None stands for the solver's own steps, dense where weights move.
+        moments: Population moments whose directions `modes` can separate.
+        duration: Total time, in the unit of tau.
+        until_loss: Loss at which to stop early; later `times` are then missing.
+        times: Times to report, increasing; None: the solver's own steps, which are dense where weights change fast.
     Raises:
-        ValueError: If duration or tau is not positive, all weights are zero, sizes differ or times do not rise
-            from 0 to at most duration.
-        RuntimeError: If the solver cannot go on.
+        ValueError: If duration or tau is not positive, all weights are zero, sizes differ, or times do not increase
+            within [0, duration].
+        RuntimeError: If the solver fails.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (8) and (14), with the expected loss in closed form.
     Example:
@@ -112,7 +112,7 @@ def flow(
         times[0] >= 0 and times[-1] <= duration and np.all(np.diff(times) > 0)
     ):
         raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
-    from scipy.integrate import DOP853, LSODA  # takes a good part of a start-up
+    from scipy.integrate import DOP853, LSODA  # slow to import
 
     start, directions, velocity = flatten(heads), modes(moments), velocity_of(heads, moments)
     kind = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
@@ -134,7 +134,7 @@ def record(
     directions: Modes,
     tau: float,
 ) -> Flow:
-    """States along a way as a Flow, with -dL/dt and the learned fractions."""
+    """Flow from the flat weights at given times, with -dL/dt and the learned fractions."""
     path = unflatten(heads, states)
     M = path.M
     velocity = flatten(path.velocity(moments.gradient(M)))
@@ -155,7 +155,7 @@ def _follow(
     until_loss: float,
     wanted: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times and states along a solver's way, at its own steps or at the wanted times."""
+    """Times and states of a solver, at its own steps or at the wanted times."""
     time, states = [np.zeros(1)], [solver.y[None].copy()]
     if wanted is not None and wanted[0] > 0:
         time, states = [], []

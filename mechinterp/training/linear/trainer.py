@@ -1,7 +1,7 @@
-"""Training of linear attention from a config, as its paper does it: on moments, without minibatches.
+"""Training of linear attention from a config, on moments and without minibatches, as in its paper.
 
-Heads are drawn, follow the gradient flow or full-batch descent, and come back as weights of a layer with
-their history and snapshots, as those of any other model.
+Heads are drawn at random and follow the gradient flow or full-batch descent. The result is the weights of a layer, with
+history and snapshots, as for any other model.
 """
 
 import numpy as np
@@ -36,9 +36,9 @@ from mechinterp.training.trained import TrainedModel, history_of
 
 
 def task_moments(task: TaskConfig) -> Moments:
-    """Moments of the population of a task with one response, in the coordinates of its prompts.
+    """Population moments of a task with one response, in the coordinates of its prompts.
 
-    Of a pool of task vectors they hold its second moment and nothing else.
+    A pool of task vectors enters through its second moment alone.
 
     Raises:
         ValueError: If the task has several responses or supports.
@@ -62,12 +62,12 @@ def task_moments(task: TaskConfig) -> Moments:
 
 
 def initial_heads(config: ExperimentConfig) -> Heads:
-    """Initial v, K and Q (or U) of a config's heads, a function of it alone: entries from N(0, init_std^2).
+    """Initial v, K and Q (or U) of a config's heads, a function of the config alone: entries from N(0, init_std^2).
 
-    With init_std null they are those in PyTorch's default initial weights.
+    If init_std is null, they are computed from PyTorch's default initial weights.
 
     Raises:
-        ValueError: If the config is not of linear attention that is trained on moments.
+        ValueError: If the config is not linear attention trained on moments.
     Example:
         >>> from mechinterp.presets import preset
         >>> initial_heads(preset("linear-separate"))
@@ -87,15 +87,15 @@ def initial_heads(config: ExperimentConfig) -> Heads:
 
 
 def train_linear(config: ExperimentConfig) -> TrainedModel:
-    """A model of linear attention, trained by gradient flow or full-batch descent; weights in float32.
+    """Model of linear attention, trained by gradient flow or full-batch descent; weights in float32.
 
-    In its history, `loss` is that of the training set (or population) at the step itself, and `eval_loss` is
-    that of the population; both are exact.
+    In its history `loss` is the loss on the training set (or population) at that step, and `eval_loss` the loss on the
+    population; both are exact.
 
     Raises:
-        ValueError: If the config is not of linear attention that is trained on moments.
+        ValueError: If the config is not linear attention trained on moments.
         FloatingPointError: If the weights diverge.
-        RuntimeError: If the flow cannot be followed.
+        RuntimeError: If the solver of the flow fails.
     Example:
         >>> from mechinterp.config import override
         >>> from mechinterp.presets import preset
@@ -119,7 +119,7 @@ def train_linear(config: ExperimentConfig) -> TrainedModel:
 
 
 def _weights(config: ExperimentConfig, path: Heads, row: int) -> Weights:
-    """The weights at one row of a path, in float32."""
+    """Weights at one row of a path, in float32."""
     layer = linear_attention(_at(path, row), score_slope=config.model.score_slope)
     return weights_of_layer(layer.to(torch.float32), model=config.model)
 
@@ -136,7 +136,7 @@ def _default_heads(config: ExperimentConfig) -> Heads:
 def _run(config: ExperimentConfig, heads: Heads, steps: Int[np.ndarray, " row"]) -> Flow:
     train, population = config.train, task_moments(config.task)
     if train.optimizer == "gradient_flow":
-        # A step of descent at rate eta is 2 eta of tau.
+        # A step of gradient descent at rate eta takes a time of 2 eta tau.
         time = 2 * train.learning_rate * steps
         return flow(heads, population, duration=float(time[-1]), times=time)
     moments, n_sequences = population, config.task.n_sequences
@@ -169,7 +169,7 @@ def _history(
 
 
 def moments_bytes(config: ExperimentConfig) -> int:
-    """Memory that such training adds to a process, at most.
+    """Upper bound on the memory that training on moments adds to a process, in bytes.
 
     Example:
         >>> from mechinterp.presets import preset
@@ -178,7 +178,7 @@ def moments_bytes(config: ExperimentConfig) -> int:
     """
     task, train = config.task, config.train
     n_rows = 2 + train.steps // train.log_every + len(train.snapshot_steps)
-    # Fourth moments and what is made of them; for every row weights, velocity and M, and as weights of a layer.
+    # Fourth moments and arrays derived from them; per row weights, velocity and M, and the layer's weights.
     layer = config.model.n_heads * config.d_model * (4 * config.d_model)
     floats = 8 * task.d_x**4 + n_rows * (
         8 * flatten(initial_heads(config)).size + 4 * task.d_x**2 + 4 * layer

@@ -1,10 +1,10 @@
-"""The training step compiled: loss and gradient of many one-layer models, a block of prompts at a time.
+"""Compiled training step: loss and gradient of many one-layer models, a block of prompts at a time.
 
-A head's scores, pattern, average and their gradient are numbers per prompt, so all arithmetic runs over
-vectors of LANES prompts, and a block of contexts stays in the nearest cache while every head reads it. No
-sum runs over heads of different models: a model has the same bits in any pack.
+The scores, pattern and average of a head and their gradients are numbers per prompt, so all arithmetic runs over vectors
+of LANES prompts. A block of contexts stays in the L1 cache while every head reads it. No sum runs over heads of
+different models, so a model gets the same bits in any pack.
 
-Importing this module compiles it, or loads what an earlier import has compiled.
+Importing this module compiles it, or loads the compiled code of an earlier import.
 """
 
 # mypy: no-check-untyped-defs
@@ -49,7 +49,7 @@ def context_block(x, y, first, block):
 
 @compiled()
 def score_block(QK, query, context, keys, scores):
-    """Scores x_query QK (x_l, y_l)^T; the largest one of each prompt."""
+    """Scores x_query QK (x_l, y_l)^T; returns the largest score of each prompt."""
     d_x, d_model = QK.shape
     for m in range(d_model):
         key = fill(0.0)
@@ -68,7 +68,7 @@ def score_block(QK, query, context, keys, scores):
 
 @compiled()
 def activate(score, slope, peak, values, slopes):
-    """Turn scores into f and f', both over a sum that is returned as its inverse."""
+    """Set f and f' (softmax: f only) of the scores; returns the factor that normalises both."""
     length = values.size // LANES
     whole = fill(0.0)
     if score == SOFTMAX:
@@ -80,7 +80,7 @@ def activate(score, slope, peak, values, slopes):
     for pair in range(length):
         s = load(values, pair)
         if score == TANH:
-            # 1 + tanh(s), without cancellation where it is small.
+            # 1 + tanh(s), without cancellation for very negative s.
             value = fill(2.0) / (exponential(s * -2.0) + 1.0)
             derivative = value * (fill(2.0) - value)
         elif score == SQUARE:
@@ -98,7 +98,7 @@ def activate(score, slope, peak, values, slopes):
 
 @compiled()
 def average(values, inverse, context, averaged):
-    """The averaged token, [d_model]."""
+    """Weighted average of the context tokens, [d_model]."""
     d_model = averaged.size // LANES
     for m in range(d_model):
         mean = fill(0.0)
@@ -109,7 +109,7 @@ def average(values, inverse, context, averaged):
 
 @compiled()
 def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
-    """Add a block's part of the loss's gradient in QK: lanes [d_x, d_model]."""
+    """Add one block's part of the gradient in QK, lanes [d_x, d_model]."""
     # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
     d_model = d_averaged.size // LANES
     length = reading.size // LANES
@@ -129,7 +129,7 @@ def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
 
 @compiled()
 def predict_block(OV, averaged, error):
-    """Add a head's outputs, [d_y]."""
+    """Add a head's outputs, [d_y], to `error`."""
     for n in range(OV.shape[1]):
         output = load(error, n)
         for m in range(OV.shape[0]):
@@ -139,7 +139,7 @@ def predict_block(OV, averaged, error):
 
 @compiled()
 def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
-    """Add a block's part of the loss's gradient in OV; set that in the averaged token, and return its centre."""
+    """Add one block's part of the gradient in OV, set the gradient in the averaged token, and return its centre."""
     d_model, d_y = OV.shape
     centre = fill(0.0)
     for m in range(d_model):
@@ -162,7 +162,7 @@ def scale_block(block, factor):
 
 @compiled()
 def block_gradients(context, query, target, QK, OV, slots, score, slope, squares, d_QK, d_OV):
-    """Add one block's part: of each model's squared error, and of its gradients but for their factor."""
+    """Add one block's part to each model's squared error and, without their common factor, to its gradients."""
     n_heads, d_model, d_y = OV.shape
     n_slots, size = slots.shape[1], context.size // d_model
     values, slopes = np.empty((n_slots, size), np.float32), np.empty((n_slots, size), np.float32)
@@ -221,7 +221,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 
 @compiled()
 def sum_lanes(block, factor, sums):
-    """The sums over lanes, times factor."""
+    """Sums over lanes, times factor."""
     for index in range(sums.size):
         sums[index] = total(load(block, index)) * factor
 
@@ -250,10 +250,10 @@ def add_product(left, right, factor, product):
 def set_loss_and_gradients(
     x, y, x_query, y_query, W_Q, W_K, W_V, W_O, slots, score, slope, scale, loss, d_Q, d_K, d_V, d_O
 ):
-    """Set the loss of every model and its gradient in its weights; the gradients come filled with zeros.
+    """Set the loss of every model and its gradient in its weights; the gradient arrays must be zero at the start.
 
-    `slots` are the heads of each model, [model, slot]; the number n_heads stands for none. `score` is an index in
-    SCORES; that of "linear" for "linear/L" too, with slope C over the number of keys.
+    `slots` are the heads of each model, [model, slot]; the number n_heads marks an empty slot. `score` is an index in
+    SCORES. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
     """
     d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
     QK = np.zeros((n_heads, d_x, d_model), np.float32)

@@ -1,4 +1,4 @@
-"""Packs: models of one layer that share task, batches and step size, trained as one set of tensors."""
+"""Packs: one-layer models with the same task, batches and step size, trained as one set of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,21 +18,21 @@ from mechinterp.training.one_layer.step import initial_weights, loss_and_gradien
 from mechinterp.training.run import Batch, Run
 
 LANES = 32
-"""Sums that the compiled step keeps side by side; `kernel.LANES`, which is not imported before it is needed."""
+"""Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 PACK_HEADS = 512
-"""Heads of a pack, unless one model has more."""
+"""Largest number of heads in a pack, except for a single model with more heads."""
 
 
 class Pack(Run[AttentionWeights]):
-    """Models of one layer in training."""
+    """One-layer models that train together."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
         if len({pack_key(config) for config in models.values()}) != 1:
             raise ValueError(
                 "Models of one pack must differ in seed, model.n_heads and pool of tasks only."
             )
-        # Models of one pool lie side by side and see the same prompts.
+        # Models with the same pool are adjacent and get the same prompts.
         tasks = list(dict.fromkeys(config.task for config in models.values()))
         models = dict(sorted(models.items(), key=lambda named: tasks.index(named[1].task)))
         configs = list(models.values())
@@ -52,7 +52,7 @@ class Pack(Run[AttentionWeights]):
         )
 
     def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
-        # The step's own arithmetic, though its gradient is not needed: the same in any pack.
+        # Uses the arithmetic of the step, so that the loss has the same bits in any pack.
         return torch.cat([loss for loss, _ in self._by_task(batch)])
 
     def _loss_and_gradient(
@@ -82,7 +82,7 @@ class Pack(Run[AttentionWeights]):
 
 
 def shares_a_pack(config: ExperimentConfig) -> bool:
-    """Whether the compiled step trains such a model, with others beside it.
+    """True if the compiled step can train this model together with others.
 
     Example:
         >>> shares_a_pack(ExperimentConfig())
@@ -92,16 +92,16 @@ def shares_a_pack(config: ExperimentConfig) -> bool:
 
 
 def pack_key(config: ExperimentConfig) -> tuple[TaskConfig, ModelConfig, TrainConfig]:
-    """What must be equal in models that train in one pack: all but the seed, n_heads and the pool of tasks."""
+    """Settings that models of one pack must share: all but the seed, n_heads and the pool of tasks."""
     task = replace(config.task, n_tasks=None, task_seed=0)
     return task, replace(config.model, n_heads=1), config.train
 
 
 def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentConfig]]:
-    """Models that train together, in the order in which they are named.
+    """Groups of models that train together, in the order of their names in `models`.
 
-    Linear attention that is trained on moments is alone: it samples no prompts that could be shared. So is a
-    model that the compiled step does not train, whose layers are no axis that models could lie along.
+    A model that the compiled step does not train is alone in its group. So is linear attention trained on moments, which
+    samples no prompts.
 
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(300)}
@@ -122,7 +122,7 @@ def packs(models: Mapping[str, ExperimentConfig]) -> list[dict[str, ExperimentCo
 
 
 def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
-    """Memory that training a pack of one-layer models adds to a process on the CPU, at most.
+    """Upper bound on the memory that training a pack of one-layer models adds to a process on the CPU, in bytes.
 
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
@@ -136,12 +136,12 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     n_rows = 2 + train.steps // train.log_every
     # Weights, gradients and Adam's moments, and the sums of the compiled step.
     floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
-    # Snapshots are there as they were trained and as they are named, W_O in full width, and those of one model, while
-    # it is written, as one tensor and as the bytes of its file. Rows of the history are there twice.
+    # Snapshots exist twice: as trained, and by name with W_O in full width. While a model's snapshots are written, they exist
+    # again as one tensor and as the bytes of the file. Rows of the history exist twice.
     named, most = 4 * config.d_model * config.d_head, max(c.model.n_heads for c in models.values())
     floats += len(train.snapshot_steps) * (n_heads * (head + named) + 2 * most * named)
     floats += 2 * n_rows * (2 * n_models + 4 * n_heads)
-    # A chunk of prompts, with what it is made from.
+    # A chunk of prompts, and the random numbers that it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
     n_pools = len({config.task for config in models.values()})
     return 4 * floats + 4 * n_pools * min(batch, CHUNK_BYTES)

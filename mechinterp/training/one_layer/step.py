@@ -1,7 +1,7 @@
-"""The training step: loss and gradient of many independent one-layer models on one batch of prompts.
+"""Training step: loss and gradient of many independent one-layer models on one batch of prompts.
 
-Heads of all models lie along one axis and see the same prompts. The gradient is written out, once as a few
-tensor operations, for any device and precision, and once as a compiled kernel, for float32 on the CPU.
+Heads of all models lie along one axis and get the same prompts. The gradient is hand-written twice: as tensor operations
+for any device and precision, and as a compiled kernel for float32 on the CPU.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from mechinterp.models.shapes import NAMES
 def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     """Initial weights of one model, a function of its config and seed alone.
 
-    Uniform in +-1/sqrt(fan_in), as PyTorch's linear layers start: fan_in is d_model for W_Q, W_K, W_V and
-    n_heads * d_head for W_O.
+    Uniform in +-1/sqrt(fan_in), as in PyTorch's linear layers: fan_in is d_model for W_Q, W_K, W_V and n_heads * d_head for
+    W_O.
 
     Raises:
-        ValueError: If the model has biases, or its query attends to itself: the compiled step does not train those.
+        ValueError: If the model has biases or attend_to_self, which the compiled step does not train.
     Example:
         >>> tuple(initial_weights(ExperimentConfig(seed=3)).W_Q.shape)
         (2, 6, 6)
@@ -38,7 +38,7 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
     d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
 
-    # The order of the draws is part of what a seed means: W_O first, then W_Q, W_K, W_V.
+    # The order of the draws must not change, since it decides which weights a seed gives: W_O, W_Q, W_K, W_V.
     W_O = _uniform(generator, heads * d_head, heads, d_head, d_y)
     W_Q, W_K, W_V = (_uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
     score, slope = config.model.score, config.model.score_slope
@@ -47,25 +47,25 @@ def initial_weights(config: ExperimentConfig) -> AttentionWeights:
 
 @dataclass(frozen=True, eq=False)
 class Membership:
-    """Which head belongs to which model."""
+    """Assignment of heads to models."""
 
     owner: Int[Tensor, " head"]
-    """The model of each head."""
+    """Index of each head's model."""
     slots: Int[Tensor, "model slot"]
-    """The heads of each model, filled up with a head that does not exist, number n_heads."""
+    """Indices of each model's heads, padded with n_heads, which is no head."""
 
     def to(self, device: torch.device | str) -> "Membership":
-        """The same on another device."""
+        """Copy on another device."""
         return Membership(self.owner.to(device), self.slots.to(device))
 
     def sum(self, outputs: Float[Tensor, "batch head d_y"]) -> Float[Tensor, "batch model d_y"]:
-        """Sum over the heads of each model; a NaN stays in its model, and the order of addition is fixed."""
+        """Sum over the heads of each model, in a fixed order; a NaN affects its own model only."""
         nothing = torch.zeros_like(outputs[:, :1])
         return torch.cat([outputs, nothing], dim=1)[:, self.slots].sum(2)
 
 
 def membership(heads_per_model: Sequence[int]) -> Membership:
-    """The membership of heads that lie model after model.
+    """Membership of heads that are stored model after model.
 
     Example:
         >>> membership([1, 2]).slots
@@ -89,7 +89,7 @@ def loss_and_gradients(
     The loss is the mean over prompts and responses of (y_hat - y_query)^2.
 
     Raises:
-        ValueError: If the prompts are not of the weights' d_x and d_y.
+        ValueError: If d_x or d_y of the prompts differs from that of the weights.
     """
     sizes = (prompts.x_query.shape[1], prompts.y_query.shape[1])
     if sizes != (weights.d_x, weights.d_y):
@@ -109,8 +109,8 @@ def by_tensors(
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
     _, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, m, h]
-    # Products and sums instead of batched matrix products: with a d_y of one or two these are faster,
-    # and they leave the axes in the order the large products below want.
+    # Products and sums are faster than batched matrix products for d_y of one or two, and leave the axes in the order that
+    # the large products below need.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
     error = members.sum(outputs) - prompts.y_query[:, None]
     loss = error.square().mean((0, 2))
@@ -118,7 +118,7 @@ def by_tensors(
     d_output = error[:, members.owner] * (2 / (batch * d_y))
     d_OV = (averaged[..., None] * d_output[:, None]).sum(0).transpose(0, 1)  # [h, m, n]
     d_averaged = (d_output[:, None] * OV).sum(-1)  # [b, m, h]
-    # dp_i/ds_k = slope_k (1[i = k] - p_i) where the p add up to 1, and sum_l p_l z_l is `averaged`.
+    # dp_i/ds_k = slope_k (1[i = k] - p_i) if the p sum to 1; sum_l p_l z_l is `averaged`.
     reading = context @ d_averaged
     if is_normalised(weights.score):
         reading -= (averaged * d_averaged).sum(1, keepdim=True)
@@ -141,7 +141,7 @@ def by_tensors(
 def _by_kernel(
     weights: AttentionWeights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], AttentionWeights]:
-    # Here and not above: whoever only reads checkpoints need not wait for the compiler.
+    # Imported here, so that reading checkpoints does not load the compiler.
     from mechinterp.training.one_layer.kernel import set_loss_and_gradients
 
     score, slope = weights.score, weights.score_slope
