@@ -288,7 +288,8 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     ]
     tried = "; ".join(map(repr, checkpoint.readings[:2]))
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-    return ", ".join(assumed) + losses + (f"; {shown['doubt']}" if "doubt" in shown else "")
+    words = [str(shown[name]) for name in ("undetermined", "doubt") if name in shown]
+    return "; ".join([", ".join(assumed) + losses, *words])
 
 
 @contextmanager

@@ -340,8 +340,8 @@ def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
     tensors = read_arrays(tmp_path / "x.npz")
     for name in kinds:
         assert torch.equal(tensors[name].double(), torch.from_numpy(values))
-    assert (tensors["empty"].shape, tensors["number"].item()) == ((0, 3), 2)
-    assert "config" not in tensors
+    assert tensors["empty"].shape == (0, 3)
+    assert not {"config", "number"} & tensors.keys()  # settings
     assert read_text(tmp_path / "x.npz", "config") == "text"
     assert read_text(tmp_path / "x.npz", "other") is None
 

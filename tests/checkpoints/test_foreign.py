@@ -341,7 +341,7 @@ def test_a_foreign_folder_without_weights(tmp_path: Path):
     )
     assert_refused("n_heads must be an integer >= 1, got 'x'", load, tmp_path)
     (tmp_path / "config.json").write_text('{"n_heads": 2, "nhead": 4}')
-    assert_refused("nhead must be the file's 2, got 4", load, tmp_path)
+    assert_refused("n_heads must be one number, got n_heads = 2, nhead = 4", load, tmp_path)
     # A config.json with one of our own fields is ours, and broken.
     (tmp_path / "config.json").write_text('{"experiment": {}}')
     assert_refused("field 'format_version' is missing", load, tmp_path)

@@ -282,7 +282,9 @@ def test_a_module_of_two_inputs_goes_into_one_that_splits_them(prompts):
 def test_what_is_not_known_by_name_is_not_called_a_norm():
     result = classify(hook_module(Split(Pairs()), task=TASK), n_prompts=16)
     assert result.pattern == "undetermined"
-    assert result.reason.startswith("what is not known by name lies between the heads and the")
+    assert result.reason.startswith(
+        "parts that are not known by name lie between the heads and the"
+    )
 
 
 @pytest.mark.parametrize(

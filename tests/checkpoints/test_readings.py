@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import interpret
+from mechinterp.checkpoints.foreign.readings import ranked, tied
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.models.heads import AttentionWeights
@@ -151,6 +152,18 @@ def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
         readings = load(file, score="softmax").readings
         assert min(each.loss for each in readings) < 0.95
         assert any(each.predicts for each in readings) is clear
+
+
+def test_readings_that_tie_are_named_with_the_option_that_decides():
+    zero = 1 + 0.1 * torch.rand(64, generator=torch.Generator().manual_seed(0))
+    candidates = [({"norm": norm, "context_only": each}, object) for norm, each in CANDIDATES]
+    errors = [(zero * share, zero) for share in (0.2, 0.2, 0.9)]
+    words = tied(ranked(candidates, errors))
+    assert ("2 readings" in words, "--model context_only=" in words, "norm" in words) == (True, True, False)  # fmt: skip
+    assert tied(ranked(candidates[:1], errors[:1])) == ""
+
+
+CANDIDATES = (("before", False), ("before", True), ("after", False))
 
 
 def test_no_reading_predicts(tmp_path: Path):

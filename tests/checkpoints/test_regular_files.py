@@ -13,9 +13,10 @@ from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
-from mechinterp.checkpoints.load import convert, load
+from mechinterp.checkpoints.load import convert
 from mechinterp.training.state import read_state, stored_models
 from tests.checkpoints.files import assert_refused
+from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
 
 pytestmark = [

@@ -266,12 +266,12 @@ def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_pa
     result = classify(guessed)
     assert result.pattern == "undetermined"
     assert result.reason.startswith("this file was not understood: ")
-    # Said in full, the same weights are as random ones are: the statement is about them.
+    # Said in full, the same file is not understood either, as its only reading predicts nothing.
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
     stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **hints)
-    assert not stated.readings
-    assert classify(stated).pattern == "unstructured"
-    # And so they are as a checkpoint of this package, or a hooked model.
+    assert [each.said for each in stated.readings] == [{}]
+    assert classify(stated).pattern == "undetermined"
+    # As a checkpoint of this package, or a hooked model, it is as random weights are.
     convert(stated, "native", tmp_path / "native")
     assert classify(load(tmp_path / "native")).pattern == "unstructured"
     assert classify(stated.model, stated.task).pattern == "unstructured"

@@ -67,14 +67,20 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
     [
         Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
         Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
+        Kind(2, norm="rms", mlp=True),
     ],
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
-    """Rotary positions, runs through the layers, x and y in turn."""
+    """Rotary positions, runs through the layers, x and y in turn, norms without means.
+
+    Readings that predict equally well are named with the option that decides.
+    """
     model = trained(kind)
     checkpoint = load(saved(tmp_path, model.state_dict()), n_heads=2, task=TASK)
     ours, theirs = prediction(checkpoint, model)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    ties = any(each.ties for each in checkpoint.readings[1:])
+    assert ("say --" in str(checkpoint.assumed.get("undetermined"))) is ties
 
 
 def test_positions_and_passes_are_assumed_where_nothing_shows_them(tmp_path: Path):

@@ -25,7 +25,7 @@ from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_understood
+from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
@@ -259,6 +259,8 @@ class _Source:
         assumed |= {**form.beside, **_left_out(case), "step": step}
         if readings:
             assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
+        if open_between := tied(readings):
+            assumed["undetermined"] = open_between
         if not found.understood:
             assumed |= {"understood": False, "doubt": not_understood(readings)}
         tensors = self.stored.tensors.items()

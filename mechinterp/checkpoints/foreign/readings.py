@@ -121,6 +121,15 @@ def not_understood(readings: Sequence[Reading]) -> str:
     )
 
 
+def tied(readings: Sequence[Reading]) -> str:
+    """States that other readings predict as well as the first, and which options decide; empty where none does."""
+    alike = [each.said for each in readings[1:] if each.ties and each.predicts]
+    named = [n for n in (readings[0].said if alike else ()) if any(said.get(n) != readings[0].said[n] for said in alike)]  # fmt: skip
+    if not named:
+        return ""
+    return f"{len(alike) + 1} readings predict equally well within errors; say {' and '.join(map(option, named))}"
+
+
 def advice(readings: Sequence[Reading]) -> str:
     """Which options make a file predict that, as its format has it, the first reading, does not."""
     settled, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]

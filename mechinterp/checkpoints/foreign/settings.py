@@ -127,15 +127,17 @@ def _value(name: str, key: str, value: object) -> object:
     """A setting's value, numbers and truth values from texts too; None where it says nothing here."""
     text = str(value).strip().lower()[:80]
     if name in COUNTS:
+        least = 2 if name == "n_points" else 1
         if isinstance(value, bool) or not (text.isdecimal() and len(text) < 10):
             if name in ("n_heads", "n_points"):
-                raise ValueError(f"{key} must be an integer >= 1, got {value!r:.42}.")  # fmt: skip
+                raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
             return None
-        least = 2 if name == "n_points" else 1
         if int(text) < least:
             raise ValueError(f"{key} must be an integer >= {least}, got {text}.")
         return int(text)
     if name in FLAGS:
+        if name == "attend_to_self" and text not in ("true", "false"):
+            raise ValueError(f"{key} must be true or false, got {value!r:.42}.")
         return {"true": True, "false": False}.get(text)
     if name in NUMBERS:
         try:
