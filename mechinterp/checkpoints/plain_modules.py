@@ -140,7 +140,7 @@ def hook_module(
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer, task=TaskConfig())
-        HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes)
+        HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, beta_var, noise_var, query_noise)
     """
     # Here and not above: they need TransformerLens.
     from mechinterp.checkpoints.module_places import layer_names, places_of

@@ -17,6 +17,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.cli.options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from tests.checkpoints.files import read
 from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import WIDE, random_model
 from tests.models.test_layered_models import encoder, garg
@@ -95,7 +96,7 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     told = f"After 8 steps of further training {few} times (all heads, trained as long: {full})."
     assert told in said
     words = "--fine-tune is for models that were trained by this package"
-    run("prune", gpt2, "--n-heads", 4, *options).assert_refused(words, lines=2)
+    run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
 def assert_probed(document: dict):
@@ -128,31 +129,32 @@ def stack(tmp_path: Path) -> Path:
     return tmp_path / "stack.pt"
 
 
-OF_STACK = ("--n-heads", 2, "--d-y", 2, "--context-only")
+OF_GPT2 = ("--n-heads", 4, "--anyway")
+OF_STACK = ("--n-heads", 2, "--d-y", 2, "--context-only", "--anyway")
 
 
 @pytest.mark.slow
 def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
-    found = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--json").done().document
-    checkpoint = load(gpt2, n_heads=4)
+    found = run("ablate", gpt2, *OF_GPT2, "--n-prompts", 40, "--json").done().document
+    checkpoint = read(gpt2, n_heads=4)
     assert (found["format"], found["n_layers"], found["n_heads"]) == ("gpt2", 3, 4)
     # What classify says of the same prompts, with masks of its own.
     expected = classify_layers(checkpoint, n_prompts=40)
     assert found["excess_risk"] == pytest.approx(expected.excess_risk, rel=1e-5)
     rises = [row["rise"] for row in found["heads"] if row["method"] == "zero"]
     assert rises == pytest.approx(expected.increase.ravel().tolist(), rel=1e-3, abs=1e-5)
-    text = run("ablate", gpt2, "--n-heads", 4, "--n-prompts", 40, "--quiet")
+    text = run("ablate", gpt2, *OF_GPT2, "--n-prompts", 40, "--quiet")
     assert "How a layer spreads it over its heads" in text.out
     assert text.err.count("\n") == 1  # what is assumed, and no bar
 
 
 @pytest.mark.slow
 def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
-    out, options = tmp_path / "pruned", ("--n-heads", 4, "--n-prompts", 80)
+    out, options = tmp_path / "pruned", (*OF_GPT2, "--n-prompts", 80)
     ran = run("prune", gpt2, *options, "--out", out, "--json").done()
     assert ran.document["heads_per_layer"] == [4, 1, 1]
     gone = [(row["layer"], row["head"]) for row in ran.document["heads"] if not row["kept"]]
-    before, after = load(gpt2, n_heads=4), load(out)
+    before, after = read(gpt2, n_heads=4), read(out)
     assert after.task == before.task
     assert after.assumed == json.loads(json.dumps(dict(before.assumed)))
     assert (after.format, after.config.model) == ("native", before.config.model)
@@ -169,21 +171,21 @@ def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
         "prune", stack, *OF_STACK, "--n-prompts", 40, "--out", out, "--rule", "best-first"
     ).done()
     assert "heads kept in layers 0 to 1: 1, 2 of 2" in ran.out
-    model = load(out).config.model
+    model, task = read(out).config.model, read(out).task
     assert (model.n_heads, model.norm, model.attend_to_self) == (2, "after", False)
-    assert (load(out).task.d_x, load(out).task.d_y) == (2, 2)
+    assert (task.d_x, task.d_y) == (2, 2)
 
 
 @pytest.mark.slow
 def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
-    document = run("probe", gpt2, "--n-heads", 4, "--n-prompts", 60, "--json").done().document
+    document = run("probe", gpt2, *OF_GPT2, "--n-prompts", 60, "--json").done().document
     assert_probed(document)
     assert {row["pos"] for row in document["response"]} == {6}
     assert "log area" in run("probe", stack, *OF_STACK, "--n-prompts", 60).out
 
 
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
-    layered, own = load(gpt2, n_heads=4), load(deep)
+    layered, own = read(gpt2, n_heads=4), load(deep)
     assert [len(Asked().prompts(one)) for one in (layered, own)] == [512, 4096]
     few = Asked(n_prompts=5, seed=2, context_length=4).prompts(layered)
     assert few.x.shape == (5, 4, 3)
@@ -203,6 +205,6 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     few = ("--n-prompts", 16, "A probe of 16 features needs more")
     asked = (("ablate", length), ("prune", length), ("probe", few), ("prune", few))
     for command, (option, value, message) in asked:
-        ran = run(command, gpt2, "--n-heads", 4, option, value)
+        ran = run(command, gpt2, *OF_GPT2, option, value)
         ran.assert_refused(f"mechinterp: {gpt2}: ", message, lines=2)
     run("probe", gpt2).assert_refused("n_heads is not in the file")

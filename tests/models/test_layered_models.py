@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2Model
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
+from mechinterp.checkpoints.foreign.settings import settled
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.masks import Head
@@ -78,7 +79,7 @@ def encoder(width: int, **settings) -> nn.TransformerEncoder:
 def read_gpt2(state: dict[str, Tensor], **settings: object) -> Checkpoint:
     """The state dict of a Garg model of 4 heads, through the reader of such files."""
     hints = Hints(n_heads=4)
-    return read_foreign([Stored(Path("x.pt"), state, settings)], hints)
+    return read_foreign([Stored(Path("x.pt"), state, settled(settings))], hints)
 
 
 def read_encoder(
@@ -86,7 +87,7 @@ def read_encoder(
 ) -> Checkpoint:
     """The state dict of encoder layers of 2 heads for d_x = 3, through the reader of such files."""
     hints = Hints(n_heads=2, attend_to_self=attend_to_self)
-    return read_foreign([Stored(Path("x.pt"), state, settings)], hints)
+    return read_foreign([Stored(Path("x.pt"), state, settled(settings))], hints)
 
 
 def predicted(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:

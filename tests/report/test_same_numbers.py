@@ -24,8 +24,8 @@ N_PROMPTS, SEED = 128, 3
 MODELS = {
     "one layer": (CHECKPOINTS / "softmax-h2-s0", {}),
     "stack": (Path(FILES) / "deep-wide", {}),
-    "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4}),
-    "encoder": (Path(FILES) / "encoder.pt", {"n_heads": 2}),
+    "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4, "anyway": True}),
+    "encoder": (Path(FILES) / "encoder.pt", {"n_heads": 2, "anyway": True}),
 }
 SAME = {"rtol": 1e-4, "atol": 1e-9}
 
@@ -53,9 +53,9 @@ def page(model: tuple[Path, dict], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def asked(command: tuple[object, ...], hints: dict) -> tuple[object, ...]:
-    given = [
-        part for name, value in hints.items() for part in (f"--{name.replace('_', '-')}", value)
-    ]
+    given = []
+    for name, value in hints.items():
+        given += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     return (*command, *given, "--n-prompts", N_PROMPTS, "--seed", SEED, "--json", "--quiet")
 
 

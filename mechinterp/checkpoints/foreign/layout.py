@@ -211,11 +211,12 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
     """The tensors with each row "theirs=known" applied to their names.
 
     The left side is a name, or any whole words of names; the words of the path before its last one stay, and so does
-    what follows, such as weight or kernel.
+    what follows, such as weight or kernel, unless both sides end in such a word.
 
     Raises:
         ValueError: If a row fits no name, or makes two names one.
     Example:
+        >>> import torch
         >>> list(mapped({"block.final.kernel": torch.zeros(1)}, ["block.final=o_proj"]))
         ['block.o_proj.kernel']
     """
@@ -225,7 +226,9 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
         words = re.split(r"[./]", theirs)
         kind = words.pop() if len(words) > 1 and words[-1] in KINDS else ""
         path = theirs.removesuffix(kind).rstrip("./").removesuffix(words[-1])
-        new = (path + known + theirs[len(path) + len(words[-1]) :]).replace("\\", r"\\")
+        whole = kind and known.rpartition(".")[2] in KINDS
+        after = "" if whole else theirs[len(path) + len(words[-1]) :]
+        new = (path + known + after).replace("\\", r"\\")
         pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
         renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}
         if list(renamed) == list(named):
