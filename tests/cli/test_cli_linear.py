@@ -17,6 +17,7 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
 from tests.conformance.check import check_conformance
+from tests.checkpoints.files import read
 from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
@@ -89,12 +90,12 @@ def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
     generator = torch.Generator().manual_seed(3)
     state = {f"{n}.weight": torch.randn(12, 4, generator=generator) / 9 for n in ("kq", "value")}
     torch.save(state, tmp_path / "m.pt")
-    found = load(tmp_path / "m.pt", anyway=True)
+    found = read(tmp_path / "m.pt")
     assert found.weights.circuits.merged_qk
     assert found.config.model.merged_qk
     assert "model.merged_qk" not in found.assumed
     convert(found, "native", tmp_path / "native")
-    assert_same(load(tmp_path / "native").weights, found.weights)
+    assert_same(read(tmp_path / "native").weights, found.weights)
 
 
 # Commands on shipped models.
