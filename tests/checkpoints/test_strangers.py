@@ -39,6 +39,8 @@ def prediction(checkpoint: Checkpoint, model: Stranger) -> tuple[Tensor, Tensor]
 JOINS = {"layout": "pairs", "residual": True, "positions": "none", "passes": 1}
 PLAIN = {"n_heads": 2, "task": TASK, "score": "softmax", "attend_to_self": True, "scale": 0.5, "model": JOINS}  # fmt: skip
 """A reading that leaves nothing open."""
+ALONE = {"score": "softmax", "scale": 0.5, "columns": "x,y", "attend_to_self": False, "sign": "plus", "model": {"positions": "none"}}  # fmt: skip
+"""The same for one layer of attention alone."""
 STATED = {"layout": "pairs", "context_only": False, "residual": True, "activation": "gelu"}
 
 
@@ -105,7 +107,8 @@ def test_positions_and_passes_are_assumed_where_nothing_shows_them(tmp_path: Pat
 def test_a_table_of_angles_tells_that_positions_are_rotary(tmp_path: Path):
     angles = {"rotary_emb.inv_freq": 100.0 ** -(torch.arange(0, 8, 2) / 8)}
     state = Stranger(Kind()).state_dict() | angles
-    model = read(saved(tmp_path, state), n_heads=2, task=TASK).config.model
+    joins = {name: value for name, value in JOINS.items() if name != "positions"}
+    model = read(saved(tmp_path, state), **{**PLAIN, "model": joins}).config.model
     assert (model.rotary_dim, model.rotary_base) == (8, pytest.approx(100.0))
 
 
@@ -185,7 +188,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("beside", WRITTEN.values(), ids=WRITTEN)
 def test_the_number_of_heads_is_found_in_the_file(tmp_path: Path, beside: dict):
-    checkpoint = read(saved(tmp_path, {"state_dict": STATE, **beside}))
+    checkpoint = read(saved(tmp_path, {"state_dict": STATE, **beside}), **ALONE)
     assert checkpoint.config.model.n_heads == 2
 
 
@@ -196,16 +199,18 @@ def test_metadata_of_safetensors_and_numbers_in_an_npz_are_settings(tmp_path: Pa
         {"config": '{"model": {"n_heads": 2}}', "note": "{not JSON"},
     ):
         save_file(state, tmp_path / "x.safetensors", metadata)
-        assert read(tmp_path / "x.safetensors").config.model.n_heads == 2
+        assert read(tmp_path / "x.safetensors", **ALONE).config.model.n_heads == 2
     arrays = {name: tensor.numpy() for name, tensor in state.items()}
     np.savez(tmp_path / "x.npz", **arrays, n_heads=2, note="a text")
-    assert read(tmp_path / "x.npz").config.model.n_heads == 2
+    assert read(tmp_path / "x.npz", **ALONE).config.model.n_heads == 2
 
 
 def test_sizes_and_positions_of_the_task_are_found_too(tmp_path: Path):
     state = Stranger(Kind()).state_dict()
     config = {"n_heads": 2, "d_x": 2, "pos_encoding": "RoPE", "rope_theta": 500, "block_size": 9}
-    checkpoint = read(saved(tmp_path, {"model": state, "config": config}))
+    hints = {"score": "softmax", "attend_to_self": True, "scale": 0.5}
+    hints |= {"model": {"residual": True, "passes": 1}}
+    checkpoint = read(saved(tmp_path, {"model": state, "config": config}), **hints)
     assert checkpoint.config.model.rotary_base == 500
     assert checkpoint.task.context_length == 8
     assert "task.d_x" not in checkpoint.assumed
@@ -224,7 +229,7 @@ def test_settings_that_contradict_or_are_impossible_are_refused(tmp_path: Path):
             settled(raw)
     two = saved(tmp_path, {"model": STATE, "config": {"n_head": 4, "num_heads": 2}})
     assert_refused("n_head = 4, num_heads = 2", read, two)
-    assert read(two, n_heads=2).config.model.n_heads == 2
+    assert read(two, n_heads=2, **ALONE).config.model.n_heads == 2
     (tmp_path / "config.json").write_text('{"n_heads": 4}')
     assert_refused("n_heads must be 2", read, saved(tmp_path, {"model": STATE, "n_heads": 2}))
 
@@ -240,7 +245,7 @@ def test_several_state_dicts_are_named_and_one_is_read_when_named(tmp_path: Path
     refused = assert_refused("2 state dicts", read, file, n_heads=2)
     assert f"{first}, {second}" in refused
     assert f"--weights {first}" in refused
-    hints = {"n_heads": 2, "score": "softmax", "columns": "x,y", "sign": "plus"}
+    hints = {"n_heads": 2, **ALONE}
     one, two = (read(file, weights=name, **hints).weights.W_V for name in names)
     torch.testing.assert_close(2 * one, two)
     assert_refused("weights must name", read, file, weights="none", n_heads=2)
@@ -332,7 +337,7 @@ def test_known_names_of_the_ends(tmp_path: Path, read_in: str, name: str):
 def test_any_whole_words_of_a_name_can_be_mapped(tmp_path: Path, row: str):
     state = {f"a.b.{n.rpartition('attn.')[2]}": t for n, t in STATE.items()}
     mine = {n.replace("out_proj", "mine"): t for n, t in state.items()}
-    hints = {"n_heads": 2, "score": "softmax", "columns": "x,y"}
+    hints = {"n_heads": 2, **ALONE}
     expected = read(saved(tmp_path, state), **hints).weights.W_O
     assert torch.equal(read(saved(tmp_path, mine), map=[row], **hints).weights.W_O, expected)
     assert "a.b.mine" in assert_refused("whole words", read, saved(tmp_path, mine), map=["no=o_proj"])  # fmt: skip

@@ -165,6 +165,7 @@ def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     assert (expected - full).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_prune_an_encoder(run: Run, stack: Path, tmp_path: Path):
     out = tmp_path / "pruned"
     ran = run(
@@ -184,12 +185,13 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
     assert "log area" in run("probe", stack, *OF_STACK, "--n-prompts", 60).out
 
 
+@pytest.mark.slow
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
     layered, own = read(gpt2, n_heads=4), load(deep)
-    assert [len(Asked().prompts(one)) for one in (layered, own)] == [512, 4096]
-    few = Asked(n_prompts=5, seed=2, context_length=4).prompts(layered)
+    assert [len(Asked().drawn(one)) for one in (layered, own)] == [512, 4096]
+    few = Asked(n_prompts=5, seed=2, context_length=4).drawn(layered)
     assert few.x.shape == (5, 4, 3)
-    assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).prompts(layered).x)
+    assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).drawn(layered).x)
 
 
 @pytest.mark.slow

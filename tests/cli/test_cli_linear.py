@@ -16,8 +16,8 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
 from mechinterp.report.page import PAGE
-from tests.conformance.check import check_conformance
 from tests.checkpoints.files import read
+from tests.conformance.check import check_conformance
 from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
