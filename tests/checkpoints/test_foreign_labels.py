@@ -174,6 +174,7 @@ def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
 # Modules with names of their own.
 
 
+@pytest.mark.slow
 def test_a_module_with_own_names_and_positions(tmp_path: Path):
     """Every part under a name that is in no table, as the reader says what they are."""
     model, task = encoder_with_a_read_out(norm_first=True, activation="relu")

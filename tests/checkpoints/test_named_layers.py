@@ -249,9 +249,9 @@ def test_positions_that_are_not_learned(tmp_path: Path):
     state = written(weights, SPELLINGS["minGPT"])
     del state["pos_emb"]
     torch.save(state, tmp_path / "x.pt")
-    joined = JOINED | {"positions": "sinusoidal"}
-    task = {"context_length": 14}
-    checkpoint = load(tmp_path / "x.pt", n_heads=2, task=task, model=joined, attend_to_self=True)
+    joined = JOINED | {"positions": "sinusoidal", "passes": 1}
+    hints = {"n_heads": 2, "task": {"context_length": 14}, "score": "softmax"}
+    checkpoint = load(tmp_path / "x.pt", model=joined, attend_to_self=True, **hints)
     assert checkpoint.config.model.n_positions == 512
     W_pos = checkpoint.weights.tensors["pos_embed.W_pos"]
     torch.testing.assert_close(W_pos[:30], table)
@@ -260,7 +260,12 @@ def test_positions_that_are_not_learned(tmp_path: Path):
     bare = random_weights(replace(MODELS["GPT"], n_positions=None))
     torch.save(written(bare, SPELLINGS["minGPT"]), tmp_path / "x.pt")
     require_same_predictions(tmp_path / "x.pt", bare, model=JOINED | {"positions": "none"})
-    # The file does not say them: both are tried.
+
+
+@pytest.mark.slow
+def test_positions_that_the_file_does_not_say_are_tried(tmp_path: Path):
+    bare = random_weights(replace(MODELS["GPT"], n_positions=None))
+    torch.save(written(bare, SPELLINGS["minGPT"]), tmp_path / "x.pt")
     asked = load(tmp_path / "x.pt", n_heads=2, model=JOINED, score="softmax")
     assert {each.said["positions"] for each in asked.readings} == {"none", "sinusoidal"}
 
