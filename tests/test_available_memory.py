@@ -1,4 +1,4 @@
-"""Sizes whose memory is foreseeable go in chunks, or are refused with the bytes needed and those there."""
+"""Computations whose memory is predictable go in chunks, or are refused with the bytes needed and the bytes available."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ TASK = TaskConfig(d_x=3, context_length=5)
 EACH_MODEL = pytest.mark.parametrize(
     "model", [HEADS, DEEP, LINEAR, NORMED], ids=lambda m: m.score + str(m.norm)
 )
-REFUSED = r"must fit into memory: (\d+) bytes are needed, (\d+) bytes are there\."
+REFUSED = r"must fit into memory: (\d+) bytes are needed, (\d+) bytes are available\."
 
 
 def experiment(model: ModelConfig, task: TaskConfig = TASK) -> ExperimentConfig:

@@ -92,11 +92,11 @@ def test_a_task_is_as_good_as_its_fields(tmp_path):
     stated = tmp_path / "task.json"
     stated.write_text(json.dumps(fields))
     for task in (TaskConfig(**fields), fields, stated, str(stated)):
-        checkpoint = load(file, n_heads=2, task=task)
+        checkpoint = load(file, n_heads=2, task=task, anyway=True)
         assert checkpoint.task == TaskConfig(**fields)
         assert not {f"task.{name}" for name in fields} & checkpoint.assumed.keys()
         assert {"covariance", "query_noise"} <= set(checkpoint.task.assumed)
-    whole = load(file, n_heads=2, task=TaskConfig().assuming(()))
+    whole = load(file, n_heads=2, task=TaskConfig().assuming(()), anyway=True)
     assert not [name for name in whole.assumed if name.startswith("task.")]
     assert "noise_var=0.1: not a readable JSON file" in refusal(
         lambda: load(file, n_heads=2, task="noise_var=0.1")

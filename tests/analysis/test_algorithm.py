@@ -260,10 +260,10 @@ def test_prompts_of_ones_own():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"n_prompts must be >= 8, .*, got 4"):
+    with pytest.raises(ValueError, match=r"^n_prompts must be >= 16, .*8 numbers.*, got 4\.$"):
         name_algorithm(FALLING, n_prompts=4)
     with pytest.raises(ValueError, match=r"the model's, \(8, 1\), got \(16, 1\)"):
-        name_algorithm(FALLING, task=SPARSE, n_prompts=8)
+        name_algorithm(FALLING, task=SPARSE, n_prompts=16)
 
 
 def test_random_weights_do_not_depend_on_the_order_of_tensors_in_a_file():

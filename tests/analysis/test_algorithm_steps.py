@@ -100,5 +100,9 @@ def test_refusals():
         task=SPARSE,
         model=ModelConfig(n_layers=2, n_heads=2, score="linear/L", context_only=True, d_model=32),
     )
-    with pytest.raises(ValueError, match=r"near to an algorithm with a path, got unstructured\."):
-        intervene_on_steps(initial_deep_weights(config), task=SPARSE, n_prompts=16)
+    weights = initial_deep_weights(config)
+    # 16 to 1, 16 and 16 numbers, fitted to half of the prompts; two prompts per number.
+    with pytest.raises(ValueError, match=r"^n_prompts must be >= 132, .*66 numbers.*, got 131\.$"):
+        intervene_on_steps(weights, task=SPARSE, n_prompts=131)
+    with pytest.raises(ValueError, match=r"near to an algorithm with a path, got unstructured\.$"):
+        intervene_on_steps(weights, task=SPARSE, n_prompts=132)

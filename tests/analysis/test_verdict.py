@@ -51,8 +51,9 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
     assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in computes
     assert computes.endswith("the step size that is best for its task is 0.879")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in sure
-    named = PATTERNS["debiased_gd"].named
-    assert f"of {named} models made here that got this label it was wrong for 0" in sure
+    label = PATTERNS["debiased_gd"]
+    wrong = f"it was wrong for {label.wrong} "
+    assert f"of {label.named} models made here that got this label {wrong}" in sure
     chance = f"none of {step.n_random} models with random weights does the task as well"
     assert f"{chance} (p < {1 / step.n_random:.2g})" in sure
 

@@ -135,7 +135,6 @@ def test_covariances_of_another_scale_and_of_any_matrix():
     scaled = classify(debiased_gradient_step(0.5, 0.01, d_x=2), replace(task, beta_var=0.125))
     unit = classify(debiased_gradient_step(0.5, 0.01, d_x=2), TaskConfig(d_x=2))
     assert scaled.scales.eta_optimal == pytest.approx(unit.scales.eta_optimal / 4, rel=1e-12)
-    assert np.isnan(scaled.scales.manifold_distance)
     Sigma = ((2.0, 0.6), (0.6, 1.0))
     full = TaskConfig(d_x=2, covariance=CovarianceConfig("matrix", matrix=Sigma))
     x = sample_prompts(full, 4096, dtype=torch.float64).x.flatten(0, 1).numpy()

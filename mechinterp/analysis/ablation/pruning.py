@@ -188,7 +188,7 @@ def save_pruned(
         assumed=checkpoint.assumed,
         origin=pruned_origin(checkpoint, kept),
     )
-    saved = load(path, anyway=True)
+    saved = load(path, anyway=True)  # However well it predicts: it is compared below.
     own, expected = saved.predictor.run(prompts)[0], predictor.run(prompts, [gone])[0]
     size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
     error = ((own - expected).abs().max() / size).item()

@@ -182,6 +182,7 @@ def compare_priors(
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
     Example:
         >>> from functools import partial
+        >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.predictors import ridge
         >>> task = TaskConfig(d_x=3, context_length=4, n_tasks=4)
         >>> found = compare_priors(partial(ridge, penalty=task.posterior_penalty), task, n_prompts=64)
