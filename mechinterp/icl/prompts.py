@@ -358,7 +358,7 @@ def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
 def _pool_key(task: TaskConfig) -> TaskConfig:
     """The task with everything at its default that its pool does not depend on."""
     return replace(
-        task,
+        getattr(task, "law", task),  # of given prompts, the law that they are drawn from
         context_length=1,
         covariance=CovarianceConfig(),
         noise_var=0.0,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mechinterp.analysis.stats import best_factor, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.given import no_law
+from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 
 CONDITION = 30.0
@@ -109,12 +109,13 @@ def other_settings(
     if no_law(task):
         shorter = prompts[:many].shortened(max(1, n // 2))
         return {"half length": setting_of(shorter, predict(shorter), shorter.x.shape[1] / n)}
-    laws = {"half length": (task, max(1, n // 2)), "double length": (task, 2 * n)}
+    stated = task.law if isinstance(task, PromptsTask) and task.law is not None else task
+    laws = {"half length": (stated, max(1, n // 2)), "double length": (stated, 2 * n)}
     if task.d_x > 1:
         eigenvalues = np.geomspace(1, CONDITION, task.d_x)
         mean_one = tuple((eigenvalues / eigenvalues.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=mean_one)
-        laws["wide spread"] = (replace(task, covariance=wide), n)
+        laws["wide spread"] = (replace(stated, covariance=wide), n)
     settings = {}
     for step, (name, (law, length)) in enumerate(laws.items(), start=1):
         drawn = sample_prompts(
