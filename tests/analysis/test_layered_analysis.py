@@ -22,6 +22,9 @@ from mechinterp.report.header import dumps
 from mechinterp.report.to_json import to_json
 from tests.models.test_layered_models import GargModel, encoder, garg
 
+FEWEST = 12
+"""Prompts for three layers: twice the two scalars that an algorithm has in each."""
+
 
 def checkpoint_of(model: nn.Module, *, n_heads: int, **task: object) -> Checkpoint:
     hints = Hints(n_heads=n_heads, task=task)
@@ -96,7 +99,7 @@ def test_a_layer_of_idle_heads_has_importance_zero():
     model = garg()
     with torch.no_grad():
         model._backbone.h[1].attn.c_proj.weight.zero_()
-    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=8)
+    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=FEWEST)
     assert (found.increase[1] == 0).all()
     assert (found.importance[1] == 0).all()
 
@@ -151,7 +154,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     model = garg()
     nn.init.zeros_(model._read_out.weight)
     nn.init.zeros_(model._read_out.bias)
-    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=8)
+    found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=FEWEST)
     assert found.reason.endswith("; the model predicts 0 on every prompt")
     assert np.isnan(found.learner_r2).all()
 
@@ -159,13 +162,13 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
 @pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
-    first, again = (classify_layers(checkpoint, n_prompts=8, seed=1) for _ in range(2))
+    first, again = (classify_layers(checkpoint, n_prompts=FEWEST, seed=1) for _ in range(2))
     np.testing.assert_array_equal(first.increase, again.increase)
-    assert classify_layers(checkpoint, n_prompts=8).excess_risk != first.excess_risk
+    assert classify_layers(checkpoint, n_prompts=FEWEST).excess_risk != first.excess_risk
     task = TaskConfig(d_x=3, context_length=9, noise_var=0.0)
-    assert classify_layers(checkpoint, task, n_prompts=8).task.context_length == 9
+    assert classify_layers(checkpoint, task, n_prompts=FEWEST).task.context_length == 9
     with pytest.raises(ValueError, match=r"the model's, \(3, 1\), got \(5, 1\)"):
-        classify_layers(checkpoint, TaskConfig(), n_prompts=8)
+        classify_layers(checkpoint, TaskConfig(), n_prompts=FEWEST)
     with pytest.raises(ValueError, match=r"n_prompts must be >= 8, .*, got 1"):
         classify_layers(checkpoint, n_prompts=1)
 

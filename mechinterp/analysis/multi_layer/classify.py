@@ -195,7 +195,8 @@ def classify_layers(
         task: Law of the prompts; None: the checkpoint's.
         n_prompts: For the heads; the algorithm takes four times as many, and sixteen times where these do not decide.
     Raises:
-        ValueError: If there are fewer than 8 prompts, or the task's prompts are of other sizes than the model's.
+        ValueError: If there are fewer prompts than 8 or twice the scalars of an algorithm of as many layers, or the
+            task's prompts are of other sizes than the model's.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
