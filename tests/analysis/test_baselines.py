@@ -11,6 +11,7 @@ from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
+from tests.deep_models import random_gpt2
 
 SPARSE = TaskConfig(d_x=8, context_length=12, sparsity=2, nonzeros="signs", noise_var=0.3)
 
@@ -80,3 +81,12 @@ def test_a_function_of_prompts_is_a_source():
     assert baselines(path, task=task, n_prompts=64).model_risk > 0
     with pytest.raises(ValueError, match="baselines needs a task for a"):
         baselines(path)
+
+
+def test_prompts_are_enough_for_a_model_without_a_task():
+    model = random_gpt2()
+    prompts = drawn(TaskConfig(d_x=4, context_length=8))
+    error = (model.predict(prompts) - prompts.y_query_clean).square().mean()
+    assert baselines(model, prompts).model_risk == pytest.approx(error.item(), rel=1e-12)
+    with pytest.raises(ValueError, match="baselines needs a task for a"):
+        baselines(model)

@@ -24,7 +24,7 @@ from mechinterp.icl.sparse_predictors import (
     preprocess_then_optimise,
 )
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.models.run.task import task_for
 
 STEPS = 128
@@ -100,8 +100,8 @@ def baselines(
     Args:
         source: A model, or a function from prompts to predictions.
         prompts: None: `n_prompts` of the task are drawn, by `seed`.
-        task: Law of the prompts; None: the model's own. It decides which prompts are drawn, and whether there is a
-            pool to compare with.
+        task: Law of the prompts; None: the model's own, which a function has not. It decides which prompts are drawn,
+            and whether there is a pool to compare with; given prompts need none.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
@@ -114,8 +114,9 @@ def baselines(
         >>> dict(zip(found.learners, found.ratio > 1))["ridge"]
         np.True_
     """
-    given = prompts is not None and is_learner(source) and task is None
-    law = None if given else task_for(source, task, "baselines")
+    stated = task if task is not None or is_learner(source) else predictor_of(source).task
+    lawless = prompts is not None and stated is None
+    law = None if lawless else task_for(source, task, "baselines")
     drawn_from = source if law is None or task is None else law
     prompts = evaluation_prompts(drawn_from, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
     predictions = learner_of(source)(prompts).double()
