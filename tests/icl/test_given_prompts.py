@@ -13,7 +13,7 @@ from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
 from mechinterp.icl.predictors import debiased_gd, ridge
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts, require_number
 from mechinterp.models.run.predictor import predictor_of
@@ -88,6 +88,10 @@ def test_given_prompts_stand_for_their_law(arrays):
     assert stated != task == PromptsTask.of(given)
     with pytest.raises(ValueError, match=r"d_x must be that of the prompts, 3, got 4\.$"):
         PromptsTask.of(given, TaskConfig(d_x=4))
+    pool = TaskConfig(d_x=D_X, n_tasks=4)
+    torch.testing.assert_close(
+        task_pool(PromptsTask.of(given, pool)), task_pool(pool), rtol=0, atol=0
+    )
 
 
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):

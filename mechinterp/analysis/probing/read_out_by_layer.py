@@ -159,8 +159,8 @@ def read_out_by_layer(
             fewer than two for each entry the fitted read-out finds less than is there.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are fewer prompts than 8 or twice the width of the stream, the model comes without a task, or
-            it lacks the hooks on its streams.
+        ValueError: If there are fewer prompts than 8 or twice the width of the stream, there is neither a task nor
+            prompts, or the model lacks the hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
     Example:
