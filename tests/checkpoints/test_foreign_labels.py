@@ -226,7 +226,7 @@ import sys, time, torch
 from mechinterp import load
 from mechinterp.memory import peak_memory
 start = time.process_time()
-checkpoint = load(sys.argv[1], n_heads=2)
+checkpoint = load(sys.argv[1], n_heads=2, anyway=True)
 print(len(checkpoint.readings), time.process_time() - start, peak_memory() / 1024)
 """
 

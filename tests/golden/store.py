@@ -28,6 +28,8 @@ KINDS = {
     "encoder": f"{FILES}/encoder.pt",
 }
 """A model of each kind."""
+RANDOM = ("gpt2", "encoder")
+"""Kinds whose files hold random weights: no reading of them predicts, and they are read anyway."""
 COMMANDS = {
     "classify": ("--n-prompts", "128"),
     "ablate": ("--n-prompts", "64"),
@@ -77,6 +79,8 @@ def command_line(command: str, kind: str) -> tuple[str, ...]:
         for name, value in hints.items()
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
+    if kind in RANDOM:
+        given.append("--anyway")
     return (command, KINDS[kind], *given, "--quiet", *COMMANDS[command])
 
 
