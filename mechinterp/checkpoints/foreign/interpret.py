@@ -5,7 +5,7 @@ What a known format settles is tried too where, as its code has it, the file pre
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -73,6 +73,23 @@ class Case:
     hints: Hints
     known: frozenset[str]
     """Fields of the task that the file, its shapes or the reader say, as task.d_x."""
+    _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """By the number of prompts: a case is looked at again beside others."""
+
+    def predicted(self, prompts: Prompts) -> Tensor:
+        """Predictions for the evaluation prompts of its task, in double precision.
+
+        Raises:
+            ValueError: If the model's numbers do not stay finite.
+        """
+        count = len(prompts)
+        if count not in self._predicted:
+            weights = self.weights()
+            if weights.model.one_attention:
+                weights = weights.to(torch.float64)
+            found = predictor_of(weights).predict(prompts.to(weights.dtype))
+            self._predicted[count] = found.double()
+        return self._predicted[count]
 
     def weights(self) -> Weights:
         """The model of this reading.
@@ -337,10 +354,8 @@ def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]
     for case in cases:
         if case.task not in prompts:
             prompts[case.task] = evaluation_prompts(case.task, n_prompts=count)
-        weights, drawn = case.weights(), prompts[case.task]
-        if weights.model.one_attention:
-            weights = weights.to(torch.float64)
-        prediction = predictor_of(weights).predict(drawn.to(weights.dtype)).double()
+        drawn = prompts[case.task]
+        prediction = case.predicted(drawn)
         if any(o.task == case.task and _is_one(prediction, each) for o, each in kept):
             continue
         zero = drawn.y_query.square().mean(1)
