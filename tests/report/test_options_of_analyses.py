@@ -11,7 +11,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"edges": 4, "snapshots": 2}
+FEW = {"edges": 4, "snapshots": 8}
 """Edges take long; of snapshots only labels hang on prompts, which few of them turn."""
 OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges", "head-snapshots"}
 SHIPPED = {

@@ -50,9 +50,12 @@ def _is_written_out(weights: Weights) -> bool:
     return weights.model.is_stack and not weights.is_linear_map
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
 def _by_autograd(weights: Weights, prompts: Prompts) -> tuple[Tensor, Weights]:
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.tensors.items()}
+    # Tensors made in torch.inference_mode take no gradients; their copies do.
+    copies = {n: t.clone() if t.is_inference() else t for n, t in weights.tensors.items()}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in copies.items()}
     error = _predictions(weights.with_tensors(leaves), prompts) - prompts.y_query
     loss = error.square().mean()
     gradients = torch.autograd.grad(loss, list(leaves.values()))
