@@ -26,7 +26,7 @@ ROTARY_BASE = 10000.0
 REFINED: tuple[Mapping[str, object], ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
-    *({"passes": count} for count in (2, 3, 4)),
+    {"passes": 2},
     {"rms_norm": True},
     {"rotary_adjacent_pairs": True},
 )
