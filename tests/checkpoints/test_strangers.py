@@ -50,7 +50,7 @@ STATED = {"layout": "pairs", "context_only": False, "residual": True, "activatio
         (Kind(positions="halves", base=50.0), {"positions": "rotary", "rotary_base": 50.0}),
         (Kind(2, positions="adjacent"), {"positions": "rotary", "rotary_adjacent_pairs": True}),
         (Kind(2, norm="rms", mlp=True), {"rms_norm": True, "norm": "before", "positions": "none"}),
-        (Kind(passes=2, norm="layer", mlp=True), {"passes": 2, "norm": "before"}),
+        (Kind(passes=3, norm="layer", mlp=True), {"passes": 3, "norm": "before"}),
         (Kind(layout="in_turn", positions="learned"), {"layout": "in_turn"}),
     ],
 )
