@@ -24,7 +24,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 KINDS = ("softmax-h2-s0", "linear-merged-s0", "descent", "plain module")
-SLOW = {"gates": "descent", "edges": "descent", "coefficient-snapshots": "linear-merged-s0"}
+SLOW = {"edges": "descent"}
 """Analyses that are run on one kind only."""
 
 
@@ -135,11 +135,10 @@ def test_an_analysis_is_the_same_in_every_mode(name: str, kind: str, source):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_algorithms_gates_and_edges_take_gradients_where_there_are_none(mode, source):
+def test_algorithms_and_edges_take_gradients_where_there_are_none(mode, source):
     model = source("descent")
     calls = {
         "algorithm": lambda: mi.name_algorithm(model, n_prompts=64),
-        "gates": lambda: mi.learn_gates(model, n_prompts=64, steps=2),
         "edges": lambda: mi.attribute_edges(model, n_prompts=4),
     }
     with as_for_users():

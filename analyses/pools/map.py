@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -20,7 +21,9 @@ from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
+from mechinterp import compare_priors, load, over_steps, prior_heads, task_pool
+from mechinterp.analysis.learners.priors import CLEAR
+from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 
@@ -30,6 +33,8 @@ MOST_PROBED = 16
 """Tasks of a pool whose posterior is probed for."""
 ONLY_FULL = 8
 """Pairs at which linear stacks are compared."""
+EARLIEST = 1000
+"""Step from which a stretch near to ridge counts."""
 ORIGIN = {"trained by": "analyses/pools/train.py", "loss": "all prefixes, 0 to 8 pairs"}
 
 
@@ -100,16 +105,37 @@ def tables_of(
         "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
     last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
-    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
+    path = over_steps(checkpoint, "priors", **given, n_prompts=n_prompts // 4)
     print(name, last, path, sep="\n  ", flush=True)
     found = {
-        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
-        "pool_steps": path.to_frame(),
+        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=transient(path)),
+        "pool_steps": pd.concat(
+            [
+                each.overall.frame().assign(step=step)
+                for step, each in zip(path.step, path.results, strict=True)
+            ]  # type: ignore[attr-defined]
+        ),
     }
     if own:
         found |= inside(checkpoint, pool, given, n_prompts)
     told = about(name, checkpoint) | {"compared_with": len(pool)}
     return {table: frame.assign(**told) for table, frame in found.items()}
+
+
+def transient(path: OverSteps) -> int | None:
+    """The first step clearly nearer to ridge on new tasks, of a model that ends clearly nearer to dMMSE there; else None.
+
+    "Clearly" is by two standard errors from 0.5. Steps before `EARLIEST` do not count: predictions near 0 are nearer to
+    ridge, which shrinks too.
+    """
+    new = [each.overall for each in path.results]  # type: ignore[attr-defined]
+    relative, sem = (
+        np.array([getattr(each, name)[1] for each in new]) for name in ("relative", "relative_sem")
+    )
+    above = (relative - CLEAR * sem > 0.5) & (path.step >= EARLIEST)
+    if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
+        return None
+    return int(path.step[above.argmax()])
 
 
 def inside(

@@ -85,6 +85,11 @@ class Classified(Result):
         return LEFT_OUT.format(parts=self.needs_law) if no_law(self.task) else ""
 
     @property
+    def headline(self) -> str:
+        """The pattern."""
+        return self.pattern
+
+    @property
     def loss_text(self) -> str:
         """The loss beside those of ridge regression and of predicting 0."""
         on = "the given prompts" if isinstance(self.task, PromptsTask) else "its task"

@@ -2,7 +2,8 @@
 
 A result has a repr, `to_frame` and `plot`. One that has more to say has methods of these names, which the writers take
 instead: `sentences()`, a list; `tables()` and `figures()` by name; `to_document()`, the fields of its JSON document;
-`cards()`, one for each head; `head_facts()`, what stands on such cards beside what `cards` says.
+`cards()`, one for each head; `head_facts()`, what stands on such cards beside what `cards` says; `headline`, the result
+in a few words, which tables and titles over training show.
 """
 
 from collections.abc import Callable, Mapping

@@ -5,7 +5,7 @@ from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
     from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.analysis.registry import Analysis
+    from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.progress import ProgressCallback
 
@@ -58,6 +59,12 @@ def analyse(
         ),
     ],
     path: PathArgument,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--over-steps", help="At every kept step of a training: a checkpoint's or a run's."
+        ),
+    ] = False,
     further: Annotated[
         list[str] | None,
         typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
@@ -70,7 +77,7 @@ def analyse(
     from mechinterp.analysis.registry import analysis_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, files, settings)
+    show(name, path, asked, files, settings, steps=steps)
 
 
 @runs_checkpoints
@@ -105,12 +112,16 @@ def show(
     asked: Asked,
     files: Files,
     settings: Mapping[str, object] | None = None,
+    *,
+    steps: bool = False,
 ) -> None:
     """Print what an analysis says of a checkpoint.
 
     Args:
         settings: Further arguments of this analysis.
+        steps: True: at every kept step.
     """
+    from mechinterp.analysis.over_steps import over_steps
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
@@ -118,16 +129,17 @@ def show(
 
     with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
-        result = run_analysis(
-            name,
-            checkpoint,
-            prompts=asked.given,
-            context_length=asked.context_length,
-            n_prompts=asked.n_prompts,
-            seed=asked.seed,
-            progress=progress,
-            settings=settings,
-        )
+        drawn_by: dict[str, Any] = {
+            "prompts": asked.given,
+            "context_length": asked.context_length,
+            "n_prompts": asked.n_prompts,
+            "seed": asked.seed,
+            "progress": progress,
+        }
+        if steps:
+            result: Finding = over_steps(checkpoint, name, **drawn_by | dict(settings or {}))
+        else:
+            result = run_analysis(name, checkpoint, **drawn_by, settings=settings)
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:

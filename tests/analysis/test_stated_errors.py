@@ -79,12 +79,8 @@ CASES = {
     "attention-entropy": Case(softmax),
     "edges": Case(n_prompts=32, seeds=100, slow=True),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
-    "gates": Case(n_prompts=64, seeds=100, settings={"steps": 2}),
     "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),
-    "prior-snapshots": Case(with_pool, seeds=100, settings={"context_lengths": (40,)}),
-    "snapshots": Case(softmax, seeds=100),
-    "head-snapshots": Case(softmax, seeds=100),
     "learning-coefficient": Case(softmax, n_prompts=64, seeds=100, slow=True),
     "probe": Case(n_prompts=128, seeds=100),
     "classify layers": Case(n_prompts=48, seeds=100, slow=True, run=ANALYSES["classify"].function),
@@ -106,7 +102,7 @@ def case_of(name: str) -> Case | None:
         case = Case(next(fitting, softmax))
     if case.run is None and "seed" not in ANALYSES[name].options:
         return None
-    return None if name == "coefficient-snapshots" else case  # chains of its own, no prompts
+    return case
 
 
 def results(name: str, case: Case, seeds: int) -> Iterator[object]:

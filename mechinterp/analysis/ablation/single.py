@@ -84,6 +84,11 @@ class HeadAblation(LayerShares, Result):
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
 
     @property
+    def headline(self) -> str:
+        """Excess risk of the full model."""
+        return f"excess risk {with_error(self.full_risk, self.full_risk_sem)} y²"
+
+    @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` with `median_rise` in place of `rise`."""
         return _effective_number(self.median_rise)

@@ -82,6 +82,11 @@ class PriorComparison(Result):
     to ridge on new tasks and its excess risk there is at most 1.5 times that of ridge. "Nearer" is by two standard
     errors. It is undetermined if another answer comes out without the worst hundredth of the prompts."""
 
+    @property
+    def headline(self) -> str:
+        """The strategy."""
+        return self.strategy
+
     def __repr__(self) -> str:
         trimmed, few = self.trimmed, self.carried_by_few
         parts = [
