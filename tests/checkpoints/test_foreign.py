@@ -422,7 +422,7 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     for bad, words in (
         ("{", "config must be JSON"),
         ("[" * 100_000, "config must be JSON"),
-        ([1], "must hold a JSON object, got list"),
+        ([1], "must contain a JSON object, got list"),
         ({"seed": "x"}, "seed must be an integer"),
         ({"task": {"d_x": 2}}, "must have shape"),
         ({"task": {"d_x": 3}, "model": {"biases": True}}, "b_Q is missing"),

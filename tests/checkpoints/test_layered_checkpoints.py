@@ -74,7 +74,7 @@ def test_the_assumed_context_is_never_longer_than_the_positions():
     state = changed(garg().state_dict(), **{"_backbone.wpe.weight": torch.randn(8, 16)})
     assert read(state, n_heads=4).task.context_length == 3
     task = {"context_length": 4}
-    words = r"x.pt: task.context_length must be <= 3, all that 8 positions have room for, got 4\."
+    words = r"x.pt: task.context_length must be <= 3, the most that 8 positions allow, got 4\."
     assert_refused(words, read, state, n_heads=4, task=task)
 
 

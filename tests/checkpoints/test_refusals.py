@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         GPT2,
         {"n_heads": 4, "attend_to_self": False},
     ),
-    "task.context_length must be <= 0, all that 2 positions have room for, got 1.": (
+    "task.context_length must be <= 0, the most that 2 positions allow, got 1.": (
         GPT2 | {"wpe.weight": zeros(2, 16)},
         {"n_heads": 4},
     ),

@@ -362,6 +362,6 @@ def test_a_reason_without_a_label_says_which_scores_the_file_leaves_open():
     label, reason = agreed_label(["undetermined"] * 2, "why", readings)
     assert (label, reason) == (
         "undetermined",
-        "why with score linear/L; undetermined with softmax too; say --score",
+        "why with score linear/L; undetermined with softmax too; state --score",
     )
     assert agreed_label(["undetermined"], "why", readings[:1])[1] == "why"
