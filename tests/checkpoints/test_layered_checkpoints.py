@@ -231,9 +231,9 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
         assert_same(checkpoint.weights, written.weights)
         assert "task.noise_var" in checkpoint.assumed
         assert_refused("it is not overwritten", convert, written, target, out)
-        assert_refused("only for files that do not state theirs", load, out, attend_to_self=True)
+        assert_refused("only for files that do not state it", load, out, attend_to_self=True)
         with pytest.raises(
-            CheckpointError, match="takes one layer of attention from here, got several"
+            CheckpointError, match="needs one layer of attention, got several"
         ):
             convert(written, "transformer-lens", tmp_path / "lens")
 

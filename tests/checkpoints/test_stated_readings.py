@@ -50,7 +50,7 @@ def test_a_weights_file_of_this_package_is_its_folder(name: str):
     require_same(file, folder)
     assert list(file.snapshots) == list(folder.snapshots)
     assert (file.history is None) == (folder.history is None)
-    with pytest.raises(CheckpointError, match="n_heads is only for files that do not state theirs"):
+    with pytest.raises(CheckpointError, match="n_heads is only for files that do not state it"):
         load(SHIPPED / name / "model.safetensors", n_heads=2)
 
 
