@@ -181,7 +181,7 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
         ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car says"),
         ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
         ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
-        ({"unembed.W_U": torch.ones(5, 2)}, "W_U must read the y entries as they are"),
+        ({"unembed.W_U": torch.ones(5, 2)}, "W_U must copy the y entries"),
     ],
 )
 def test_weights_that_contradict_their_side_car_are_refused(

@@ -190,7 +190,7 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
     }
     state["clock"] = torch.zeros(1, 30, 32)
     file = saved(tmp_path, state)
-    with pytest.raises(CheckpointError, match="say what it is by --map THEIRS=KNOWN") as refused:
+    with pytest.raises(CheckpointError, match="state its part by --map THEIRS=KNOWN") as refused:
         load(file, n_heads=4)
     assert not str(refused.value).endswith("...")
     rows = [

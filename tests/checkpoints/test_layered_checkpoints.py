@@ -232,9 +232,7 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
         assert "task.noise_var" in checkpoint.assumed
         assert_refused("it is not overwritten", convert, written, target, out)
         assert_refused("only for files that do not state it", load, out, attend_to_self=True)
-        with pytest.raises(
-            CheckpointError, match="needs one layer of attention, got several"
-        ):
+        with pytest.raises(CheckpointError, match="needs one layer of attention, got several"):
             convert(written, "transformer-lens", tmp_path / "lens")
 
 

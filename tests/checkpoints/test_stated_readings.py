@@ -233,7 +233,7 @@ def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
     }
     torch.save(state, tmp_path / "x.pt")
     words = (
-        "output_column is for layers that write whole tokens, got one that writes 1 of 6 entries"
+        "output_column needs a layer that writes whole tokens, got one that writes 1 of 6 entries"
     )
     assert_refused(words, load, tmp_path / "x.pt", n_heads=2, output_column=0)
 
@@ -242,7 +242,7 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
     generator = torch.Generator().manual_seed(0)
     state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
     torch.save(state, tmp_path / "x.pt")
-    words = r"at most 64 readings are tried, got \d+; say some of .*--orientation.*--output-column"
+    words = r"at most 64 readings are tried, got \d+; state some of .*--orientation.*--output-column"
     assert_refused(words, load, tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
 
 

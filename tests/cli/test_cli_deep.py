@@ -108,7 +108,7 @@ def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
     assert ran.code == 2
     good, bad = ran.document["checkpoints"]
     assert (good, bad["path"]) == ({"path": str(one)}, str(folder))
-    assert "a comparison takes models of one layer of attention" in bad["error"]
+    assert "a comparison needs models of one layer of attention" in bad["error"]
     assert "got several layers (4)" in bad["error"]
 
 

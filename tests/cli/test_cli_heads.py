@@ -209,4 +209,4 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     for command, (option, value, message) in asked:
         ran = run(command, gpt2, *OF_GPT2, option, value)
         ran.assert_refused(f"mechinterp: {gpt2}: ", message, lines=2)
-    run("probe", gpt2).assert_refused("n_heads is not in the file")
+    run("probe", gpt2).assert_refused("n_heads is not stated in the file")

@@ -394,5 +394,5 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     assert (process.returncode, printed) == (130, "")
     assert "Traceback" not in complaints
     last = complaints.splitlines()[-1]
-    assert last == "mechinterp: interrupted; it goes on with --resume."
+    assert last == "mechinterp: interrupted; to continue, add --resume."
     assert [file.name for file in out.iterdir()] == ["training-0.safetensors"]
