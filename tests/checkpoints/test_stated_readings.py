@@ -242,7 +242,9 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
     generator = torch.Generator().manual_seed(0)
     state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
     torch.save(state, tmp_path / "x.pt")
-    words = r"at most 64 readings are tried, got \d+; state some of .*--orientation.*--output-column"
+    words = (
+        r"at most 64 readings are tried, got \d+; state some of .*--orientation.*--output-column"
+    )
     assert_refused(words, load, tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
 
 

@@ -95,7 +95,7 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     few, full = (with_error(*pair[:, -1]) for pair in np.stack([found.ratio, found.ratio_sem], 1))
     told = f"{few} for the pruned model, {full} with all heads."
     assert told in said
-    words = "--fine-tune is for models that were trained by this package"
+    words = "--fine-tune needs a model that this package trained"
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
@@ -197,7 +197,7 @@ def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
 @pytest.mark.slow
 def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
-    words = "prune takes models of several layers, got one; ablate masks its heads."
+    words = "prune needs a model of several layers, got one; use ablate to mask its heads."
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "A probe of 12 features needs more")
     torch.save(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict(), tmp_path / "layer.pt")
