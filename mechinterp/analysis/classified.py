@@ -1,4 +1,4 @@
-"""What every classification has, whatever its label: nearest learner, loss, task and verdict."""
+"""Common part of all classifications: nearest learner, loss, task and verdict."""
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -45,7 +45,7 @@ class Classified(Result):
 
     @property
     def verdict(self) -> Verdict:
-        """What the model computes, how certain that is, and which learners are ruled out."""
+        """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
         raise NotImplementedError
 
     def plot(self) -> go.Figure:
@@ -59,7 +59,7 @@ class Classified(Result):
 
     @property
     def of_a_row(self) -> dict[str, object]:
-        """What a table of many models says of the heads."""
+        """Columns about the heads in a table of many models."""
         return {}
 
     @property

@@ -13,8 +13,7 @@ class Label:
     """Texts and calibration counts of a label."""
 
     text: str
-    """What a model with this label computes. One layer: text before the formula. Several layers:
-    text with the formula."""
+    """Description of a model with this label: without its formula for one layer, with it for several."""
     meaning: str
     """Line in the glossary of the page."""
     wrong: int

@@ -141,7 +141,7 @@ class Checkpoint(Run):
 
     @cached_property
     def outline(self) -> Outline:
-        """What the checkpoint states, without the weights."""
+        """Config, step and shapes, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
         stated = (self.format, self.assumed, self.origin)
         return Outline(self.path, self.config, self.step, shapes, *stated)

@@ -68,7 +68,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 def hints_of(**given: Any) -> "Hints":
-    """What the options state about files that do not state it themselves."""
+    """Settings that the options state for files that do not state them."""
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.config import task_fields
 

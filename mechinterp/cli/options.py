@@ -276,7 +276,7 @@ asks_checkpoints = takes(asked=Asked, files=files_of)
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:
-    """What neither the file nor the options state, and the best readings that were tried."""
+    """Settings that were assumed, and the best readings that were tried."""
     shown = dict(checkpoint.assumed)
     divisor = shown.pop("attn_scale", None)
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor

@@ -89,11 +89,11 @@ class Classification(Evidence, Classified):
     calibrated: bool
     """True if the calibration applies to this label: default limits, and attention alone."""
     caveat: str
-    """What the numbers describe if it is not the model's own prediction; empty otherwise."""
+    """Note if the numbers do not describe the model's own prediction; else empty."""
 
     @property
     def verdict(self) -> Verdict:
-        """What the model computes, how certain that is, and which other learners are ruled out."""
+        """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
         return heads_verdict(self)
 
     def to_frame(self) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What the user states about an external file that does not state it itself."""
+"""Settings that the user states for an external file that does not state them itself."""
 
 import math
 import re
