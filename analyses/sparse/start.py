@@ -43,7 +43,7 @@ PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
 FOLLOWED = 512
 HEADS = ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O")
 FILES = {"shipped": "sparse_start.csv", "expected": "sparse_start_expected.csv"}
-Told = Callable[[ICLTransformer, bool], dict[str, object]]
+Measure = Callable[[ICLTransformer, bool], dict[str, object]]
 """Function from a model to its numbers; the flag asks for more of them, at the first and last step.
 """
 
@@ -90,7 +90,7 @@ def step_sizes(config: ExperimentConfig, n_prompts: int = FIT) -> list[float]:
     return found.flatten().tolist()
 
 
-def follow(config: ExperimentConfig, etas: Sequence[float], told: Told) -> pd.DataFrame:
+def follow(config: ExperimentConfig, etas: Sequence[float], measure: Measure) -> pd.DataFrame:
     """Numbers of each arm at 21 steps of training."""
     rows: list[dict[str, object]] = []
     for arm in ARMS:
@@ -98,7 +98,7 @@ def follow(config: ExperimentConfig, etas: Sequence[float], told: Told) -> pd.Da
         while True:
             model = ICLTransformer.from_weights(run.weights, task=config.task)
             at_end = run.finished or not run.step
-            rows.append({"arm": arm, "step": run.step} | told(model, at_end))
+            rows.append({"arm": arm, "step": run.step} | measure(model, at_end))
             if run.finished:
                 break
             run.advance()
@@ -115,7 +115,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
         at.best(path, prompts),
     )
 
-    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+    def measure(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         errors = ask.risks(model, prompts)
         risk, sem = map(float, mean_and_sem(errors))
         row: dict[str, object] = {"risk": risk, "risk_sem": sem}
@@ -127,19 +127,19 @@ def train_shipped(quick: bool) -> pd.DataFrame:
             row[f"to {name}"], row[f"to {name} sem"] = at.ratio(errors, theirs)
         return row
 
-    return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, told)
+    return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, measure)
 
 
 def train_expected(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
     prompts = at.unseen(config.task, FOLLOWED)
 
-    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+    def measure(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         risk, sem = map(float, mean_and_sem(ask.risks(model, prompts)))
         row: dict[str, object] = {"followed_risk": risk, "followed_risk_sem": sem}
         return row | (claims_of(model, None, config, n_prompts) if at_end else {})
 
-    return follow(config, step_sizes(config), told)
+    return follow(config, step_sizes(config), measure)
 
 
 def records(shipped: pd.DataFrame, expected: pd.DataFrame) -> list[Record]:

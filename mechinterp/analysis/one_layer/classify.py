@@ -90,15 +90,15 @@ def classify(
     checkpoint = cast("Checkpoint", source)
     sizes = None if task is None else (task.d_x, task.d_y)
     fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
-    standing = [each for each in fitting if each.stands]
-    if not any(each.predicts for each in standing):
-        standing = [*readings[:1]]  # one verdict says it all
+    possible = [each for each in fitting if each.stands]
+    if not any(each.predicts for each in possible):
+        possible = [*readings[:1]]  # if none predicts, one verdict is enough
     under_each = [
         _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
-        for each in standing
+        for each in possible
     ]
     labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, standing)
+    pattern, reason = agreed_label(labels, under_each[0].reason, possible)
     return replace(under_each[0], pattern=pattern, reason=reason)
 
 

@@ -106,13 +106,13 @@ def agreed_label(
         reason: Reason of the first label.
         step: Matrix of the step under the first reading, for linear heads.
     """
-    standing = [reading for reading in readings if reading.stands]
+    possible = [reading for reading in readings if reading.stands]
     if not readings[0].predicts:
         off = "" if step is None else f"; {_off_identity(step)}"
         return "undetermined", not_understood(readings) + off
     if len(set(patterns)) == 1:
-        return patterns[0], reason + _of_one_score(patterns[0], standing)
-    labelled = list(zip(patterns, standing, strict=True))
+        return patterns[0], reason + _of_one_score(patterns[0], possible)
+    labelled = list(zip(patterns, possible, strict=True))
     best = {pattern: reading for pattern, reading in reversed(labelled)}
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
     options = " and ".join(map(option, _deciding(labelled)))
@@ -122,10 +122,10 @@ def agreed_label(
     )
 
 
-def _of_one_score(pattern: str, standing: Sequence[Reading]) -> str:
+def _of_one_score(pattern: str, possible: Sequence[Reading]) -> str:
     """Addition to a reason without a label if several scores remain: the score that the reason is
     about."""
-    first, *others = dict.fromkeys(each.said.get("score") for each in standing)
+    first, *others = dict.fromkeys(each.said.get("score") for each in possible)
     if pattern != "undetermined" or not others:
         return ""
     return f" with score {first}; undetermined with {' and '.join(map(str, others))} too; state --score"

@@ -39,7 +39,7 @@ MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
 
-Told = tuple[Format, Layout, dict[str, Tensor]]
+Recognised = tuple[Format, Layout, dict[str, Tensor]]
 """Result of `recognised`."""
 
 
@@ -87,8 +87,8 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
-    told = _told(run, hints)
-    form, layout, _ = told[-1]
+    known_files = _recognised_files(run, hints)
+    form, layout, _ = known_files[-1]
     given = rotary_of(last.tensors) | given_choices(hints, last.settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
@@ -96,7 +96,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     faults: list[ValueError] = []
     for axes in usual_axes if stated_axes is None else (str(stated_axes),):
         try:
-            parts = _parts_of_run(run, told, axes, hints)[-1]
+            parts = _parts_of_run(run, known_files, axes, hints)[-1]
             form = _own(form, parts, hints)
             choices = choices_of(parts, form, given, hints)
         except ValueError as error:
@@ -116,27 +116,27 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     if len(run) == 1:
         return checkpoint
     kept, axes = {}, str(found.case.said["orientation"])
-    for each, parts in zip(run, _parts_of_run(run, told, axes, hints), strict=True):
+    for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(found.case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
 
 
-def _told(run: Sequence[Stored], hints: Hints) -> list[Told]:
+def _recognised_files(run: Sequence[Stored], hints: Hints) -> list[Recognised]:
     """Formats and parts of all files of a run, by their names."""
-    told = []
+    known_files = []
     for each in run:
         with of_file(each.file):
-            told.append(recognised(mapped(each.tensors, hints.map or ()), hints))
-    return told
+            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+    return known_files
 
 
 def _parts_of_run(
-    run: Sequence[Stored], told: Sequence[Told], axes: str, hints: Hints
+    run: Sequence[Stored], known_files: Sequence[Recognised], axes: str, hints: Hints
 ) -> list[Parts]:
     """Parts of every file of a run; all have biases if any file has nonzero ones."""
     every = []
-    for each, (form, layout, tensors) in zip(run, told, strict=True):
+    for each, (form, layout, tensors) in zip(run, known_files, strict=True):
         with of_file(each.file):
             every.append(parts_of(tensors, layout, axes, hints, each.settings, form.wide_heads))
     biases = any(parts.biases for parts in every)
@@ -189,10 +189,10 @@ class _Source:
             task = replace(task, context_length=max(1, min(task.context_length, most)))
         ExperimentConfig(task=task, model=model)
         known = set(flatten(stated, "task."))
-        asked = [name for name in ("d_x", "d_y") if self._asked(name) is not None]
-        if shown_responses(parts) or asked:
+        stated_sizes = [name for name in ("d_x", "d_y") if self._stated_size(name) is not None]
+        if shown_responses(parts) or stated_sizes:
             known.add("task.d_y")
-            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in asked
+            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in stated_sizes
             known |= set() if in_doubt else {"task.d_x"}
         return Case(parts, chosen, task, self.hints, frozenset(known))
 
@@ -211,10 +211,10 @@ class _Source:
     def _sizes(self, parts: Parts, chosen: Said) -> tuple[int, int]:
         """d_x and d_y; if the user states both and the token is longer, its further columns are
         positions."""
-        d_x, given_d_y, n = self._asked("d_x"), self._asked("d_y"), parts.d_token
+        d_x, stated_d_y, n = self._stated_size("d_x"), self._stated_size("d_y"), parts.d_token
         in_turn = chosen.get("layout") == "in_turn"
         room = 0 if in_turn else 1
-        d_y = shown_responses(parts) or given_d_y
+        d_y = shown_responses(parts) or stated_d_y
         if d_y is None:
             d_y = n - d_x if d_x is not None and not in_turn else 1
         if not 1 <= d_y <= n - room:
@@ -222,7 +222,7 @@ class _Source:
             raise ValueError(f"d_y must lie in 1 to {n - room}, as {wide}, got {d_y}.")
         sizes = {"d_x": n - room * d_y, "d_y": d_y}
         exact = "output_column" in self.form.settled or in_turn
-        if d_x is not None and given_d_y is not None and d_x < sizes["d_x"] and not exact:
+        if d_x is not None and stated_d_y is not None and d_x < sizes["d_x"] and not exact:
             sizes["d_x"] = d_x
         for label, values in (("task.", self.hints.task or {}), ("", self.hints.given)):
             for name, size in sizes.items():
@@ -231,7 +231,7 @@ class _Source:
                     raise ValueError(f"{label}{name} must be the weights' {size}, got {got}.")
         return sizes["d_x"], sizes["d_y"]
 
-    def _asked(self, name: str) -> int | None:
+    def _stated_size(self, name: str) -> int | None:
         value = self.hints.given.get(name, (self.hints.task or {}).get(name))
         return value if type(value) is int else None
 

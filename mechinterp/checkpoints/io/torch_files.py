@@ -185,9 +185,9 @@ def weights_among(
     if weights is None:
         document = _unwrapped(root)
         places = dict(_places(document, BESIDE))
-        asked = _asked(document)
-        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
-            raise CheckpointError(_no_weights(root, asked))
+        classes = _needed_classes(document)
+        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in classes):
+            raise CheckpointError(_no_weights(root, classes))
     else:
         places = {short: places[name] for name, short in names.items()}
     torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
@@ -195,7 +195,7 @@ def weights_among(
         return torches, {}
     arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
     if not arrays:
-        raise CheckpointError(_no_weights(root, _asked(root)))
+        raise CheckpointError(_no_weights(root, _needed_classes(root)))
     return {}, arrays
 
 
@@ -227,7 +227,7 @@ def _shape(place: Place) -> tuple[int, ...]:
     return place.shape if isinstance(place.shape, tuple) else ()
 
 
-def _asked(root: object) -> list[str]:
+def _needed_classes(root: object) -> list[str]:
     """Classes and functions that values beside the weights need."""
     values = list(root.values()) if isinstance(root, dict) else [root]
     return [value.name for value in values if isinstance(value, Unread) and value.name]
@@ -279,9 +279,9 @@ def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tupl
         waiting += reversed(inner)
 
 
-def _no_weights(root: object, asked: list[str]) -> str:
+def _no_weights(root: object, classes: list[str]) -> str:
     """Message on a file without weights: its content, and what to do."""
-    for name in ([name for name in asked if not SKIPPED.fullmatch(name)] or asked)[:1]:
+    for name in ([name for name in classes if not SKIPPED.fullmatch(name)] or classes)[:1]:
         got = f"it needs {name}, and no code of a file is run: where that class is installed, write torch.save(model.state_dict(), FILE)"
         return f"must hold a state dict, names with a tensor each; {got}."
     if isinstance(root, dict):
