@@ -87,7 +87,7 @@ FURTHER = {"ignore_unknown_options": True}
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """Add a command; the text after "Example:" in its docstring appears below its options, but not
     in the list of commands."""
-    text, _, example = (run.__doc__ or "").partition(" Example: ")
+    text, _, example = " ".join((run.__doc__ or "").split()).partition(" Example: ")
     name = run.__name__.replace("_", "-")
     settings = FURTHER if name == "analyse" else None
     return app.command(

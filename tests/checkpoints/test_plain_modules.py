@@ -299,13 +299,13 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
         (
             SideBySide(),
             {"heads": 2, "outputs": ["one", "two"]},
-            "one must lie in a module of its own",
+            "one must lie in a separate module",
         ),
         (Bare(), {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
         (
             Pairs(),
             {},
-            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; embed=",
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; use embed=",
         ),
         (
             Pairs(),
@@ -315,7 +315,7 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
         (
             nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
             {},
-            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*; embed= to make .* task= to state d_x",
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*; use embed= to make .* task= to state d_x",
         ),
     ],
 )

@@ -151,7 +151,7 @@ ENCODERS: dict[str, State] = {
     "norm.bias is a bias without a weight": {"norm.bias": ones(4)},
     "must have the same parts, got layers.0.linear1.bias in some": {"layers.1.linear1.bias": None},
     "0.weight is a second tensor for mlp_in.weight": {"layers.0.feed_forward.0.weight": ones(8, 4)},
-    "both of its matrices, got layers.1.linear1.weight alone": {"layers.1.linear2.weight": None},
+    "two matrices, got only layers.1.linear1.weight": {"layers.1.linear2.weight": None},
     "layers.0.linear1.weight must be a matrix": {"layers.0.linear1.weight": ones(8)},
     "linear2.weight must have shape (4, 8), got (4, 9)": {"layers.1.linear2.weight": ones(4, 9)},
     "read_in.weight, a read-in, needs a read-out": {"read_in.weight": ones(4, 4)},
@@ -181,7 +181,7 @@ LENSES: dict[str, State] = {
     "W_K must have three axes, head first, got shape": {W_K: ones(4, 2)},
     "W_K must have shape (2, 4, 2), got (2, 4, 3)": {W_K: ones(2, 4, 3)},
     "b_Q must have shape (2, 2), got (2, 5)": {"blocks.0.attn.b_Q": ones(2, 5)},
-    "embed.W_E must be zero (tokens are vectors": {"embed.W_E": ones(1, 4)},
+    "embed.W_E must be zero (tokens must be vectors": {"embed.W_E": ones(1, 4)},
     "without added positions), got entries up to 0.5;": {"pos_embed.W_pos": ones(6, 4) / -2},
     "without added positions), got entries up to 1;": {"pos_embed.W_pos": ones(6, 4).bool()},
     "unembed.b_U must be zero (the model has no bias": {"unembed.b_U": ones(1)},
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         ENCODER,
         {"n_heads": 2, "d_y": 4},
     ),
-    "module 1 of the nn.Sequential has no weights, and a file": (BEHIND_RELU, {"n_heads": 2}),
+    "module 1 of the nn.Sequential has no weights, so": (BEHIND_RELU, {"n_heads": 2}),
 }
 
 
