@@ -106,9 +106,9 @@ def read_exchange(folder: Path) -> Checkpoint:
     with naming(file):
         _, stated = hooked_layer(tensors, config.task.d_y)
         if stated.get("attend_to_self"):
-            raise ValueError(f"{MASK} must be strict causal, as the side-car says.")
+            raise ValueError(f"{MASK} must be strict causal, as the side-car file states.")
         for name in set() if config.model.biases else {PREFIX + n for n in BIASES} & set(tensors):
-            require_zero(name, tensors[name], "the side-car says that there are no biases")
+            require_zero(name, tensors[name], "the side-car file states that there are no biases")
     weights = weights_from(tensors, config, file)
     return Checkpoint(folder, config, document["step"], weights, FORMAT, document["assumed"])
 
