@@ -1,9 +1,8 @@
-"""Linear stacks on pools over seeds of the prompts: how far a few prompts move the means.
+"""Linear stacks on pools over seeds of the prompts: sensitivity of the means to a few prompts.
 
     python -m analyses.pools.seeds [--seeds N] [--n-prompts N] [--out DIR]
 
-It writes results/pools/pool_seeds.csv, a row for each shipped stack, seed and kind of tasks.
-"""
+Writes results/pools/pool_seeds.csv, one row per shipped stack, seed and kind of tasks."""
 
 import pandas as pd
 
@@ -18,7 +17,7 @@ TRIMMED = ("relative", "relative_sem", "risk", "risk_sem", "risk_ridge")
 
 
 def rows_of(found: PriorComparison) -> list[dict[str, object]]:
-    """Both kinds of tasks of one comparison."""
+    """Rows of both kinds of tasks for one comparison."""
     return [
         {
             "tasks": kind,

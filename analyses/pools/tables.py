@@ -15,7 +15,8 @@ PREDICTORS = ("linear, trained", "softmax, trained", "dMMSE", "ridge")
 
 
 def pool_map(results: Path) -> str:
-    """Every model of the map and what it is by the rules of the plan, a line for each pool that it is compared with."""
+    """All models of the map with their strategy by the rules of the plan, one line per pool of
+    comparison."""
     found = pd.read_csv(results / "pools" / "pool_map.csv")
     order = found.kind.map(list(KINDS).index)
     found = found.assign(order=order).sort_values(["order", "n_tasks", "seed", "compared_with"])
@@ -42,7 +43,7 @@ def _row(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def seeds(results: Path) -> str:
-    """The shipped stacks over seeds of the prompts: strategies, and how far each estimate moves."""
+    """Shipped stacks over seeds of the prompts: strategies, and variation of each estimate."""
     found = pd.read_csv(results / "pools" / "pool_seeds.csv")
     header = (
         "M",

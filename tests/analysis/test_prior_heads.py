@@ -124,7 +124,7 @@ def path_of(relative: list[float], sem: float) -> PriorSnapshots:
 
 def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
     assert path_of([0.5, 0.8, 0.9, 0.2], 0.01).transient == 1000
-    assert "nearer to ridge first, from step 1,000" in repr(path_of([0.5, 0.8, 0.9, 0.2], 0.01))
+    assert "closer to ridge first, from step 1,000" in repr(path_of([0.5, 0.8, 0.9, 0.2], 0.01))
     assert path_of([0.5, 0.52, 0.4, 0.2], 0.02).transient is None  # not clearly above
     assert path_of([0.8, 0.4, 0.4, 0.2], 0.02).transient is None  # untrained
     assert path_of([0.5, 0.8, 0.9, 0.48], 0.02).transient is None  # not clearly below

@@ -314,7 +314,7 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     meant = r"<details><summary>What the columns mean</summary>.*?</details>"
     text = Page(re.sub(meant, "", page.source, flags=re.DOTALL)).text
     assert "nan" not in text.lower().split()
-    assert "its rank correlation with the weights is not defined of head 0" in text
+    assert "Rank correlation with the weight: head 0 not defined" in text
     assert "no head is active" in page.text
 
 

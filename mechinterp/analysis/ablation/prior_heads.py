@@ -1,4 +1,5 @@
-"""Which heads memorise and which generalise: what masking a head does to the distance from the pool's posterior and from ridge."""
+"""Heads that memorise and heads that generalise: effects of masking on the distances to dMMSE and
+to ridge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +20,18 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 LEVEL = 0.05
-"""Chance that any head of a model is called something when none is anything."""
+"""Chance that at least one head of a model without any effect is named. A larger level names more
+heads."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorHeads(Result):
-    """Effects of masking each head on memory, on tasks of the pool, and on generalisation, on new ones."""
+    """Effects of masking each head on memory (pool tasks) and on generalisation (new tasks)."""
 
     n_tasks: int
     """Size of the pool."""
     weight_change: Float[np.ndarray, "layer head"]
-    """Of the weight on dMMSE on tasks of the pool, masked minus full."""
+    """Change of the weight on dMMSE on tasks of the pool, masked minus full."""
     weight_change_sem: Float[np.ndarray, "layer head"]
     """Standard error of `weight_change`, paired: the same prompts for every mask."""
     dmmse_rise: Float[np.ndarray, "layer head"]
@@ -39,28 +41,32 @@ class PriorHeads(Result):
     """Rise of the distance to ridge on new tasks, |f - ridge|^2 / d_x; unit y^2."""
     ridge_rise_sem: Float[np.ndarray, "layer head"]
     memory_excess: Float[np.ndarray, "layer head"]
-    """On tasks of the pool, rise of the distance to dMMSE minus that to ridge; unit y^2."""
+    """Rise of the distance to dMMSE minus rise of the distance to ridge, on tasks of the pool; unit
+    y^2."""
     memory_excess_sem: Float[np.ndarray, "layer head"]
 
     @property
     def memorises(self) -> list[tuple[int, int]]:
-        """Heads without which the weight on dMMSE falls and the distance to dMMSE rises more than that to ridge.
+        """Heads whose masking lowers the weight on dMMSE, and raises the distance to dMMSE more
+        than that to ridge.
 
-        Each by so many standard errors that at most one model in twenty without such a head has one called so.
-        """
+        Both effects exceed so many standard errors that at most 1 in 20 models without such heads
+        has one named."""
         falls = self.weight_change + self._bound * self.weight_change_sem < 0
         further = self.memory_excess - self._bound * self.memory_excess_sem > 0
         return [(layer, head) for layer, head in np.argwhere(falls & further).tolist()]
 
     @property
     def generalises(self) -> list[tuple[int, int]]:
-        """Heads without which the distance to ridge on new tasks rises, by as many standard errors."""
+        """Heads whose masking raises the distance to ridge on new tasks, by the same number of
+        standard errors."""
         rises = self.ridge_rise - self._bound * self.ridge_rise_sem > 0
         return [(layer, head) for layer, head in np.argwhere(rises).tolist()]
 
     @property
     def _bound(self) -> float:
-        """Standard errors that one of all heads passes by chance in `LEVEL` of all models."""
+        """Number of standard errors that any of the heads exceeds by chance in a fraction `LEVEL`
+        of models."""
         return float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
 
     def __repr__(self) -> str:
@@ -81,7 +87,8 @@ class PriorHeads(Result):
         return frame_of(self, *names, **head_axes(self.dmmse_rise))
 
     def plot(self) -> go.Figure:
-        """Rise of the distance to dMMSE on tasks of the pool beside that to ridge on new ones, head by head."""
+        """Rise of the distance to dMMSE on tasks of the pool, next to that to ridge on new tasks,
+        for every head."""
         return figures.bars(
             head_names(self.dmmse_rise.shape),
             {
@@ -107,14 +114,15 @@ def prior_heads(
     """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
 
     Args:
-        task: None: the model's own.
-        pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own; the effects are means over them.
-        n_prompts: Of each kind.
+        task: Law of the prompts; None means the model's own.
+        pool: Task vectors; None means those of the task.
+        context_lengths: Lengths to average over. None means up to 16 lengths, from 1 or the
+            shortest length in a checkpoint's training to the task's own.
+        n_prompts: Number of prompts of each kind.
         method: How a head is masked, "zero", "mean" or "resample".
         progress: Optional progress callback.
     Raises:
-        ValueError: If the source is no model, or as `compare_priors` does.
+        ValueError: If the source is no model, and as in `compare_priors`.
     Source:
         Derived here: the regression and the distances of `compare_priors`, under masks.
     """
