@@ -33,6 +33,8 @@ def from_pretrained(
         token: Of an account, for private repositories; None: the one that was logged in.
     Raises:
         CheckpointError: If there is no such model, it cannot be downloaded, or it cannot be read.
+    See also:
+        `load`, `push_to_hub`.
     Example:
         >>> from_pretrained("softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)

@@ -137,6 +137,8 @@ def hook_module(
         ValueError: If no layer is found, a name in `outputs` is of no module, heads are not stated, are no number of heads, do
             not divide a width or differ between layers, a layer does not run, runs twice or is not in a module of its own,
             the module does not run on its input, the prediction has another shape, or there is no such position.
+    See also:
+        `load`, `Monitor`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer, task=TaskConfig())

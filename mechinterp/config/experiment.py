@@ -24,7 +24,11 @@ LATER_FIELDS = {
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """Everything that decides the numbers of one trained model."""
+    """Everything that decides the numbers of one trained model.
+
+    See also:
+        `preset`, `override`.
+    """
 
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -165,6 +169,8 @@ def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
         assignments: Texts such as "model.n_heads=4"; the value is read as JSON, else as text.
     Raises:
         ValueError: If an assignment has no "=" or names an unknown field.
+    See also:
+        `preset`, `ExperimentConfig`.
     Example:
         >>> override(ExperimentConfig(), "model.n_heads=4", "seed=1").model.n_heads
         4

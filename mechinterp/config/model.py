@@ -14,7 +14,11 @@ LAYOUTS = ("pairs", "in_turn")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer that reads the prompt's tokens and predicts y_query; attention only unless told."""
+    """A transformer that reads the prompt's tokens and predicts y_query; attention only unless told.
+
+    See also:
+        `ExperimentConfig`, `ICLTransformer`.
+    """
 
     n_layers: int = 1
     """Number of layers, each of attention and, where there is a d_mlp, an MLP."""

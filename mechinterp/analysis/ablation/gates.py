@@ -117,6 +117,8 @@ def learn_gates(
     Source:
         Nam et al. 2025, arXiv 2505.13737, causal head gating, with the excess risk for their negative log-likelihood;
         the scores, and their sizes of pressure and limit, are choices made here.
+    See also:
+        `prune`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

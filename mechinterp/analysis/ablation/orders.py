@@ -136,6 +136,11 @@ def greedy_order(
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than 8 prompts.
+    Source:
+        Backward elimination, a textbook method; that half of the prompts chooses and the other
+        half measures is a choice made here.
+    See also:
+        `ablate_pairs`, `prune`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -215,6 +220,11 @@ def ablate_pairs(
     Args:
         prompts: None: `n_prompts` of the model's own task, by `seed`.
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+    Source:
+        Derived here: the interaction is the rise of both heads minus the sum of their single
+        rises.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

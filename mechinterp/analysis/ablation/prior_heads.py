@@ -117,6 +117,8 @@ def prior_heads(
         ValueError: If the source is no model, or as `compare_priors` does.
     Source:
         Derived here: the regression and the distances of `compare_priors`, under masks.
+    See also:
+        `compare_priors`, `ablate_heads`.
     """
     predictor = predictor_of(source)
     setting = setting_of(source, task, pool, "prior_heads")

@@ -195,6 +195,8 @@ def ablate_heads(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that the importance is
         normalised within a layer, and how it is estimated, is a choice made here.
+    See also:
+        `ablate_pairs`, `ablate_subsets`, `classify_layers`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

@@ -105,6 +105,8 @@ def baselines(
         n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
     Source:
         Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
+    See also:
+        `fit_learners`, `classify`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig, TaskLike

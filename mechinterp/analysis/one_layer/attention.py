@@ -203,6 +203,10 @@ def attention_patterns(
         n_prompts: None: 4096, of models with norms or MLPs 512.
     Raises:
         ValueError: If `shown` is below 1, the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
+    Source:
+        A choice made here: which prompts are shown.
+    See also:
+        `attention_entropy`, `circuits`.
     Example:
         >>> from mechinterp import load
         >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)

@@ -66,6 +66,11 @@ def classify(
         n_prompts: Number of prompts; None: 512, and 256 for models of several layers.
     Raises:
         ValueError: If the model has another d_x or d_y than the task, or there are fewer than 8 prompts.
+    Source:
+        He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
+        arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
+    See also:
+        `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
@@ -265,6 +270,10 @@ def classify_circuits(
             [head, d_model, d_model], of which the last d_y count.
     Raises:
         ValueError: If the circuits do not fit each other or the task, or hold NaN or infinities.
+    Source:
+        As for `classify`.
+    See also:
+        `classify`, `circuits`.
     Example:
         >>> QK = np.stack([np.diag([0.1, 0.1, 0.0]), np.diag([-0.1, -0.1, 0.0])])
         >>> OV = np.array([[0.0, 0.0, 4.0], [0.0, 0.0, -4.0]])[:, :, None]

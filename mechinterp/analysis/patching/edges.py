@@ -142,6 +142,8 @@ def attribute_edges(
         Edges and patches are those of transformer_lens 4.3, which a test compares with (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
         2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
         (k - 1/2) / K: the midpoint rule errs by 1 / K^2, theirs by 1 / K.
+    See also:
+        `patch_positions`, `composition_scores`.
     Example:
         >>> from mechinterp import load
         >>> found = attribute_edges(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=4)
