@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: examples as code, inner products that are no HTML tags, fields in one table, links."""
+"""Docstrings as the site shows them: sections apart, examples as code, inner products, fields in one list, links."""
 
 import re
 from textwrap import indent
@@ -8,11 +8,11 @@ import griffe
 import mechinterp
 from mechinterp.analysis.registry import ANALYSES
 
-PUBLIC = {name: f"{home}.{name}" for name, home in mechinterp._HOMES.items()}
-PUBLIC |= {
-    one.function.__name__: f"{one.function.__module__}.{one.function.__name__}"
-    for one in ANALYSES.values()
-}
+FUNCTIONS = [
+    *(getattr(mechinterp, name) for name in mechinterp._HOMES),
+    *(one.function for one in ANALYSES.values()),
+]
+PUBLIC = {one.__name__: f"{one.__module__}.{one.__name__}" for one in FUNCTIONS}
 """Full paths of the top-level names and of the analyses of the command line, by name."""
 
 
@@ -48,7 +48,7 @@ def with_source(text: str, path: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Shows a section "Example:" as code, keeps inner products, lists the fields of a class in its docstring, and links."""
+    """Separates sections, shows "Example:" as code, keeps inner products, lists the fields of a class, and links names."""
 
     def on_class(self, *, cls: griffe.Class, **kwargs: object) -> None:
         fields = [
@@ -74,4 +74,5 @@ class Docstrings(griffe.Extension):
                 file = f"{obj.module.path.replace('.', '/')}.py"
                 obj.docstring.value = with_links(with_source(obj.docstring.value, file))
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"(?<=[^\n]\n)(?=[A-Z][a-z ]+:\n +\S)", "\n", text)
             obj.docstring.value = inner_products(text)

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
-from docstrings import inner_products
+from docstrings import PUBLIC, inner_products
 from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
+from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import ANALYSES
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,10 @@ ROOMS = {
     "probing": ("analysis/probing", "What each layer has already computed."),
     "learners": ("analysis/learners", "Which closed-form learner or algorithm a model implements."),
     "dynamics": ("analysis/training", "What happens during training."),
-    "icl": ("icl", "Prompts of in-context linear regression, and learners that answer them."),
+    "prompts and learners": (
+        "icl",
+        "Prompts of in-context linear regression, and learners that answer them.",
+    ),
     "models": ("models", "The hooked model, its weights, and models built by hand."),
     "checkpoints": (
         "checkpoints",
@@ -45,10 +49,9 @@ ROOMS = {
 }
 SETUP = """
 from mechinterp import *
-from mechinterp.analysis.training.over_training import training_dynamics
-softmax = load("checkpoints/softmax-h2-s0")
-linear = load("checkpoints/linear-separate-s0")
-sparse = load("checkpoints/sparse-h4-noise0.1-s0")
+
+softmax = load("softmax-h2-s0")
+sparse = load("sparse-h4-noise0.1-s0")
 """
 FIGURES = {
     "QK and OV of every head": "circuits(softmax).plot()",
@@ -163,18 +166,23 @@ def front() -> str:
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
     lines = [f"# {title[0].upper()}{title[1:]}", "", about, ""]
-    if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
-        lines += [
-            f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
-            "",
-        ]
+    place = f"mechinterp.{folder.replace('/', '.')}"
+    if homes := getattr(import_module(place), "HOMES", None):
+        names = ", ".join(f"`{name}`" for name in homes)
+        lines += [f"`from {place} import ...` has {names}.", ""]
+    modules = {}
     for file in sorted((ROOT / "mechinterp" / folder).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if file.stem == "__init__" or not public(tree):
-            continue
-        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        lines += [f"## {name}", "", inner_products(ast.get_docstring(tree) or ""), ""]
-        for member in public(tree):
+        if file.stem != "__init__" and public(tree):
+            modules[".".join(file.relative_to(ROOT).with_suffix("").parts)] = tree
+    main = {name for name, path in PUBLIC.items() if path.rpartition(".")[0] in modules}
+    if main:
+        lines += ["The functions that most people need:", "", *names_table(sorted(main)), ""]
+    for name in sorted(modules, key=lambda name: (not main & {*public(modules[name])}, name)):
+        tree = modules[name]
+        lines += [f"## {name.removeprefix(f'{place}.')}", "", f"`{name}`", ""]
+        lines += [inner_products(ast.get_docstring(tree) or ""), ""]
+        for member in sorted(public(tree), key=lambda member: member not in main):
             lines += [f"::: {name}.{member}", ""]
     return "\n".join(lines)
 
@@ -213,25 +221,35 @@ def public(tree: ast.Module) -> list[str]:
 
 def top_level() -> str:
     """Tables of the names that `from mechinterp import ...` offers, by task, and of the models that each analysis takes."""
-    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers."]
-    rooms = {f"mechinterp.{folder.replace('/', '.')}": room for room, (folder, _) in ROOMS.items()}
+    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers, by task."]
     homes = mechinterp._HOMES
-    for place, room in rooms.items():
-        names = [name for name, home in homes.items() if home.startswith(f"{place}.")]
-        rows = [f"| [`{name}`][{homes[name]}.{name}] | {first_line(name)} |" for name in names]
-        lines += ["", f"## {room[0].upper()}{room[1:]}", "", *table("Name", "What it is", rows)]
+    left = [*homes]
+    for room, (folder, _) in ROOMS.items():
+        place = f"mechinterp.{folder.replace('/', '.')}"
+        names = [name for name in left if f"{homes[name]}.".startswith(f"{place}.")]
+        left = [name for name in left if name not in names]
+        if names:
+            lines += ["", f"## {room[0].upper()}{room[1:]}", "", *names_table(names)]
+    lines += ["", "## Presets, tables and reports", "", *names_table(left)]
     lines += ["", "## Which analysis takes which model", ""]
-    lines += ["`mechinterp analyse NAME MODEL` runs any of these.", ""]
-    rows = [
-        f"| `{name}` | {needs(one.needs)} | {needs(one.on_page)} |"
-        for name, one in ANALYSES.items()
-    ]
-    lines += table("Name", "Models that it takes | Shown on the page of", rows)
-    others = [name for name, home in homes.items() if not home.startswith(tuple(rooms))]
-    lines += ["", "## Others"]
-    for name in others:
-        lines += ["", f"::: {homes[name]}.{name}"]
+    lines += ["`mechinterp analyse NAME MODEL` runs each of these.", ""]
+    rows = []
+    for name, one in ANALYSES.items():
+        function = one.function.__name__
+        shown = "all of these" if one.on_page is nothing else needs(one.on_page)
+        rows += [
+            f"| `{name}` | [`{function}`][{PUBLIC[function]}] | {needs(one.needs)} | {shown} |"
+        ]
+    lines += table("Name", "Function | Models that it takes | On the report of", rows)
+    for name in left:
+        lines += ["", f"::: {PUBLIC[name]}"]
     return "\n".join(lines)
+
+
+def names_table(names: list[str]) -> list[str]:
+    """A table of public names with links, and the first line of each."""
+    rows = [f"| [`{name}`][{PUBLIC[name]}] | {first_line(name)} |" for name in names]
+    return table("Name", "What it is", rows)
 
 
 def table(first: str, others: str, rows: list[str]) -> list[str]:
@@ -241,7 +259,8 @@ def table(first: str, others: str, rows: list[str]) -> list[str]:
 
 def first_line(name: str) -> str:
     """What the docstring of a public name says first."""
-    text = (getattr(mechinterp, name).__doc__ or "").strip().split("\n\n")[0]
+    module, _, last = PUBLIC[name].rpartition(".")
+    text = (getattr(import_module(module), last).__doc__ or "").strip().split("\n\n")[0]
     return inner_products(" ".join(text.split())).replace("|", "\\|")
 
 
