@@ -134,10 +134,15 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
     markdown = re.sub(
         r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how|results)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
-        r"\1 (`\2`)",
+        lambda link: f"{link[1]} (<code>{breakable(link[2])}</code>)",
         markdown,
     )
     return with_terms(markdown, page.file.src_uri)
+
+
+def breakable(path: str) -> str:
+    """A path that a browser may break after each part."""
+    return re.sub("([/_])", r"\1<wbr>", path)
 
 
 def with_terms(markdown: str, path: str) -> str:

@@ -18,9 +18,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = {
     "C9": ("several heads lower the risk by a tenth", "risk / a single head's", "to_single_2d"),
     "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1_median"),
-    "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
-    "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
-    "C12": ("one head in layer 1 will not", "risk / whole model's, refitted", "first_refit"),
+    "C11": ("one head in each later layer is enough", "risk / whole model's, refitted", "later_refit"),
+    "C11_pairs": ("a pair in each later layer is enough", "the same", "pairs_refit"),
+    "C12": ("one head in layer 1 is not enough", "risk / whole model's, refitted", "first_refit"),
     "C13": ("pruned as in C11 it beats a single head", "risk, refitted / a single head's", "later_refit_to_single"),
     "C14": ("probes improve from layer to layer", "", ""),
     "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
