@@ -52,14 +52,15 @@ from mechinterp import *
 
 softmax = load("softmax-h2-s0")
 sparse = load("sparse-h4-noise0.1-s0")
+gpt2 = load("garg-gpt2")
 """
 FIGURES = {
     "QK and OV of every head": "circuits(softmax).plot()",
     "A model beside closed-form learners": "fit_learners(softmax).plot()",
     "Every subset of heads masked": "ablate_subsets(softmax).plot()",
     "Heads while they are trained": "training_dynamics(softmax).plot()",
-    "Each head of a deep model masked alone": "ablate_heads(sparse).plot()",
-    "Importance of heads within each layer": "ablate_heads(sparse).plot_importance()",
+    "Each head of a deep model masked alone": "ablate_heads(gpt2).plot()",
+    "Importance of heads within each layer": "ablate_heads(gpt2).plot_importance()",
     "A pruned model": "prune(sparse).plot()",
     "What each layer has computed": "probe_layers(sparse).plot()",
     "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
@@ -214,7 +215,7 @@ def _shown(output: dict) -> str:
     if "image/png" in data:
         return f'<img alt="figure" src="data:image/png;base64,{data["image/png"].strip()}">'
     if "text/html" in data:
-        return f"<div>{' '.join(data['text/html'].split())}</div>"
+        return f'<div class="output">{" ".join(data["text/html"].split())}</div>'
     return f"```text\n{data.get('text/plain', ''.join(output.get('text', [])))}\n```"
 
 
@@ -279,14 +280,17 @@ def gallery() -> str:
     """Every figure with the line that makes it."""
     names: dict[str, object] = {}
     exec(SETUP, names)
-    lines = ["# Gallery", "", "Each figure is made by the line above it, after", ""]
+    lines = ["# Gallery", "", "The line above each figure makes it, after these lines:", ""]
     lines += ["```python", SETUP.strip(), "```", "", '<script src="plotly.min.js"></script>']
     for heading, code in FIGURES.items():
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
-        title = figure.layout.title.text
-        figure.update_layout(title_text="", margin_t=40)
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN)
-        lines += ["", f"## {heading}", "", "```python", code, "```", "", f"{title}.", "", drawn]
+        lines += ["", f"## {heading}", "", "```python", code, "```", ""]
+        if not figure.frames:  # the title of a figure with a slider changes
+            lines += [f"{figure.layout.title.text}.", ""]
+            figure.update_layout(title_text="", margin_t=40)
+        lines += [
+            figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN, auto_play=False)
+        ]
     return "\n".join(lines)
