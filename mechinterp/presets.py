@@ -16,6 +16,8 @@ def preset(name: str) -> ExperimentConfig:
 
     Raises:
         ValueError: If the name is unknown.
+    See also:
+        `override`, `train`.
     Example:
         >>> preset("softmax-h4").model.n_heads
         4

@@ -81,7 +81,7 @@ class Analysis:
             True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
-        headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")
+        headings = ("Args:", "Returns:", "Raises:", "Source:", "See also:", "Example:")
         ends = [n for n, text in enumerate(paragraphs) if text.startswith(headings)]
         return " ".join(" ".join(paragraphs[: ends[0] if ends else None]).split())
 

@@ -32,6 +32,8 @@ def sweep_frame(
         n_prompts: Number of prompts for each classification.
     Raises:
         CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
+    See also:
+        `train_models`, `load_run`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}

@@ -34,6 +34,8 @@ def from_pretrained(
         token: Account token for private repositories; None means that of the current login.
     Raises:
         CheckpointError: If there is no such model, or it cannot be downloaded or read.
+    See also:
+        `load`, `push_to_hub`.
     Example:
         >>> from_pretrained("softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)

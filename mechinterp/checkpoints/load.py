@@ -117,6 +117,8 @@ def load(
         CheckpointError: If there is nothing readable, the file was not understood, or an argument
             contradicts the file.
         ValueError: If an argument is out of range.
+    See also:
+        `load_run`, `from_pretrained`, `hook_module`.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
@@ -157,6 +159,8 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         CheckpointError: If the names do not show the steps, the shapes differ, or a file cannot be
             read.
         ValueError: If an argument is out of range.
+    See also:
+        `load`, `training_snapshots`.
     Example:
         >>> import tempfile
         >>> model = load("softmax-h2-s0")

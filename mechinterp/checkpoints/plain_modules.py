@@ -142,6 +142,8 @@ def hook_module(
             is unknown, invalid, does not divide a width or differs between layers, a layer does not
             run or is not a separate module, the module does not run on its input, the prediction
             has another shape, or the position does not exist.
+    See also:
+        `load`, `Monitor`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer, task=TaskConfig())

@@ -25,7 +25,11 @@ LATER_FIELDS = {
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """All settings that decide the numbers of one trained model."""
+    """All settings that decide the numbers of one trained model.
+
+    See also:
+        `preset`, `override`.
+    """
 
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -172,6 +176,8 @@ def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
             text.
     Raises:
         ValueError: If an assignment has no "=" or names an unknown field.
+    See also:
+        `preset`, `ExperimentConfig`.
     Example:
         >>> override(ExperimentConfig(), "model.n_heads=4", "seed=1").model.n_heads
         4

@@ -15,7 +15,11 @@ LAYOUTS = ("pairs", "in_turn")
 @dataclass(frozen=True)
 class ModelConfig:
     """Transformer that reads the prompt's tokens and predicts y_query; by default it has attention
-    only."""
+    only.
+
+    See also:
+        `ExperimentConfig`, `ICLTransformer`.
+    """
 
     n_layers: int = 1
     """Number of layers. Each has attention and, if `d_mlp` is set, an MLP."""

@@ -118,7 +118,11 @@ def _noting_what_is_passed(cls: type[T]) -> type[T]:
 @_noting_what_is_passed
 @dataclass(frozen=True)
 class TaskConfig:
-    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
+    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var).
+
+    See also:
+        `ExperimentConfig`, `sample_prompts`.
+    """
 
     d_x: int = 5
     """Dimension of a covariate."""

@@ -30,7 +30,11 @@ class NoTaskVectorsError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """A batch of regression prompts."""
+    """A batch of regression prompts.
+
+    See also:
+        `sample_prompts`, `evaluation_prompts`.
+    """
 
     x: Float[Tensor, "batch context d_x"]
     """Covariates of the context."""
@@ -193,6 +197,8 @@ def generator_for(
 
     Raises:
         ValueError: If the stream is not one of "init", "train", "eval", "pool".
+    See also:
+        `sample_prompts`.
     Example:
         >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
         >>> torch.equal(first, again)
@@ -275,6 +281,8 @@ def sample_prompts(
             or the task belongs to given prompts of unknown law.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
+    See also:
+        `evaluation_prompts`, `generator_for`, `Prompts`.
     Example:
         >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
@@ -347,6 +355,8 @@ def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
         ValueError: If the task has no pool.
     Source:
         Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
+    See also:
+        `dmmse`, `sample_prompts`.
     Example:
         >>> pool = task_pool(TaskConfig(d_x=3, n_tasks=16))
         >>> prompts = sample_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)

@@ -200,6 +200,14 @@ def test_the_page_names_the_papers_and_explains_its_words(page: Page):
         assert all(word in told for word in words.split(", "))
 
 
+def test_terms_lead_to_their_meaning(page: Page):
+    links = [given for tag, given in page.tags if given.get("class") == "term"]
+    ids = page.attributes("id")
+    assert {given["title"] for given in links} <= set(WORDS.values())
+    assert all((given["href"] or "").removeprefix("#") in ids for given in links)
+    assert 'class="term"' in page.source.partition("</header>")[0]
+
+
 def test_a_figure_by_itself_has_a_title(tmp_path: Path):
     figure = go.Figure(layout={"title": {"text": "Jumps & <levels>"}})
     write_figure(tmp_path / "one.html", figure)
@@ -255,7 +263,7 @@ def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     names = ["What it computes", "Circuits", "Attention on prompts", "Head ablation"]
     names += ["Which learner", "Training, step by step", "Training"]
     assert page.headings == names
-    anchors = [link for link in page.attributes("href") if link.startswith("#")]
+    anchors = [link for link in page.attributes("href") if re.match("#(?!word)", link)]
     assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 8))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
     assert page.source.count("<summary>How this was computed</summary>") == 7

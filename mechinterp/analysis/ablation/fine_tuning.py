@@ -116,6 +116,10 @@ def fine_tune(
         progress: Optional progress callback.
     Raises:
         ValueError: If no head is kept, or steps or learning_rate are out of range.
+    Source:
+        A choice made here; the full model is trained as long, as a control.
+    See also:
+        `prune`.
     Example:
         >>> from mechinterp.analysis.ablation.pruning import prune
         >>> from mechinterp.checkpoints.checkpoint import load

@@ -123,6 +123,8 @@ def learn_gates(
         Nam et al. 2025, arXiv 2505.13737, causal head gating; the excess risk replaces their
         negative log-likelihood.
             The scores, the pressure and the limit are choices made here.
+    See also:
+        `prune`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

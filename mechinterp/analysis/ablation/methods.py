@@ -244,6 +244,8 @@ def ablate(
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `prune`.
     Example:
         >>> from mechinterp import load
         >>> [one.method for one in ablate(load("checkpoints/softmax-h2-s0"), n_prompts=64).methods]

@@ -139,6 +139,11 @@ def greedy_order(
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than 8 prompts.
+    Source:
+        Backward elimination, a textbook method; that half of the prompts chooses and the other
+        half measures is a choice made here.
+    See also:
+        `ablate_pairs`, `prune`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -222,6 +227,11 @@ def ablate_pairs(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
+    Source:
+        Derived here: the interaction is the rise of both heads minus the sum of their single
+        rises.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

@@ -204,6 +204,8 @@ def ablate_heads(
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The
         importance, normalised
             within a layer, and its estimate are choices made here.
+    See also:
+        `ablate_pairs`, `ablate_subsets`, `classify_layers`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

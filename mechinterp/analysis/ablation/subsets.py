@@ -95,6 +95,8 @@ def ablate_subsets(
         ValueError: If the method is unknown or there are more than 12 heads.
     Source:
         Shapley value of a quadratic game; derived here.
+    See also:
+        `ablate_heads`, `ablate_pairs`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

@@ -112,6 +112,8 @@ def baselines(
             stream need more.
     Source:
         Algorithm 1 is our reading of Chen, Zhao and Zou 2024, arXiv 2408.04532.
+    See also:
+        `fit_learners`, `classify`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig, TaskLike

@@ -228,6 +228,8 @@ def fit_learners(
         ValueError: If a function comes without a task or prompts, or there are too few prompts.
     Source:
         He et al. 2025, arXiv 2503.12734, section 4 (vanilla, debiased GD, Bayes) and eq. (4.12).
+    See also:
+        `classify`, `name_algorithm`, `compare_priors`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> fits = fit_learners(debiased_gradient_step(0.88, 0.05, d_x=5), context_lengths=[40], n_prompts=4096)

@@ -91,6 +91,8 @@ def composition_scores(source: Source) -> CompositionScores:
         ValueError: If the model has one layer, or has no weights of this package.
     Source:
         Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens' all_composition_scores.
+    See also:
+        `circuits`, `attribute_edges`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> composition_scores(gradient_descent_model([0.5, 0.5], d_x=4)).score.shape

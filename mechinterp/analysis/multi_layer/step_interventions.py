@@ -104,6 +104,10 @@ def intervene_on_steps(
         seed: Seed of the prompts, which are others than those of the evidence with the same seed.
     Raises:
         ValueError: If there is no task, what the layers put out is not the stream, or no algorithm with a path comes near.
+    Source:
+        After the interchange interventions of Geiger et al. 2021, arXiv 2106.02997.
+    See also:
+        `name_algorithm`, `read_out_by_layer`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = intervene_on_steps(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)

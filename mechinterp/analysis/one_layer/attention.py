@@ -210,6 +210,10 @@ def attention_patterns(
     Raises:
         ValueError: If `shown` is below 1, the model has no hooks on its patterns, or it has neither
             one nor two positions per pair.
+    Source:
+        A choice made here: which prompts are shown.
+    See also:
+        `attention_entropy`, `circuits`.
     Example:
         >>> from mechinterp import load
         >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)

@@ -104,6 +104,10 @@ def attention_entropy(
     Raises:
         ValueError: If the weights are negative or do not sum to 1 (linear attention), or the model
             has no hooks on its patterns.
+    Source:
+        Shannon's entropy; the comparison with random weights is a choice made here.
+    See also:
+        `attention_patterns`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import kernel_head
         >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)

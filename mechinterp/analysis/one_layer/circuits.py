@@ -123,6 +123,8 @@ def circuits(source: Source) -> Circuits | LayeredCircuits:
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
+    See also:
+        `classify`, `classify_circuits`, `composition_scores`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import diagonal_heads
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))

@@ -69,6 +69,11 @@ def classify(
         n_prompts: Number of prompts; None means 512, or 256 for models of several layers.
     Raises:
         ValueError: If d_x or d_y of model and task differ, or if there are fewer than 8 prompts.
+    Source:
+        He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
+        arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
+    See also:
+        `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
@@ -273,6 +278,10 @@ def classify_circuits(
             all coordinates, [head, d_model, d_model], of which the last d_y are used.
     Raises:
         ValueError: If the shapes do not fit each other or the task, or an entry is NaN or infinite.
+    Source:
+        As for `classify`.
+    See also:
+        `classify`, `circuits`.
     Example:
         >>> QK = np.stack([np.diag([0.1, 0.1, 0.0]), np.diag([-0.1, -0.1, 0.0])])
         >>> OV = np.array([[0.0, 0.0, 4.0], [0.0, 0.0, -4.0]])[:, :, None]

@@ -149,6 +149,8 @@ def attribute_edges(
             et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv
             2403.17806, with (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2,
             theirs 1 / K.
+    See also:
+        `patch_positions`, `composition_scores`.
     Example:
         >>> from mechinterp import load
         >>> found = attribute_edges(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=4)

@@ -103,6 +103,10 @@ def patch_positions(
     Raises:
         ValueError: If the activation is unknown or the model has no hook for it, the prompts differ
             in shape, or the model is in training mode.
+    Source:
+        Meng et al. 2022, arXiv 2202.05262 (causal tracing).
+    See also:
+        `attribute_edges`, `read_out_by_layer`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -131,6 +131,11 @@ def probe_layers(
     Raises:
         ValueError: If there are too few prompts for the features, a position is out of range, or
             the model has no hook on its last stream.
+    Source:
+        Alain and Bengio 2016, arXiv 1610.01644; Akyürek et al. 2023, arXiv 2211.15661, for
+        in-context regression.
+    See also:
+        `read_out_by_layer`, `p_probe`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

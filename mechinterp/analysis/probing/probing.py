@@ -155,6 +155,8 @@ def probe(
         progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features.
+    See also:
+        `probe_layers`, `p_probe`.
     Example:
         >>> from mechinterp import load
         >>> list(probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).structures)
@@ -206,6 +208,8 @@ def p_probe(
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, of which only the name and the aim are
         known to us. The variants are
             choices made here.
+    See also:
+        `probe_layers`.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -167,6 +167,8 @@ def read_out_by_layer(
             neither a task nor prompts, or the model has no hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
+    See also:
+        `probe_layers`, `intervene_on_steps`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = read_out_by_layer(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)

@@ -148,6 +148,8 @@ def coefficient_snapshots(
     Raises:
         ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is
             not saved.
+    See also:
+        `local_learning_coefficient`, `training_snapshots`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)

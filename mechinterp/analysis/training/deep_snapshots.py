@@ -89,6 +89,8 @@ def deep_snapshots(
         progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.
+    See also:
+        `ablate_heads`, `training_snapshots`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

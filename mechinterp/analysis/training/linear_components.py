@@ -159,6 +159,8 @@ def linear_snapshots(source: Source) -> LinearSnapshots:
         ValueError: If the checkpoint has no snapshots, another score, or several responses or supports.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19), (20) and (22).
+    See also:
+        `plateaus`, `training_snapshots`.
     Example:
         >>> from mechinterp import load
         >>> linear_snapshots(load("checkpoints/linear-separate-s2"))

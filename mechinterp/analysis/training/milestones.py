@@ -77,6 +77,8 @@ def milestones(
         tail: Number of last rows that `final_omega` averages.
     Source:
         He et al. 2025, arXiv 2503.12734, section 3 and figures 1, 3, 13.
+    See also:
+        `training_dynamics`, `training_snapshots`.
     Example:
         >>> from mechinterp import load
         >>> found = milestones(load("checkpoints/softmax-h2-s0"))

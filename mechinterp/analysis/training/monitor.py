@@ -25,6 +25,8 @@ class Monitor:
 
     Raises:
         ValueError: If `every` is below 1; when called, as in `hook_module`.
+    See also:
+        `hook_module`, `training_dynamics`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> monitor = Monitor(task=TaskConfig(), every=10)

@@ -181,6 +181,10 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
 
     Raises:
         ValueError: If the history lacks a column.
+    Source:
+        After He et al. 2025, arXiv 2503.12734, section 3.
+    See also:
+        `milestones`, `plateaus`, `training_snapshots`.
     Example:
         >>> from mechinterp import load
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
@@ -292,6 +296,8 @@ def history_of(
         source: A checkpoint, or its history.
     Raises:
         ValueError: If there is no history.
+    See also:
+        `training_dynamics`, `milestones`.
     Example:
         >>> from mechinterp import load
         >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]

@@ -118,6 +118,8 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
         ValueError: If the run has fewer than 3 times, or the loss never falls.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the levels and eq. (22) for the predictor.
+    See also:
+        `jump_forecast`, `training_dynamics`.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -263,6 +265,8 @@ def jump_forecast(config: ExperimentConfig) -> JumpForecast:
             moments, or eigenvalues of its covariance repeat.
     Source:
         Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
+    See also:
+        `plateaus`, `local_learning_coefficient`.
     Example:
         >>> from mechinterp.presets import preset
         >>> jump_forecast(preset("linear-separate"))

@@ -96,6 +96,10 @@ def prior_snapshots(
         progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots, and as in `compare_priors`.
+    Source:
+        As for `compare_priors`.
+    See also:
+        `compare_priors`.
     """
     trained = snapshots_of(checkpoint, "prior_snapshots")
     setting = setting_of(trained, task, pool, "prior_snapshots")

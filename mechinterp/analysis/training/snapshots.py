@@ -106,6 +106,10 @@ def training_snapshots(
         progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.
+    Source:
+        As for `classify`.
+    See also:
+        `training_dynamics`, `milestones`.
     Example:
         >>> from mechinterp import load
         >>> training_snapshots(load("checkpoints/softmax-h2-s0"))
