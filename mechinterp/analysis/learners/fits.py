@@ -66,7 +66,8 @@ class LearnerFits(Result):
     """Context length the verdict speaks of: the task's own."""
     n_prompts: int
     factor: Float[np.ndarray, "length learner"]
-    """Least-squares step size eta of vanilla and debiased GD, mu of the kernel head; NaN for the others."""
+    """Least-squares step size eta of vanilla and debiased GD; mu of the kernel head times the sign of `kernel_omega`, as
+    (-omega, -mu) predicts almost what (omega, mu) does; NaN for the others."""
     factor_sem: Float[np.ndarray, "length learner"]
     """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
@@ -311,6 +312,7 @@ def _fit_at(
         shape[:, kernel], prediction, factors[0, kernel], through_omega
     )
     learned = shape * np.where(np.isnan(factors[0]), 1, factors[0])[:, None]
+    factors[0, kernel] *= -1 if omega < 0 else 1
     squares = np.square(prediction[:, None] - learned).mean(2)
     distance, distance_sem = mean_and_sem(squares)
     ratio, ratio_sem = ratio_and_sem(squares, np.square(prediction).mean(1))
