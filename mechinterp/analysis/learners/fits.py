@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.learners.baseline_comparison import ERRORS
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -71,7 +70,7 @@ class LearnerFits(Result):
     factor_sem: Float[np.ndarray, "length learner"]
     """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
-    """Fitted omega of the kernel head, unit 1/x^2; negative only where that is clearly closer to the model."""
+    """Fitted omega of the kernel head, unit 1/x^2. Where -omega comes as near to the model its sign is that of chance."""
     r2: Float[np.ndarray, "length learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, "length learner"]
@@ -207,8 +206,8 @@ def fit_learners(
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
-    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, and is
-    positive unless a negative omega is clearly closer. Ridge is the task's Bayes predictor, with nothing fitted; a task
+    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, over
+    either sign. Ridge is the task's Bayes predictor, with nothing fitted; a task
     with a pool has a sixth learner, dmmse.
 
     Args:
@@ -335,9 +334,6 @@ def _kernel_omega(
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
     """Fits the kernel head closest to the model, mu being free.
 
-    omega is positive unless a negative one is clearly closer, by more than `ERRORS` standard errors: without the mean of y a head
-    and its mirror image (-omega, -mu) predict alike, and the sign would be that of chance.
-
     Returns:
         omega, and what each prompt adds to the best mu through omega, times the number of prompts.
     """
@@ -364,9 +360,8 @@ def _kernel_omega(
         )
         return float(found.x)
 
-    positive, negative = closest(0.0, top), closest(-top, 0.0)
-    gain, gain_sem = mean_and_sem(fitted(positive)[1] - fitted(negative)[1])
-    omega, step = negative if gain > ERRORS * gain_sem else positive, 1e-3 * top
+    both = closest(0.0, top), closest(-top, 0.0)
+    omega, step = min(both, key=lambda omega: fitted(omega)[1].mean()), 1e-3 * top
     # At the least mean D of D_i(omega) = mean |f_i - mu(omega) s_i(omega)|^2 the derivative D' is 0. A prompt that weighs
     # 1 / n more moves it by D_i' / n, and omega by -D_i' / D'' / n. mu(omega) is that of the whole sample: its own
     # motion with the prompt drops out of D_i', as D is least in mu.
