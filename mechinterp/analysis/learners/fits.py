@@ -361,18 +361,36 @@ def _kernel_omega(
         return float(found.x)
 
     both = closest(0.0, top), closest(-top, 0.0)
-    omega, step = min(both, key=lambda omega: fitted(omega)[1].mean()), 1e-3 * top
-    # At the least mean D of D_i(omega) = mean |f_i - mu(omega) s_i(omega)|^2 the derivative D' is 0. A prompt that weighs
-    # 1 / n more moves it by D_i' / n, and omega by -D_i' / D'' / n. mu(omega) is that of the whole sample: its own
-    # motion with the prompt drops out of D_i', as D is least in mu.
-    (factor_below, below), (_, at), (factor_above, above) = map(
-        fitted, (omega - step, omega, omega + step)
+    omega = min(both, key=lambda omega: fitted(omega)[1].mean())
+    return omega, _through_omega(prompts, prediction, omega, fitted(omega)[0])
+
+
+def _through_omega(
+    prompts: Prompts, prediction: Float[np.ndarray, "prompt d_y"], omega: float, factor: float
+) -> Float[np.ndarray, " prompt"]:
+    """What each prompt adds to the best mu through the best omega, times the number of prompts.
+
+    A prompt that weighs 1 / n more moves (omega, mu), where D = mean |f - mu s(omega)|^2 is least, by -H^-1 psi_i / n. H
+    are the second derivatives of D, psi_i the first ones of the prompt's own |f_i - mu s_i|^2. Of the motion of mu this
+    is the part that is not there at a fixed omega.
+    """
+    x, y, query = (each.double() for each in (prompts.x, prompts.y, prompts.x_query))
+    scores = torch.einsum("bli, bi -> bl", x, query)
+    pattern = torch.softmax(omega * scores, dim=1)
+    scores = scores - (pattern * scores).sum(1, keepdim=True)
+    bend = scores.square() - (pattern * scores.square()).sum(1, keepdim=True)
+    s, ds, dds = (
+        torch.einsum("bl, bln -> bn", pattern * each, y).numpy()
+        for each in (torch.ones_like(scores), scores, bend)
     )
-    slope = (factor_above - factor_below) / (2 * step)
-    curvature = (above - 2 * at + below).mean() / step**2
-    # Without curvature no prediction depends on omega, or the search has come to its end.
-    influence = -(above - below) / (2 * step) / curvature if curvature > 0 else np.zeros_like(at)
-    return omega, slope * influence
+    left = prediction - factor * s
+    by_omega, by_mu = -2 * factor * (left * ds).mean(1), -2 * (left * s).mean(1)
+    omega_twice = 2 * factor * (factor * ds**2 - left * dds).mean()
+    mixed, mu_twice = 2 * (factor * s * ds - left * ds).mean(), 2 * (s**2).mean()
+    determinant = omega_twice * mu_twice - mixed**2
+    if not determinant > 0:  # no prediction depends on omega, or the search has come to its end
+        return np.zeros(len(s))
+    return mixed * (by_omega - mixed / mu_twice * by_mu) / determinant
 
 
 def _least_squares(
