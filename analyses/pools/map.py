@@ -23,6 +23,7 @@ from analyses.lib.measured import parsed, parser_of
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
 from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
+from mechinterp.analysis.learners.priors import PriorComparison
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 
@@ -107,13 +108,18 @@ def tables_of(
     path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
     print(name, last, path, sep="\n  ", flush=True)
     found = {
-        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
+        "pool_map": _of_trimmed(last).assign(transient=path.transient),
         "pool_steps": path.to_frame(),
     }
     if own:
         found |= inside(checkpoint, pool, given, n_prompts)
     identity = about(name, checkpoint) | {"compared_with": len(pool)}
     return {table: frame.assign(**identity) for table, frame in found.items()}
+
+
+def _of_trimmed(found: PriorComparison) -> pd.DataFrame:
+    """The means that decide, and what they decide; rows of before have no `prompts` and are means over all."""
+    return found.summary_frame().query("prompts == 'trimmed'").assign(strategy=found.strategy)
 
 
 def inside(

@@ -39,7 +39,7 @@ def column(learner: str) -> int:
     [
         ("vanilla_gd", lambda prompts: vanilla_gd(prompts, eta=0.8), 0.8),
         ("debiased_gd", lambda prompts: debiased_gd(prompts, eta=0.8), 0.8),
-        ("kernel_head", lambda prompts: nadaraya_watson(prompts, omega=-0.3, mu=-1.4), -1.4),
+        ("kernel_head", lambda prompts: nadaraya_watson(prompts, omega=-0.3, mu=-1.4), 1.4),
         ("ridge", lambda prompts: ridge(prompts, penalty=BAYES), np.nan),
         ("zero", lambda prompts: 0 * prompts.y_query, np.nan),
     ],

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
 from mechinterp import figures
-from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.learners.closeness import (
+    ERROR,
+    KINDS,
+    lengths_of,
+    setting_of,
+    trimmed,
+    trimmed_mean,
+    trimmed_ratios,
+)
+from mechinterp.analysis.learners.priors import FEW
+from mechinterp.analysis.stats import carried_by_few, estimates
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import Pool
@@ -26,7 +35,11 @@ heads."""
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorHeads(Result):
-    """Effects of masking each head on memory (pool tasks) and on generalisation (new tasks)."""
+    """Effects of masking each head on memory, on tasks of the pool, and on generalisation, on new ones.
+
+    Each head has its own prompts left out: the thousandth on which the full or the masked model errs most (none of fewer
+    than 1,000).
+    """
 
     n_tasks: int
     """Size of the pool."""
@@ -44,6 +57,8 @@ class PriorHeads(Result):
     """Rise of the distance to dMMSE minus rise of the distance to ridge, on tasks of the pool; unit
     y^2."""
     memory_excess_sem: Float[np.ndarray, "layer head"]
+    carried_by_few: Bool[np.ndarray, "layer head"]
+    """Whether a hundredth of all prompts carries more than half of the mean size of a rise of a distance."""
 
     @property
     def memorises(self) -> list[tuple[int, int]]:
@@ -84,7 +99,7 @@ class PriorHeads(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         names = with_sem("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
-        return frame_of(self, *names, **head_axes(self.dmmse_rise))
+        return frame_of(self, *names, "carried_by_few", **head_axes(self.dmmse_rise))
 
     def plot(self) -> go.Figure:
         """Rise of the distance to dMMSE on tasks of the pool, next to that to ridge on new tasks,
@@ -141,15 +156,32 @@ def prior_heads(
         ]
         by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
         squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
-    pooled, new = (each[:, 1:] - each[:, :1] for each in squares.values())
+    pooled, new = (_rises(squares[kind]) for kind in KINDS)
+    few = n_prompts // FEW
     measures = estimates(
-        weight_change=ratio_and_sem(pooled[..., 2], squares["pool"][:, 0, 3]),
-        dmmse_rise=mean_and_sem(pooled[..., 0]),
-        ridge_rise=mean_and_sem(new[..., 1]),
-        memory_excess=mean_and_sem(pooled[..., 0] - pooled[..., 1]),
+        weight_change=trimmed_ratios(pooled[..., 0, 2], pooled[..., 1, 3], few),
+        dmmse_rise=trimmed_mean(pooled[..., 0, 0], few),
+        ridge_rise=trimmed_mean(new[..., 0, 1], few),
+        memory_excess=trimmed_mean(pooled[..., 0, 0] - pooled[..., 0, 1], few),
     )
+    distances = np.concatenate([each[:, 1:, :2] - each[:, :1, :2] for each in squares.values()], 2)
+    measures["carried_by_few"] = carried_by_few(distances).any(1)
     shape = (predictor.n_layers, predictor.n_heads)
     return PriorHeads(
         n_tasks=len(setting.pool),
         **{name: values.reshape(shape) for name, values in measures.items()},
+    )
+
+
+def _rises(
+    squares: Float[np.ndarray, "prompt mask square"],
+) -> Float[np.ndarray, "prompt head 2 square"]:
+    """What each mask adds to the squares of the full model, and these, of the prompts that stay and as `trimmed` has them."""
+    full = squares[:, 0]
+    return np.stack(
+        [
+            trimmed(np.stack([each - full, full], 1), np.maximum(each, full)[:, ERROR], FEW)
+            for each in squares.swapaxes(0, 1)[1:]
+        ],
+        axis=1,
     )

@@ -179,16 +179,15 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
             only.
     """
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
-    # For a least-squares weight the mean has no first-order dependence on the weight: its standard
-    # error needs no term.
-    weight, weight_sem = _ratios(inner, gap, few)
-    risk, risk_dmmse, risk_ridge = (_mean(each, few) for each in errors)
+    # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
+    weight, weight_sem = trimmed_ratios(inner, gap, few)
+    risk, risk_dmmse, risk_ridge = (trimmed_mean(each, few) for each in errors)
     numbers = estimates(
-        distance_dmmse=_mean(to_dmmse, few),
-        distance_ridge=_mean(to_ridge, few),
-        relative=_ratios(to_dmmse, to_dmmse + to_ridge, few),
+        distance_dmmse=trimmed_mean(to_dmmse, few),
+        distance_ridge=trimmed_mean(to_ridge, few),
+        relative=trimmed_ratios(to_dmmse, to_dmmse + to_ridge, few),
         weight_dmmse=(weight, weight_sem),
-        unexplained=_ratios(norm - 2 * weight * inner + weight**2 * gap, gap, few),
+        unexplained=trimmed_ratios(norm - 2 * weight * inner + weight**2 * gap, gap, few),
         risk=risk,
         risk_dmmse=risk_dmmse,
         risk_ridge=risk_ridge,
@@ -197,27 +196,34 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
 
 
 def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: int) -> Closeness:
-    """Closeness without the worst prompts of each kind, one in `one_in`, by the squared error of
-    the model.
-
-    Standard errors are those of trimmed means: each dropped prompt is replaced by the worst kept
-    one.
-    """
-    few, kinds = len(squares) // one_in, []
-    for kind in np.moveaxis(squares, 1, 0):
-        kept = kind[without_worst(kind[:, ERROR], one_in)]
-        worst = kept[kept[:, ERROR].argmax()]
-        kinds.append(np.concatenate([kept, np.repeat(worst[None], few, 0)]))
+    """The same without the worst prompts of each kind, one in `one_in`, by the squared error of the model."""
+    few = len(squares) // one_in
+    kinds = [trimmed(kind, kind[:, ERROR], one_in) for kind in np.moveaxis(squares, 1, 0)]
     return closeness(np.stack(kinds, 1), few)
 
 
-def _mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
+def trimmed(
+    values: Float[np.ndarray, " prompt *axes"], sizes: Float[np.ndarray, " prompt"], one_in: int
+) -> Float[np.ndarray, " prompt *axes"]:
+    """The prompts that stay without the worst, one in `one_in` by `sizes`, then the worst of these in place of each that goes.
+
+    The last rows count in standard errors alone: for the error of a trimmed mean a prompt that is left out counts as the
+    worst that stays.
+    """
+    stay = without_worst(sizes, one_in)
+    kept = values[stay]
+    worst = kept[sizes[stay].argmax()]
+    return np.concatenate([kept, np.repeat(worst[None], len(values) - len(kept), 0)])
+
+
+def trimmed_mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the first axis without its last rows, and its standard error with them."""
     kept = len(values) - few
     mean, sem = mean_and_sem(values[:kept])
     return mean, _with_cut(sem, values[kept:] - mean, len(values))
 
 
-def _ratios(
+def trimmed_ratios(
     numerator: np.ndarray, denominator: np.ndarray, few: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ratios of means over the first axis and their standard errors, separately along the other

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.learners.baseline_comparison import ERRORS
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -67,12 +66,12 @@ class LearnerFits(Result):
     """Context length of the verdict: the task's own."""
     n_prompts: int
     factor: Float[np.ndarray, "length learner"]
-    """Least-squares step size eta of vanilla and debiased GD, mu of the kernel head; NaN for the others."""
+    """Least-squares step size eta of vanilla and debiased GD; mu of the kernel head times the sign of `kernel_omega`, as
+    (-omega, -mu) predicts almost what (omega, mu) does; NaN for the others."""
     factor_sem: Float[np.ndarray, "length learner"]
     """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
-    """Fitted omega of the kernel head, unit 1/x^2; negative only if that is clearly closer to the
-    model."""
+    """Fitted omega of the kernel head, unit 1/x^2. Where -omega comes as near to the model its sign is that of chance."""
     r2: Float[np.ndarray, "length learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, "length learner"]
@@ -209,9 +208,9 @@ def fit_learners(
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
-    Step sizes and mu are least-squares fits to the model's predictions. omega of the kernel head is
-    a line search; it is positive unless a negative omega is clearly closer. Ridge is the Bayes
-    predictor of the task, with nothing fitted. A task with a pool adds the learner dmmse.
+    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, over
+    either sign. Ridge is the task's Bayes predictor, with nothing fitted; a task
+    with a pool has a sixth learner, dmmse.
 
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions
@@ -317,6 +316,7 @@ def _fit_at(
         shape[:, kernel], prediction, factors[0, kernel], through_omega
     )
     learned = shape * np.where(np.isnan(factors[0]), 1, factors[0])[:, None]
+    factors[0, kernel] *= -1 if omega < 0 else 1
     squares = np.square(prediction[:, None] - learned).mean(2)
     distance, distance_sem = mean_and_sem(squares)
     ratio, ratio_sem = ratio_and_sem(squares, np.square(prediction).mean(1))
@@ -338,10 +338,6 @@ def _kernel_omega(
     model: Callable[[Prompts], Tensor], prompts: Prompts
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
     """Fits omega of the kernel head closest to the model; mu is fitted for each omega.
-
-    omega is positive unless a negative one is closer by more than `ERRORS` standard errors. Without
-    the mean of y a head and its mirror image (-omega, -mu) predict the same, so the sign would be
-    random.
 
     Returns:
         omega, and the influence of each prompt on the best mu through omega, times the number of
@@ -370,9 +366,8 @@ def _kernel_omega(
         )
         return float(found.x)
 
-    positive, negative = closest(0.0, top), closest(-top, 0.0)
-    gain, gain_sem = mean_and_sem(fitted(positive)[1] - fitted(negative)[1])
-    omega = negative if gain > ERRORS * gain_sem else positive
+    both = closest(0.0, top), closest(-top, 0.0)
+    omega = min(both, key=lambda omega: fitted(omega)[1].mean())
     return omega, _through_omega(prompts, prediction, omega, fitted(omega)[0])
 
 

@@ -2,21 +2,23 @@
 training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from mechinterp.analysis.learners.closeness import (
+    ERROR,
     KINDS,
     Closeness,
-    closeness,
     lengths_of,
     setting_of,
+    trimmed_closeness,
 )
-from mechinterp.analysis.learners.priors import CLEAR
+from mechinterp.analysis.learners.priors import CLEAR, FEW
+from mechinterp.analysis.stats import carried_by_few
 from mechinterp.analysis.training.kept_steps import snapshots_of
 from mechinterp.config import TaskLike
 from mechinterp.display import Result
@@ -36,7 +38,10 @@ class PriorSnapshots(Result):
     """Size of the pool."""
     step: Int[np.ndarray, " snapshot"]
     closeness: Closeness
-    """[kind, snapshot]; the kinds are pool and new."""
+    """[kind, snapshot], the kinds being pool and new; without the thousandth of the prompts on which the snapshot errs
+    most (none of fewer than 1,000)."""
+    carried_by_few: Bool[np.ndarray, "kind snapshot"]
+    """Whether the worst hundredth of all prompts makes up more than half of the mean risk."""
 
     @property
     def transient(self) -> int | None:
@@ -62,7 +67,8 @@ class PriorSnapshots(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and snapshot."""
-        return self.closeness.frame(step=self.step)
+        frame = self.closeness.frame(step=self.step)
+        return frame.assign(carried_by_few=self.carried_by_few.ravel())
 
     def plot(self) -> go.Figure:
         """Relative distance over the steps, on tasks of the pool and on new tasks."""
@@ -107,11 +113,23 @@ def prior_snapshots(
     samples = [setting.sample(kind, n_prompts, lengths, seed, no_progress) for kind in KINDS]
     kept = progress(list(trained.snapshots.values()), "comparing snapshots with dMMSE and ridge")
     squares = [
-        np.stack([each.squares([model(prompts) for prompts in each.prompts]) for each in samples])
+        np.stack(
+            [
+                each.squares([model(prompts) for prompts in each.prompts]).mean(1)
+                for each in samples
+            ],
+            axis=1,
+        )
         for model in map(learner_of, kept)
-    ]  # [kind, prompt, length, square] of each step
+    ]  # [prompt, kind, square] of each step
+    found = [trimmed_closeness(each, FEW) for each in squares]
+    by_step = {
+        field.name: np.stack([getattr(each, field.name) for each in found], 1)
+        for field in fields(Closeness)
+    }
     return PriorSnapshots(
         n_tasks=len(setting.pool),
         step=np.array(list(trained.snapshots)),
-        closeness=closeness(np.stack([each.mean(2).swapaxes(0, 1) for each in squares], 2)),
+        closeness=Closeness(**by_step),
+        carried_by_few=np.stack([carried_by_few(each[..., ERROR]) for each in squares], 1),
     )

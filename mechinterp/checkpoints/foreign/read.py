@@ -174,7 +174,7 @@ class _Source:
         sizes = self._sizes(parts, chosen)
         stated = dict(self.hints.task or {})
         model, *_ = architecture(parts, chosen, sizes, self.hints)
-        most = _least(model.longest_context, self._room(chosen))
+        most = _least(model.longest_context, self._room(parts, chosen))
         length = self._stated_length()
         if length is not None and (most is None or length <= most):
             stated = {"context_length": length, **stated}
@@ -201,10 +201,13 @@ class _Source:
         points, length = (self.stored.settings.get(n) for n in ("n_points", "context_length"))
         return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
 
-    def _room(self, chosen: Said) -> int | None:
-        """Largest number of pairs that fits the number of positions in the file's settings."""
+    def _room(self, parts: Parts, chosen: Said) -> int | None:
+        """Most pairs that the number of positions in the file's settings has room for; None where a table of positions says it.
+
+        Garg et al. state half of the rows of their table.
+        """
         room = self.stored.settings.get("n_positions")
-        if not isinstance(room, int) or room < 2:
+        if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
             return None
         return (room - 1) // 2 if chosen.get("layout") == "in_turn" else room - 1
 
