@@ -36,6 +36,8 @@ class Classified(Result):
     n_prompts: int
     trained_here: bool = False
     """Whether this package trained the model, so that its task is not in doubt."""
+    reading_doubt: str = ""
+    """Why the file of the model may have been read wrongly; empty where nothing says so."""
 
     needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
     """Parts that need the law of the prompts."""
@@ -72,9 +74,9 @@ class Classified(Result):
 
     @property
     def task_doubt(self) -> str:
-        """Why the model may have been trained on another task; empty where nothing says so."""
-        if self.trained_here:
-            return ""
+        """Why the model may have been trained on another task, or read wrongly; empty where nothing says so."""
+        if self.trained_here or self.reading_doubt:
+            return self.reading_doubt
         factor = (self.best_factor, self.best_factor_sem)
         r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
         return task_doubt(factor, r2)
