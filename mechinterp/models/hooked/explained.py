@@ -154,7 +154,10 @@ def _by_entry(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch
 def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
     """Check of attention without a softmax, whose weights must be q.k under a mask, times one factor."""
     if not _all_caught(passed):
-        return POINTS, "no softmax or scaled_dot_product_attention runs in its attention"
+        return (
+            POINTS,
+            "no softmax over all heads at once, and no scaled_dot_product_attention, runs in its attention",
+        )
     q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))
     for mask in LINEAR_MASKS:
         _, expected = linear_attention(q, k, v, mask)
