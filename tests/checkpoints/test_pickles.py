@@ -20,8 +20,9 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import read_pickle
 from tests.checkpoints.files import read as load
 from tests.checkpoints.files import saved
-from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
+from tests.checkpoints.foreign_files import softmax_paper_state, whole_run
 from tests.checkpoints.test_archives import little, with_pickle
+from tests.conftest import CHECKPOINTS
 
 # A tuple 60 deep, each one twice in the next: 2**60 leaves in 240 bytes.
 DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
@@ -206,7 +207,8 @@ def test_a_long_run_is_read_in_seconds(tmp_path: Path):
 
 @pytest.mark.slow
 def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
-    torch.save(whole_run(softmax_paper_state(random_heads())), tmp_path / "good.pth")
+    trained = load(CHECKPOINTS / "softmax-h2-s0").weights.circuits
+    torch.save(whole_run(softmax_paper_state(trained)), tmp_path / "good.pth")
     for name in ("the key of a dictionary", "deep root", "the key of a storage"):
         archive(tmp_path / f"{name}.pth", HOSTILE[name][0])
     # In a process of its own: the crash of one file must not be that of the tests.

@@ -171,7 +171,17 @@ def test_a_stated_reading_that_predicts_nothing_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["classify", "ablate", "probe", "prune", "fit", "info"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "classify",
+        "ablate",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("probe", "prune", "fit", "info")
+        ),
+    ],
+)
 def test_commands_lead_with_it(tmp_path: Path, command: str, run: Run):
     arguments = [command, random_file(tmp_path), "--n-heads", 2]
     run(*arguments).assert_refused("this file was not understood", "--task", "--anyway")

@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.masks import mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
-from mechinterp.training.run import Run
+from mechinterp.training.run import Batch, Run
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 
@@ -125,36 +126,50 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
         yield Row(what, "model-steps", by_plain or 0.0, n * (own or 0.0), graphed)
 
 
-def replayed(pack: Pack, steps: int) -> tuple[Callable[[], None], Pack]:
-    """Runs the steps of a pack as replays of one recorded step; and the pack, of the same state, that they train."""
-    train, generator = pack.config.train, torch.Generator(device="cuda")
+def replayed(pack: Pack, steps: int, device: str = "cuda") -> tuple[Callable[[], None], Pack]:
+    """Runs the steps of a pack as replays of one recorded step; and the pack, of the same state, that they train.
 
-    def chunks(stream: str, step: int, n_prompts: int) -> Iterator[Prompts]:
-        yield sample_prompts(pack.config.task, n_prompts, generator=generator)
+    On the processor, where nothing can be recorded, the step itself runs each time.
+    """
+    train, generator = pack.config.train, torch.Generator(device=device)
 
-    recorded = Pack(pack.models, device="cuda")
-    recorded._chunks = chunks  # type: ignore[method-assign]
+    def prompts(stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
+        chunks = [batch_chunks(task, n_prompts, generator=generator) for task in pack.tasks]
+        return zip(*chunks, strict=True)
+
+    recorded = Pack(pack.models, device=device)
+    recorded._prompts = prompts  # type: ignore[method-assign]
+    step = partial(recorded.update, 0)
+    replay = recording(step, generator) if device == "cuda" else step
+    for mine, start in zip(state_of(recorded), state_of(pack), strict=True):
+        mine.copy_(start)
+
+    def run() -> None:
+        for number in range(steps):
+            seed = generator_for(train.data_seed, "train", number).initial_seed()
+            generator.manual_seed(seed)
+            replay()
+
+    return run, recorded
+
+
+def recording(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """Runs a step again as it was recorded once."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # what PyTorch asks for before it records
         for _ in range(3):
-            recorded.update(0)
+            step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        recorded.update(0)
-    own, given = ((*one.adam_rows, one.n_updates, one.loss_sum) for one in (recorded, pack))
-    for mine, start in zip(own, given, strict=True):
-        mine.copy_(start)
+        step()
+    return graph.replay
 
-    def run() -> None:
-        for step in range(steps):
-            seed = generator_for(train.data_seed, "train", step).initial_seed()
-            generator.manual_seed(seed)
-            graph.replay()
 
-    return run, recorded
+def state_of(pack: Pack) -> tuple[torch.Tensor, ...]:
+    return (*pack._adam_rows, pack._n_updates, pack.loss_sum)
 
 
 def architecture(width: int, score: str = "softmax") -> ModelConfig:

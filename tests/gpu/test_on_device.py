@@ -260,10 +260,8 @@ def test_memory_of_a_step(n_models: int, batch_size: int, device: str, record: R
 
 
 def test_a_recorded_step_replayed_trains_as_the_step_itself(device: str, record: Record):
-    if device != "cuda":
-        pytest.skip("CUDA graphs are recorded on a GPU only")
     pack = Pack(pack_models(3), device=device)
-    run, recorded = replayed(pack, STEPS)
+    run, recorded = replayed(pack, STEPS, device)
     run()
     for step in range(STEPS):
         pack.update(step)
