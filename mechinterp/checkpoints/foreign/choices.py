@@ -180,7 +180,10 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         "norm": bool(chosen.get("residual")) and not parts.has("norm1.weight"),
     }
     numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
-    possible["scale"] = "layout" in chosen and parts.d_head != parts.width
+    # Linear scores of a wrong size can predict better than softmax scores of the right one.
+    possible["scale"] = (
+        "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
+    )
     return [
         {**chosen, **change}  # type: ignore[dict-item]
         for change in (*REFINED, {"scale": parts.width**-0.5})
