@@ -207,8 +207,8 @@ def prune(
 
 
 def led(checkpoint: "Checkpoint", text: str) -> str:
-    """The text, below a line that says that the file was not understood, where that is so."""
-    return text if checkpoint.understood else f"{checkpoint.assumed['doubt']}\n{text}"
+    """The text, below a line that says why the file may have been read wrongly, where something says so."""
+    return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
 
 
 def _fine_tuned(
