@@ -22,35 +22,37 @@ from mechinterp.theory.linear_jumps import Jumps, predict_jumps
 from mechinterp.training.linear.flow import Flow
 
 LEAST_HEIGHT = 1e-4
-"""A maximum of -dL/dt below this part of the largest is no drop."""
+"""A maximum of -dL/dt counts as a drop if it exceeds this fraction of the largest."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plateaus(Result):
-    """Rests of the loss: before the first drop, between drops and after the last, in this order."""
+    """Plateaus of the loss in order: before the first drop, between drops, and after the last drop."""
 
     time: Float[np.ndarray, " plateau"]
-    """Where the gradient is smallest between two drops, unit of tau."""
+    """Time of the smallest gradient between two drops, unit of tau."""
     loss: Float[np.ndarray, " plateau"]
-    """Unit y^2."""
+    """Loss at `time`, unit y^2."""
     level: Float[np.ndarray, " plateau"]
-    """Predicted loss with as many directions learned as were at `time`, unit y^2."""
+    """Predicted loss with the directions learned at `time`, unit y^2."""
     learned: Float[np.ndarray, "plateau mode"]
-    """f_d, the part of every direction that is learned."""
+    """f_d, the learned part of each direction."""
     pcr_distance: Float[np.ndarray, " plateau"]
-    """E (y_hat - y_pcr)^2 / E y^2, y_pcr being population principal component regression on as many components."""
+    """E (y_hat - y_pcr)^2 / E y^2, where y_pcr is population principal component regression on as
+    many components."""
     value: Float[np.ndarray, "plateau head"]
     """Value weights v_i."""
     key_cosine: Float[np.ndarray, "plateau head rank mode"]
-    """Cosine of a key and an eigenvector; of rank 0 for merged heads."""
+    """Cosine of each key and eigenvector; empty (rank 0) for merged heads."""
     query_cosine: Float[np.ndarray, "plateau head rank mode"]
-    """Cosine of a query and an eigenvector; of rank 0 for merged heads."""
+    """Cosine of each query and eigenvector; empty (rank 0) for merged heads."""
     drop_time: Float[np.ndarray, " drop"]
-    """Maxima of -dL/dt, unit of tau."""
+    """Times of the maxima of -dL/dt, unit of tau."""
     drop_loss: Float[np.ndarray, " drop"]
-    """Loss there, unit y^2."""
+    """Loss at `drop_time`, unit y^2."""
     crossing_time: Float[np.ndarray, " crossing"]
-    """When the loss first passes the middle of two neighbouring levels, unit of tau; NaN if it never does."""
+    """Time at which the loss first passes the middle of two neighbouring levels, unit of tau; NaN
+    if it never does."""
     predicted: Jumps
     """Jumps predicted from the initial weights; empty unless heads are separate and of rank one."""
     levels: Float[np.ndarray, " level"]
@@ -60,7 +62,7 @@ class Plateaus(Result):
 
     def __repr__(self) -> str:
         rests = ", ".join(f"{loss:.4g}" for loss in self.loss)
-        return f"Plateaus({len(self.drop_time)} drops, loss rests at {rests})"
+        return f"Plateaus({len(self.drop_time)} drops, plateaus at {rests})"
 
     @property
     def n_learned(self) -> Int[np.ndarray, " plateau"]:
@@ -74,9 +76,10 @@ class Plateaus(Result):
         return frame_of(self, *names, plateau=plateau, mode=mode)
 
     def plot(self) -> go.Figure:
-        """Loss over time, with the predicted levels dotted and the predicted jumps as vertical lines."""
+        """Loss over time, with the predicted levels dotted and the predicted jumps dashed."""
         time, loss = self.curve.T
-        # Long before the first drop nothing happens, and time 0 has no place on a logarithmic axis.
+        # Nothing happens long before the first drop, and time 0 cannot be shown on a logarithmic
+        # axis.
         falling = time[loss < 0.99 * loss[0]]
         later = self.curve[time > (falling[0] / 10 if len(falling) else 0)]
         title = "Loss during training, predicted levels (dotted) and predicted jumps (dashed)"
@@ -84,10 +87,10 @@ class Plateaus(Result):
         return dashed(figure, self.predicted.time)
 
     def plot_learned(self) -> go.Figure:
-        """Learned fraction of every direction at every plateau."""
+        """Learned part of each direction at each plateau."""
         return heatmaps.heatmap(
             self.learned,
-            title="Part of each direction that is learned at each plateau",
+            title="Learned part of each direction at each plateau",
             rows=[f"plateau {row}" for row in range(len(self.learned))],
             columns=[f"direction {mode}" for mode in range(self.learned.shape[1])],
             unit="learned fraction",
@@ -95,15 +98,19 @@ class Plateaus(Result):
 
 
 def plateaus(run: Flow, moments: Moments) -> Plateaus:
-    """The plateaus and drops of a training run.
+    """Plateaus and drops of a training run.
 
     Args:
-        run: From `flow` or descent on the moments of the population; minibatch noise makes maxima of its own.
-        moments: Of the population trained on, for levels and principal component regression.
+        run: Run of `flow`, or of descent on the moments of the population; minibatch noise would
+            add maxima.
+        moments: Moments of the training population, for the levels and principal component
+            regression.
     Raises:
-        ValueError: If the run has fewer than 3 times or none where the loss falls.
+        ValueError: If the run has fewer than 3 times, or the loss never falls.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the levels and eq. (22) for the predictor.
+    See also:
+        `jump_forecast`, `training_dynamics`.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -111,7 +118,7 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> run = flow(separate_heads(3, 2, std=1e-3, seed=0), moments, duration=1e6, until_loss=0.05272)
         >>> plateaus(run, moments)
-        Plateaus(2 drops, loss rests at 0.6, 0.2299, 0.05272)
+        Plateaus(2 drops, plateaus at 0.6, 0.2299, 0.05272)
     """
     directions, heads = modes(moments), run.heads
     drop = drops(run)
@@ -143,10 +150,11 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
 
 
 def drops(run: Flow) -> Int[np.ndarray, " drop"]:
-    """Rows at which -dL/dt has a local maximum above a part of its largest value.
+    """Rows at which -dL/dt has a local maximum above the fraction `LEAST_HEIGHT` of its largest
+    value.
 
     Raises:
-        ValueError: If the run has fewer than 3 times or none where the loss falls.
+        ValueError: If the run has fewer than 3 times, or the loss never falls.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import merged_heads
@@ -157,7 +165,7 @@ def drops(run: Flow) -> Int[np.ndarray, " drop"]:
     """
     if len(run.time) < 3 or not run.descent.max() > 0:
         raise ValueError(
-            f"run must hold at least 3 times and a falling loss, got {len(run.time)} times."
+            f"run must have at least 3 times and a falling loss, got {len(run.time)} times."
         )
     middle = run.descent[1:-1]
     top = (middle > run.descent[:-2]) & (middle >= run.descent[2:])
@@ -165,7 +173,8 @@ def drops(run: Flow) -> Int[np.ndarray, " drop"]:
 
 
 def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarray, " crossing"]:
-    """When the loss first passes the middle of two neighbouring levels; NaN if it never does.
+    """Times at which the loss first passes the middle of two neighbouring levels; NaN if it never
+    does.
 
     Example:
         >>> from mechinterp.theory.linear import population_moments

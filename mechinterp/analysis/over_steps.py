@@ -1,4 +1,4 @@
-"""Any analysis at every kept step of a training: one table, figures with a slider, and curves."""
+"""Any analysis at every saved step of a training: one table, figures with a slider, and curves."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ MOST_NUMBERS = 200_000
 MOST_CURVES = 3
 """Number of columns of a table that are drawn as curves."""
 SUFFIX = "-over-steps"
-"""End of the name by which a page shows an analysis at every kept step."""
+"""End of the name by which a page shows an analysis at every saved step."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OverSteps(Result):
-    """Results of one analysis at each kept step, and the loss there."""
+    """Results of one analysis at each saved step, and the loss there."""
 
     analysis: str
     """Name of the analysis."""
@@ -71,7 +71,7 @@ class OverSteps(Result):
             f"{self.headlines[r]} at step {self.step[r]:,}" for r in shown if self.headlines[r]
         ]
         ends = f"{self.step[0]:,} to {self.step[-1]:,}"
-        return [f"{len(self.step)} kept steps, {ends}{': ' if texts else ''}{', '.join(texts)}."]
+        return [f"{len(self.step)} saved steps, {ends}{': ' if texts else ''}{', '.join(texts)}."]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step and row of the analysis."""
@@ -101,7 +101,7 @@ class OverSteps(Result):
         return {
             f"{name}_over_steps": Table(
                 self._stacked([tables[name].frame for tables in every]),
-                f"{table.title or self.analysis.capitalize()} at the kept steps",
+                f"{table.title or self.analysis.capitalize()} at the saved steps",
                 brief=name == next(iter(shared)),
                 quiet=table.quiet,
             )
@@ -250,7 +250,7 @@ def over_steps(
     progress: ProgressCallback = no_progress,
     **settings: object,
 ) -> OverSteps:
-    """Any analysis at each kept step of a training, on the same prompts.
+    """Any analysis at each saved step of a training, on the same prompts.
 
     Args:
         source: A checkpoint with snapshots, a run of files (`load_run`), or a module that a `Monitor` watched.
@@ -286,7 +286,7 @@ def over_steps(
             seed=seed,
             settings=settings,
         )
-        for step in progress(steps, f"{name} at kept steps")
+        for step in progress(steps, f"{name} at saved steps")
     )
     return OverSteps(name, results, np.array(steps), source.loss_curve)
 

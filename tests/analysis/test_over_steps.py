@@ -157,4 +157,4 @@ def test_the_command_gives_the_numbers_of_the_call(run: Run):
     found = over_steps(load(path), "classify", n_prompts=64)
     assert [row["headline"] for row in rows] == found.to_frame()["headline"].tolist()
     shown = run("analyse", "ablate-heads", path, "--over-steps", "--n-prompts", 16).done().out
-    assert "10 kept steps, 0 to 500,000" in shown
+    assert "10 saved steps, 0 to 500,000" in shown

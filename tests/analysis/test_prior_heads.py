@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from analyses.pools.map import transient
-from mechinterp.analysis.ablation.prior_heads import prior_heads
+from mechinterp.analysis.ablation.prior_heads import _rises, prior_heads
+from mechinterp.analysis.learners.closeness import ERROR
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
@@ -70,6 +71,20 @@ def test_standard_errors_of_heads_are_those_of_repeated_samples():
         assert (np.abs(np.log(ratio)) < 4 * 2 / (2 * 39) ** 0.5).all(), name
 
 
+def test_prompts_on_which_the_full_or_the_masked_model_errs_most_are_left_out():
+    squares = np.random.default_rng(0).chisquare(1, (2000, 3, 8))
+    squares[7, 1] = squares[8, 0] = (
+        1e9  # one mask explodes on one prompt, the full model on another
+    )
+    worst = max((i for i in range(2000) if i != 8), key=lambda i: squares[i, [0, 2], ERROR].max())
+    rises = _rises(squares)
+    for head, gone in enumerate(([7, 8], [8, worst])):
+        expected = np.delete(squares[:, head + 1] - squares[:, 0], gone, 0)
+        np.testing.assert_array_equal(rises[:1998, head, 0], expected)
+    # The rows behind stand for the prompts that go, and are those of the worst that stays.
+    assert np.abs(rises).max() < 100
+
+
 def test_which_heads_memorise_follows_from_both_effects():
     found = prior_heads(layer(), TASK, n_prompts=50)
     ones = {f"{name}_sem": np.ones((2, 2)) for name in EFFECTS}
@@ -81,6 +96,7 @@ def test_which_heads_memorise_follows_from_both_effects():
         memory_excess=np.array([[far, near], [far, far]]),
         dmmse_rise=np.zeros((2, 2)),
         ridge_rise=np.array([[near, far], [-far, 0.0]]),
+        carried_by_few=np.zeros((2, 2), bool),
     )
     assert known.memorises == [(0, 0)]
     assert known.generalises == [(0, 1)]
@@ -106,9 +122,9 @@ def path_of(relative: list[float], sem: float) -> OverSteps:
     some = compare_priors(layer(), TASK, n_prompts=16, context_lengths=[5])
     results = []
     for value in relative:
-        both = np.array([some.overall.relative[0], value])
-        overall = replace(some.overall, relative=both, relative_sem=np.full(2, sem))
-        results.append(replace(some, overall=overall))
+        both = np.array([some.trimmed.relative[0], value])
+        trimmed = replace(some.trimmed, relative=both, relative_sem=np.full(2, sem))
+        results.append(replace(some, trimmed=trimmed))
     step = np.arange(len(relative)) * 1000
     return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))
 

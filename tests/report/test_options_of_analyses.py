@@ -18,7 +18,7 @@ SHIPPED = {
     **dict.fromkeys(("priors", "prior-heads"), "pool-linear-m16-s0"),
     **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),
 }
-"""Models that these need: those of a pool of tasks, and some that have learned."""
+"""Models that these need: of a pool of tasks, with labels that other prompts turn, and with components."""
 
 
 @pytest.fixture(scope="module")

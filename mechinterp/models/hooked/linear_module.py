@@ -62,8 +62,8 @@ class LinearBlock(nn.Module):
         self.norm = block.cfg.model.norm
         self.attn = LinearAttention(block.attn)
         self.mlp = LinearMLP(block.mlp) if block.cfg.d_mlp is not None else None
-        for name in ("ln1", "ln2"):
-            setattr(self, name, copy.deepcopy(getattr(block, name, nn.Identity())))
+        self.ln1: nn.Module = copy.deepcopy(getattr(block, "ln1", nn.Identity()))
+        self.ln2: nn.Module = copy.deepcopy(getattr(block, "ln2", nn.Identity()))
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         before = self.norm == "before"
@@ -89,7 +89,7 @@ class LinearModule(nn.Module):
             self.embed = _linear(embed, model.b_in)
         if self.model.n_positions is not None:
             self.W_pos = nn.Parameter(model.pos_embed["W_pos"].detach().clone())
-        self.blocks = nn.ModuleList(LinearBlock(block) for block in model.blocks)
+        self.blocks = nn.ModuleList(LinearBlock(block) for block in model.blocks)  # type: ignore[arg-type]
         self.ln_final = copy.deepcopy(model.ln_final)
         self.unembed = _linear(model.unembed.W_U, model.unembed.b_U)
         # Without d_model the read-out selects the y entries, and is not trained.
@@ -118,7 +118,8 @@ def _heads(W: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "d_model he
 
 def _linear(W: Float[Tensor, "d_in d_out"], bias: Tensor | None) -> nn.Linear:
     """nn.Linear with a copy of these weights, [in, out]."""
-    linear = nn.Linear(*W.shape, bias=bias is not None, device=W.device, dtype=W.dtype)
+    d_in, d_out = W.shape
+    linear = nn.Linear(d_in, d_out, bias=bias is not None, device=W.device, dtype=W.dtype)
     with torch.no_grad():
         linear.weight.copy_(W.mT)
         if bias is not None:

@@ -37,6 +37,8 @@ class ICLTransformer(HookedTransformerNames):
         n_ctx: Number of positions that TransformerLens' tools may assume; the model itself has no limit.
     Raises:
         ValueError: If a size is below 1, or merged heads have a d_head other than d_model.
+    See also:
+        `load`, `mask_heads`.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
