@@ -19,13 +19,15 @@ from mechinterp.presets import preset
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.strange_modules import Grouped, Stack, random
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, sampled
 from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 KINDS = ("softmax-h2-s0", "linear-merged-s0", "descent", "plain module")
 SLOW = {"edges": "descent"}
 """Analyses that are run on one kind only."""
+DEEP = {"algorithm", "algorithm-steps", "composition", "edges", "prune", "probe", "p-probe"}
+"""Analyses of several layers."""
 
 
 @contextmanager
@@ -117,7 +119,10 @@ def answer(name: str, model: object) -> Answer:
     return Answer(result.to_frame())
 
 
-PAIRS = [(name, kind) for name in ANALYSES for kind in KINDS if SLOW.get(name, kind) == kind]
+PAIRS = sampled(
+    [(name, kind) for name in ANALYSES for kind in KINDS if SLOW.get(name, kind) == kind],
+    keep=lambda pair: pair[1] == ("descent" if pair[0] in DEEP else "softmax-h2-s0"),
+)
 
 
 @pytest.mark.slow
