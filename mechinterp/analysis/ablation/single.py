@@ -209,7 +209,7 @@ def ablate_heads(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The
         importance, normalised
-            within a layer, and its estimate are choices made here.
+        within a layer, and its estimate are choices made here.
     See also:
         `ablate_pairs`, `ablate_subsets`, `classify_layers`.
     Example:
