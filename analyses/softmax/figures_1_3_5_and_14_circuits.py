@@ -1,9 +1,8 @@
-"""Figures 1, 3, 5 and 14: circuits of one and two heads, and how heads moved during training.
+"""Figures 1, 3, 5 and 14: circuits of one and two heads, and the change of heads during training.
 
-He et al. 2025, arXiv 2503.12734, figures 1 and 3, and circuits at snapshots, of two heads and of a
-model with a dummy head, figures 5 and 14. Run: python -m analyses softmax/figures_1_3_5_and_14_circuits
-(seconds)
-"""
+He et al. 2025, arXiv 2503.12734, figures 1 and 3, and circuits at snapshots of two heads and of a
+model with a dummy head, figures 5 and 14. Run: python -m analyses
+softmax/figures_1_3_5_and_14_circuits (seconds)"""
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ def of_heads(values: np.ndarray) -> dict[str, float]:
 
 
 def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
-    """Circuits at snapshots, and how early the pattern is there."""
+    """Circuits at snapshots, and how clear the pattern is early on."""
     with_dummy = [n for n in trained("softmax-h[348]-s*") if "dummy" in label(n).labels]
     frames, pages = [], {}
     for name in (TWO, with_dummy[0]):

@@ -1,8 +1,8 @@
-"""Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during training.
+"""Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during
+training.
 
 He et al. 2025, arXiv 2503.12734, figures 9 and 10: attention weights f(s_i) / sum_j f(s_j).
-Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
-"""
+Run: python -m analyses softmax/figures_9_and_10_scores (seconds)"""
 
 import pandas as pd
 
@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def moved(family: str, name: str) -> dict[str, object]:
-    """When the parts of the pattern hold during training, and by how much omega overshoots."""
+    """Milestones of a model, and the overshoot of omega."""
     found = milestones(dynamics(name))
     peak = {"overshoot": found.overshoot.min(), "peak_step": found.peak_step.max()}
     return {"model": name, "family": family} | peak | {part: getattr(found, part) for part in PARTS}

@@ -1,4 +1,4 @@
-"""Analyses beside those at the top level, and what some of them take as arguments."""
+"""Further analyses, and classes that some analyses take as arguments."""
 
 from mechinterp.rooms import names_of
 

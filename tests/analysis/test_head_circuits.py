@@ -133,7 +133,9 @@ def test_a_norm_before_the_layers_is_taken_into_what_they_read():
 
 
 def test_what_has_no_weights_or_no_later_layer_is_refused():
-    with pytest.raises(ValueError, match=r"needs the weights by name, got a model without them\.$"):
+    with pytest.raises(
+        ValueError, match=r"needs named weights of this package, got a model without them\.$"
+    ):
         composition_scores(random_gpt2())
     with pytest.raises(ValueError, match=r"needs at least 2 layers, got 1\.$"):
         composition_scores(load(CHECKPOINTS / "softmax-h2-s0"))

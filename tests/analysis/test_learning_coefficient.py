@@ -249,7 +249,7 @@ def test_an_exact_saddle_is_found_out_by_its_draws():
     found = coefficient_of_loss(population_loss(saddle(moments, 3), moments), chains=SHORT)
     assert found.fall < 1e-6
     assert not found.is_minimum
-    assert "draws lie below the weights" in found.reason
+    assert "draws have a lower loss than the weights" in found.reason
     assert found.excess.mean() < 0
 
 
@@ -292,8 +292,8 @@ def test_the_result_says_itself():
         ("linear-separate-s0", {"n_beta": -1.0}, "n_beta must be > 0, got -1"),
         ("linear-separate-s0", {"localisation": -1.0}, "localisation must be > 0, got -1"),
         ("linear-separate-s0", {"sampled_heads": [5]}, r"name heads from 0 to 4, got \[5\]"),
-        ("softmax-h2-s0", {"sampled_heads": [0]}, "is of linear attention trained on moments"),
-        ("linear-separate-s0", {"step": 7}, r"one that is kept \(0, .*\), got 7"),
+        ("softmax-h2-s0", {"sampled_heads": [0]}, "needs linear attention trained on moments"),
+        ("linear-separate-s0", {"step": 7}, r"a saved step \(0, .*\), got 7"),
         ("d8s2-softmax-block-h8x9-l3-noise0.1-lr0.001-s0", {}, "needs one layer of attention, or"),
     ],
 )

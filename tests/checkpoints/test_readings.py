@@ -191,7 +191,7 @@ def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: 
 
 def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
-    with pytest.raises(CheckpointError, match=r"score must be said .* got linear/L, softmax"):
+    with pytest.raises(CheckpointError, match=r"state the score .* linear/L or softmax"):
         convert(load(file), "native", tmp_path / "out")
     convert(load(file, score="softmax"), "native", tmp_path / "out")
     assert classify(load(tmp_path / "out")).pattern == "kernel_regression"

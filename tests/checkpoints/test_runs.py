@@ -161,9 +161,9 @@ def test_files_that_say_everything(tmp_path: Path):
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
-    assert_refused(r"number of the step alone, got best.pt, step_0.pt", load_run, folder)
+    assert_refused(r"differ in the step number only, got best.pt, step_0.pt", load_run, folder)
     assert_refused("several files of weights", load, folder)
-    assert_refused("must hold or fit checkpoints", load_run, tmp_path / "none_*.pt")
+    assert_refused("must be a folder with checkpoints", load_run, tmp_path / "none_*.pt")
     wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
@@ -212,7 +212,7 @@ def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
     assert {"snapshots.csv", "history.csv"} <= tables
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "Training, step by step" in page
-    assert "3 kept steps, 0 to 10,000" in page
+    assert "3 saved steps, 0 to 10,000" in page
     assert "Adam, step size" not in page  # nobody knows how it was trained
 
 

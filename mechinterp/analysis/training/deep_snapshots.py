@@ -1,4 +1,4 @@
-"""Head ablation of a multilayer model at the kept steps of its training."""
+"""Head ablation of a multilayer model at the saved steps of its training."""
 
 from dataclasses import dataclass
 
@@ -19,18 +19,18 @@ from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 N_PROMPTS = 512
-"""Prompts that every kept step is run on, if nobody says how many."""
+"""Default number of prompts for every saved step."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DeepSnapshots(LayerShares, KeptSteps):
-    """Excess risk, and how each layer spreads its work over its heads, at each kept step."""
+    """Excess risk, and the distribution of rises over the heads of each layer, at each saved step."""
 
     risk: Float[np.ndarray, " snapshot"]
-    """Excess risk of the whole model, unit y^2."""
+    """Excess risk of the full model, unit y^2."""
     risk_sem: Float[np.ndarray, " snapshot"]
     rise: Float[np.ndarray, "snapshot layer head"]
-    """Of the excess risk when one head is masked, unit y^2."""
+    """Rise of the excess risk when one head is masked, unit y^2."""
     effective_heads: Float[np.ndarray, "snapshot layer"]
     """exp(entropy of `importance`) of each layer."""
     effective_heads_sem: Float[np.ndarray, "snapshot layer"]
@@ -39,17 +39,17 @@ class DeepSnapshots(LayerShares, KeptSteps):
         return f"DeepSnapshots({len(self.step)}, risk {self.risk[0]:.3g} to {self.risk[-1]:.3g})"
 
     def sentences(self) -> list[str]:
-        """Effective heads of the first layer at each step."""
+        """Effective number of heads of the first layer at each step."""
         rows = zip(self.step, self.effective_heads[:, 0], strict=True)
         first = ", ".join(f"{number:.1f} at step {step:,}" for step, number in rows if step)
-        return [f"{len(self.step)} kept steps. Effective heads of the first layer: {first}."]
+        return [f"{len(self.step)} saved steps. Effective heads of the first layer: {first}."]
 
     def tables(self) -> dict[str, Table]:
-        """Every layer at every kept step."""
-        return {"snapshots": Table(self.to_frame(), "Layers at the kept steps")}
+        """Table of all layers at every saved step."""
+        return {"snapshots": Table(self.to_frame(), "Layers at the saved steps")}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Loss and importance, which share a slider."""
+        """Loss and importance, with a shared slider."""
         return {"snapshot_loss": self.plot_loss(), "snapshot_importance": self.plot()}
 
     def to_frame(self) -> pd.DataFrame:
@@ -66,7 +66,7 @@ class DeepSnapshots(LayerShares, KeptSteps):
         return self._heatmaps(figure, self.importance[:, None], title)
 
     def plot_loss(self) -> go.Figure:
-        """The loss over training with a mark at the step, with a slider over the steps."""
+        """Loss over training with a mark that a slider moves over the steps."""
         titles = [
             f"Step {step:,}: excess risk {with_error(risk, sem)} y²"
             for step, risk, sem in zip(self.step, self.risk, self.risk_sem, strict=True)
@@ -82,10 +82,10 @@ def deep_snapshots(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> DeepSnapshots:
-    """Zero ablation of every head at each kept step, on the same prompts.
+    """Zero ablation of every head at each saved step, on the same prompts.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.

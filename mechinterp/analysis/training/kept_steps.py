@@ -1,4 +1,5 @@
-"""Training history of a model: logged losses, weights of kept steps, and figures that a slider moves over them."""
+"""Training history of a model: logged losses, weights of saved steps, and figures with a slider
+over them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 
-MAX_NUMBERS = 100_000  # entries of all circuits together: a page with them stays small
+MAX_NUMBERS = 100_000  # largest number of circuit entries on a page, to keep it small
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KeptSteps(Result):
-    """Something of a model at each kept step, with its losses."""
+    """Base of results at each saved step, with the losses of training."""
 
     step: Int[np.ndarray, " snapshot"]
     curve: Float[np.ndarray, "row 2"]
@@ -27,14 +28,14 @@ class KeptSteps(Result):
 
     @property
     def eval_loss(self) -> Float[np.ndarray, " snapshot"]:
-        """Of the last logged step up to here, unit y^2; NaN without a history."""
+        """Last logged eval_loss up to each saved step, unit y^2; NaN without a history."""
         rows = np.searchsorted(self.curve[:, 0], self.step, side="right")
         return np.r_[np.nan, self.curve[:, 1]][rows]
 
     def _heatmaps(
         self, figure: go.Figure, drawn: Iterable[Iterable[np.ndarray]], title: str
     ) -> go.Figure:
-        """The heatmaps of a figure at each step, with a slider."""
+        """Heatmaps of a figure at each step, with a slider."""
         frames = {
             f"{step:,}": [{"z": matrix.astype(np.float32)} for matrix in matrices]
             for step, matrices in zip(self.step, drawn, strict=True)
@@ -45,10 +46,10 @@ class KeptSteps(Result):
     def _loss_slider(
         self, titles: list[str], *, levels: Float[np.ndarray, " level"] | None = None
     ) -> go.Figure:
-        """The loss over training, dotted levels, and a mark that a slider moves along it."""
+        """Loss over training with dotted levels, and a mark that a slider moves along it."""
         curve, step, loss = self.curve, self.step, self.eval_loss
         later = curve[curve[:, 0] > 0]
-        # Step 0 has no place on a logarithmic axis: it stands at the left edge.
+        # Step 0 cannot be shown on a logarithmic axis: it is drawn at the left edge.
         left = later[0, 0] / 2 if len(later) else 0.5
         shown = np.column_stack([np.maximum(curve[:, 0], left), curve[:, 1]])
         figure = figures.lines(
@@ -68,7 +69,7 @@ class KeptSteps(Result):
             name="this step",
             marker={"size": 13, "color": figures.COLORS[1]},
         )
-        # The axes hold the mark of every step.
+        # Both axes include the mark of every step.
         ends = np.array([left, *shown[:, 0], *step[step > 0]])
         heights = np.concatenate([shown[:, 1], loss[np.isfinite(loss)]])
         figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
@@ -82,10 +83,10 @@ class KeptSteps(Result):
 
 
 def with_snapshots(source: Source, analysis: str) -> Checkpoint | HookedModule:
-    """A checkpoint, or a module that a monitor watched, that has weights of earlier steps.
+    """A checkpoint, or a module watched by a monitor, with weights of earlier steps.
 
     Raises:
-        ValueError: If it has none, or is another model.
+        ValueError: If it has no such weights, or is another model.
     """
     if not getattr(source, "snapshots", None):
         raise ValueError(f"{analysis} needs a checkpoint with snapshots, got {_without(source)}.")
@@ -93,16 +94,16 @@ def with_snapshots(source: Source, analysis: str) -> Checkpoint | HookedModule:
 
 
 def snapshots_of(source: Source, analysis: str) -> Checkpoint:
-    """A checkpoint that has weights of earlier steps.
+    """A checkpoint with weights of earlier steps.
 
     Raises:
-        ValueError: If it is another model, or has none.
+        ValueError: If it is another model, or has no such weights.
     """
     return checkpoint_of(with_snapshots(source, analysis), analysis)
 
 
 def with_history(source: Source | pd.DataFrame, analysis: str) -> pd.DataFrame:
-    """The history of a checkpoint, or a history itself.
+    """History of a checkpoint; a history is returned unchanged.
 
     Raises:
         ValueError: If there is none.
@@ -119,14 +120,15 @@ def _without(source: Source) -> str:
 
 
 def kept_steps(checkpoint: Checkpoint) -> list[int]:
-    """Steps of the snapshots; of very many large ones every second, third, ... and the last."""
+    """Steps of the snapshots. If they are many and large, every second, third, ... one, including
+    the last."""
     steps = list(checkpoint.snapshots)
     stride = -(-len(steps) * checkpoint.weights.circuits.QK.numel() // MAX_NUMBERS)
     return steps[::-stride][::-1]
 
 
 def loss_curve(checkpoint: Checkpoint | HookedModule) -> Float[np.ndarray, "row 2"]:
-    """Step and eval_loss of a checkpoint's history; no rows if there is none."""
+    """Step and eval_loss of a checkpoint's history; empty without a history."""
     if checkpoint.history is None:
         return np.zeros((0, 2))
     rows = checkpoint.history.drop_duplicates("step")

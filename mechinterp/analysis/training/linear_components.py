@@ -1,8 +1,9 @@
-"""Components held by the heads of linear attention at each kept step of training, and the algorithm they make.
+"""Principal components in the heads of linear attention at each saved step, and the algorithm that
+they form.
 
-The prediction is b^T M x_query with M = sum_h v_h U_h, U_h = K_h^T Q_h for separate heads. In the eigenbasis of
-the covariance M says how far each principal component is learned, and each head what it adds to that.
-"""
+The prediction is b^T M x_query with M = sum_h v_h U_h, U_h = K_h^T Q_h for separate heads. In the
+eigenbasis of the covariance, M shows the learned part of each principal component, and each head
+its contribution."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,50 +26,52 @@ from mechinterp.models.weights import Weights, why_no_circuits
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear.trainer import task_moments
 
-UNDER_WAY = (0.1, 0.9)  # learned parts between which a component counts as being learned
+UNDER_WAY = (0.1, 0.9)  # a component with a learned part in this range is being learned
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LinearSnapshots(KeptSteps):
-    """Loss, heads and learned components at each kept step."""
+    """Loss, heads and learned components at each saved step."""
 
     learned: Float[np.ndarray, "snapshot mode"]
-    """f_d, the part of each direction that is learned: 0 before, 1 after."""
+    """f_d, the learned part of each direction: 0 before learning, 1 after."""
     held: Float[np.ndarray, "snapshot head mode"]
-    """What each head adds to f_d: v_h e_d^T U_h e_d / m_d; the sum over heads is f_d."""
+    """Contribution of each head to f_d, v_h e_d^T U_h e_d / m_d; the sum over heads is f_d."""
     value: Float[np.ndarray, "snapshot head"]
     """Value weights v_h."""
     key: Float[np.ndarray, "snapshot head mode"] | None
-    """K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads."""
+    """K_h e_d; for heads of rank 2 and more its norm over the rows of K_h; None for merged heads.
+    """
     query: Float[np.ndarray, "snapshot head mode"] | None
-    """The same of Q_h."""
+    """Q_h e_d, in the same form."""
     rank: int
-    """Rows of a head's key and query; those of U for merged heads."""
+    """Number of rows of a head's key and query; for merged heads that of U."""
     n_components: tuple[int | None, ...]
-    """Directions more than half learned; None where M is not diagonal in the eigenbasis."""
+    """Number of directions that are more than half learned; None if M is not diagonal in the
+    eigenbasis."""
     off_diagonal: Float[np.ndarray, " snapshot"]
-    """Share of E y^2 that M predicts off the diagonal."""
+    """Fraction of E y^2 predicted by off-diagonal entries of M."""
     eigenvalues: Float[np.ndarray, " mode"]
-    """Of the covariance of x, in the order in which directions are learned; unit x^2."""
+    """Eigenvalues of the covariance of x, in the order of learning; unit x^2."""
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned; unit y^2."""
     jumps: Float[np.ndarray, " jump"]
-    """Steps at which the loss is predicted to fall, from the initial weights alone."""
+    """Steps at which the loss is predicted to drop, from the initial weights alone."""
     forecast: str
-    """What was predicted, or why nothing was."""
-    COLUMNS: ClassVar = {"algorithm": "What the model computes at the step, in words."}
+    """Sentence with the predicted jumps, or why there are none."""
+    COLUMNS: ClassVar = {"algorithm": "Algorithm that the model computes at this step, in words."}
 
     def __repr__(self) -> str:
         return f"LinearSnapshots({len(self.step)}; at the end {self.algorithm(-1)})"
 
     def algorithm(self, row: int) -> str:
-        """What the model computes at a snapshot, in words."""
+        """Algorithm at a snapshot, in words."""
         count, n_modes = self.n_components[row], self.learned.shape[1]
         if count is None:
-            return f"no step on components ({self.off_diagonal[row]:.0%} of E y² off them)"
+            return f"no step on components (off-diagonal part {self.off_diagonal[row]:.0%} of E y²)"
         text = f"principal component regression on {count} of {n_modes} components"
         if count == 0:
-            text = f"predicts nearly 0: none of {n_modes} components learned"
+            text = f"predicts almost 0: none of {n_modes} components learned"
         if count == n_modes:
             text = f"a gradient step preconditioned on all {n_modes} components"
         low, high = UNDER_WAY
@@ -80,15 +83,15 @@ class LinearSnapshots(KeptSteps):
         return f"{text} (component {', '.join(going)})" if going else text
 
     def sentences(self) -> list[str]:
-        """What is computed at the end, and the jumps that were predicted."""
-        return [f"{len(self.step)} kept steps; at the end {self.algorithm(-1)}.", self.forecast]
+        """Algorithm at the end, and the predicted jumps."""
+        return [f"{len(self.step)} saved steps; at the end {self.algorithm(-1)}.", self.forecast]
 
     def tables(self) -> dict[str, Table]:
-        """Every component and head at every kept step."""
-        return {"components": Table(self.to_frame(), "Components at the kept steps", brief=False)}
+        """Table of all components and heads at every saved step."""
+        return {"components": Table(self.to_frame(), "Components at the saved steps", brief=False)}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Loss, learned parts and heads, which share a slider."""
+        """Loss, learned parts and heads, with a shared slider."""
         return {
             "component_loss": self.plot(),
             "component_learned": self.plot_learned(),
@@ -109,7 +112,8 @@ class LinearSnapshots(KeptSteps):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """Loss, its levels (dotted), jumps predicted (dashed) and the algorithm at the step of a slider."""
+        """Loss with its levels (dotted), the predicted jumps (dashed), and the algorithm at the
+        step of the slider."""
         titles = [
             f"Step {step:,}: loss {self.eval_loss[row]:.4f}, {self.algorithm(row)}"
             for row, step in enumerate(self.step)
@@ -117,11 +121,13 @@ class LinearSnapshots(KeptSteps):
         return dashed(self._loss_slider(titles, levels=self.levels), self.jumps)
 
     def plot_learned(self) -> go.Figure:
-        """The learned part of each direction, divided among the heads, at the step of a slider."""
-        return self._plot(self.held, "What each head adds to the learned part of each component")
+        """Learned part of each direction by head, at the step of the slider."""
+        return self._plot(
+            self.held, "Contribution of each head to the learned part of each component"
+        )
 
     def plot_heads(self) -> go.Figure:
-        """Value, key and query of each head in the eigenbasis, at the step of a slider."""
+        """Value, key and query of each head in the eigenbasis, at the step of the slider."""
         if self.key is None or self.query is None:
             return self._plot(self.value[:, :, None], "Value weight of each head", names=["v"])
         vectors = np.concatenate([self.value[:, :, None], self.key, self.query], 2)
@@ -141,12 +147,13 @@ class LinearSnapshots(KeptSteps):
 
 
 def linear_snapshots(source: Source) -> LinearSnapshots:
-    """What the heads of a linear-attention checkpoint held at its kept steps.
+    """Principal components in the heads of a linear-attention checkpoint at its saved steps.
 
-    Dotted: the loss with 0, 1, ... principal components learned, in closed form; dashed: jumps predicted from the
-    initial weights. With M = Σ v K^T Q over heads, a component e of the covariance is learned to f = e^T M e over its
-    value at the optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Of heads of rank two and more
-    the norms of K e and Q e are shown.
+    Dotted: the loss with 0, 1, ... principal components learned, in closed form. Dashed: jumps
+        predicted from the initial weights. With M = Σ v K^T Q over heads, the learned part of a
+        component e of the covariance is f = e^T M e divided by its value at the optimum. A
+        component counts as learned above one half. A head contributes v (K e)^T (Q e). For heads of
+        rank two and more the norms of K e and Q e are shown.
 
     Raises:
         ValueError: If the checkpoint has no snapshots, another score, or several responses or supports.
@@ -202,7 +209,8 @@ def _in_eigenbasis(
 
 
 def _flat(vectors: Float[np.ndarray, "head mode rank"]) -> Float[np.ndarray, "head mode"]:
-    """The vector of a head of rank one; of others, whose rows may be turned into each other, the norm."""
+    """Vectors of a head of rank one; norms for higher ranks, whose rows are defined up to a
+    rotation only."""
     return vectors[:, :, 0] if vectors.shape[2] == 1 else np.linalg.norm(vectors, axis=2)
 
 

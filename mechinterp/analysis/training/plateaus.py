@@ -1,10 +1,10 @@
-"""Plateaus of the loss of linear attention during training, what its heads hold there, and jumps predicted beforehand.
+"""Plateaus of the loss of linear attention during training, and jumps predicted from the initial
+weights.
 
-How many drops has the loss and when, on which of the predicted levels does it rest between them, which
-eigenvectors do the heads hold, and how far is the predictor from principal component regression? And from the initial
-weights of heads of rank one alone, nothing trained or fitted: when does which head learn which eigenvector, on which
-levels does the loss rest, and how does it run in between?
-"""
+For a run: the number and times of the drops of the loss, the predicted level of each plateau, the
+eigenvectors in the heads, and the distance of the predictor from principal component regression.
+From the initial weights of heads of rank one, without training or fitting: when which head learns
+which eigenvector, the levels of the loss, and its curve."""
 
 import json
 from collections.abc import Iterable
@@ -29,37 +29,39 @@ from mechinterp.training.linear.flow import Flow
 from mechinterp.training.linear.trainer import initial_heads, task_moments
 
 N_POINTS = 400
-"""Of a predicted curve."""
+"""Number of points of a predicted curve."""
 LEAST_HEIGHT = 1e-4
-"""A maximum of -dL/dt below this part of the largest is no drop."""
+"""A maximum of -dL/dt counts as a drop if it exceeds this fraction of the largest."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plateaus(Result):
-    """Rests of the loss: before the first drop, between drops and after the last, in this order."""
+    """Plateaus of the loss in order: before the first drop, between drops, and after the last drop."""
 
     time: Float[np.ndarray, " plateau"]
-    """Where the gradient is smallest between two drops, unit of tau."""
+    """Time of the smallest gradient between two drops, unit of tau."""
     loss: Float[np.ndarray, " plateau"]
-    """Unit y^2."""
+    """Loss at `time`, unit y^2."""
     level: Float[np.ndarray, " plateau"]
-    """Predicted loss with as many directions learned as were at `time`, unit y^2."""
+    """Predicted loss with the directions learned at `time`, unit y^2."""
     learned: Float[np.ndarray, "plateau mode"]
-    """f_d, the part of every direction that is learned."""
+    """f_d, the learned part of each direction."""
     pcr_distance: Float[np.ndarray, " plateau"]
-    """E (y_hat - y_pcr)^2 / E y^2, y_pcr being population principal component regression on as many components."""
+    """E (y_hat - y_pcr)^2 / E y^2, where y_pcr is population principal component regression on as
+    many components."""
     value: Float[np.ndarray, "plateau head"]
     """Value weights v_i."""
     key_cosine: Float[np.ndarray, "plateau head rank mode"]
-    """Cosine of a key and an eigenvector; of rank 0 for merged heads."""
+    """Cosine of each key and eigenvector; empty (rank 0) for merged heads."""
     query_cosine: Float[np.ndarray, "plateau head rank mode"]
-    """Cosine of a query and an eigenvector; of rank 0 for merged heads."""
+    """Cosine of each query and eigenvector; empty (rank 0) for merged heads."""
     drop_time: Float[np.ndarray, " drop"]
-    """Maxima of -dL/dt, unit of tau."""
+    """Times of the maxima of -dL/dt, unit of tau."""
     drop_loss: Float[np.ndarray, " drop"]
-    """Loss there, unit y^2."""
+    """Loss at `drop_time`, unit y^2."""
     crossing_time: Float[np.ndarray, " crossing"]
-    """When the loss first passes the middle of two neighbouring levels, unit of tau; NaN if it never does."""
+    """Time at which the loss first passes the middle of two neighbouring levels, unit of tau; NaN
+    if it never does."""
     predicted: Jumps
     """Jumps predicted from the initial weights; empty unless heads are separate and of rank one."""
     levels: Float[np.ndarray, " level"]
@@ -69,7 +71,7 @@ class Plateaus(Result):
 
     def __repr__(self) -> str:
         rests = ", ".join(f"{loss:.4g}" for loss in self.loss)
-        return f"Plateaus({len(self.drop_time)} drops, loss rests at {rests})"
+        return f"Plateaus({len(self.drop_time)} drops, plateaus at {rests})"
 
     @property
     def n_learned(self) -> Int[np.ndarray, " plateau"]:
@@ -83,9 +85,10 @@ class Plateaus(Result):
         return frame_of(self, *names, plateau=plateau, mode=mode)
 
     def plot(self) -> go.Figure:
-        """Loss over time, with the predicted levels dotted and the predicted jumps as vertical lines."""
+        """Loss over time, with the predicted levels dotted and the predicted jumps dashed."""
         time, loss = self.curve.T
-        # Long before the first drop nothing happens, and time 0 has no place on a logarithmic axis.
+        # Nothing happens long before the first drop, and time 0 cannot be shown on a logarithmic
+        # axis.
         falling = time[loss < 0.99 * loss[0]]
         later = self.curve[time > (falling[0] / 10 if len(falling) else 0)]
         title = "Loss during training, predicted levels (dotted) and predicted jumps (dashed)"
@@ -93,10 +96,10 @@ class Plateaus(Result):
         return dashed(figure, self.predicted.time)
 
     def plot_learned(self) -> go.Figure:
-        """Learned fraction of every direction at every plateau."""
+        """Learned part of each direction at each plateau."""
         return heatmaps.heatmap(
             self.learned,
-            title="Part of each direction that is learned at each plateau",
+            title="Learned part of each direction at each plateau",
             rows=[f"plateau {row}" for row in range(len(self.learned))],
             columns=[f"direction {mode}" for mode in range(self.learned.shape[1])],
             unit="learned fraction",
@@ -104,13 +107,15 @@ class Plateaus(Result):
 
 
 def plateaus(run: Flow, moments: Moments) -> Plateaus:
-    """The plateaus and drops of a training run.
+    """Plateaus and drops of a training run.
 
     Args:
-        run: From `flow` or descent on the moments of the population; minibatch noise makes maxima of its own.
-        moments: Of the population trained on, for levels and principal component regression.
+        run: Run of `flow`, or of descent on the moments of the population; minibatch noise would
+            add maxima.
+        moments: Moments of the training population, for the levels and principal component
+            regression.
     Raises:
-        ValueError: If the run has fewer than 3 times or none where the loss falls.
+        ValueError: If the run has fewer than 3 times, or the loss never falls.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the levels and eq. (22) for the predictor.
     See also:
@@ -122,7 +127,7 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> run = flow(separate_heads(3, 2, std=1e-3, seed=0), moments, duration=1e6, until_loss=0.05272)
         >>> plateaus(run, moments)
-        Plateaus(2 drops, loss rests at 0.6, 0.2299, 0.05272)
+        Plateaus(2 drops, plateaus at 0.6, 0.2299, 0.05272)
     """
     directions, heads = modes(moments), run.heads
     drop = drops(run)
@@ -154,10 +159,11 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
 
 
 def drops(run: Flow) -> Int[np.ndarray, " drop"]:
-    """Rows at which -dL/dt has a local maximum above a part of its largest value.
+    """Rows at which -dL/dt has a local maximum above the fraction `LEAST_HEIGHT` of its largest
+    value.
 
     Raises:
-        ValueError: If the run has fewer than 3 times or none where the loss falls.
+        ValueError: If the run has fewer than 3 times, or the loss never falls.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import merged_heads
@@ -168,7 +174,7 @@ def drops(run: Flow) -> Int[np.ndarray, " drop"]:
     """
     if len(run.time) < 3 or not run.descent.max() > 0:
         raise ValueError(
-            f"run must hold at least 3 times and a falling loss, got {len(run.time)} times."
+            f"run must have at least 3 times and a falling loss, got {len(run.time)} times."
         )
     middle = run.descent[1:-1]
     top = (middle > run.descent[:-2]) & (middle >= run.descent[2:])
@@ -176,7 +182,8 @@ def drops(run: Flow) -> Int[np.ndarray, " drop"]:
 
 
 def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarray, " crossing"]:
-    """When the loss first passes the middle of two neighbouring levels; NaN if it never does.
+    """Times at which the loss first passes the middle of two neighbouring levels; NaN if it never
+    does.
 
     Example:
         >>> from mechinterp.theory.linear import population_moments
@@ -211,26 +218,26 @@ def _cosine(vectors: np.ndarray, directions: Modes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JumpForecast(Result):
-    """Jumps predicted from the initial weights, in the order in which they come."""
+    """Jumps predicted from the initial weights, in order of time."""
 
     step: Float[np.ndarray, " jump"]
     """Middle of the drop in loss, in steps."""
     time: Float[np.ndarray, " jump"]
-    """The same in units of tau."""
+    """`step` in units of tau."""
     direction: Int[np.ndarray, " jump"]
-    """Eigenvector learned, 0 for the largest eigenvalue."""
+    """Number of the learned eigenvector, 0 for the largest eigenvalue."""
     eigenvalue: Float[np.ndarray, " jump"]
-    """Its eigenvalue, unit x^2."""
+    """Eigenvalue of that direction, unit x^2."""
     vector: Float[np.ndarray, "jump d_x"]
-    """Its entries; the sign is arbitrary."""
+    """Eigenvector; its sign is arbitrary."""
     head: Int[np.ndarray, " jump"]
-    """The head that learns it."""
+    """Head that learns the direction."""
     levels: Float[np.ndarray, " level"]
-    """Loss before the first jump, between jumps and after the last; unit y^2."""
+    """Loss before the first jump, between jumps and after the last jump; unit y^2."""
     curve: Float[np.ndarray, "point 2"]
     """Step and predicted loss."""
     notes: tuple[str, ...]
-    """What to keep in mind of this config."""
+    """Caveats for this config."""
 
     def __repr__(self) -> str:
         jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
@@ -243,7 +250,7 @@ class JumpForecast(Result):
         return frame.assign(loss_before=self.levels[:-1], loss_after=self.levels[1:])
 
     def plot(self) -> go.Figure:
-        """The predicted loss over the steps, its levels dotted and the jumps dashed."""
+        """Predicted loss over the steps, its levels dotted and the jumps dashed."""
         title = "Loss predicted from the initial weights: levels (dotted) and jumps (dashed)"
         figure = _levels(self.curve, "predicted loss", self.levels, title=title, x_title="step")
         pairs = zip(self.direction, self.head, strict=True)
@@ -251,10 +258,10 @@ class JumpForecast(Result):
 
 
 def jump_forecast(config: ExperimentConfig) -> JumpForecast:
-    """The jumps of a config's training, from its initial weights alone.
+    """Jumps during the training of a config, predicted from its initial weights.
 
     Raises:
-        ValueError: If the config is not of linear attention with separate heads of rank one that is trained on
+        ValueError: If the config is not linear attention with separate heads of rank one trained on
             moments, or eigenvalues of its covariance repeat.
     Source:
         Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
@@ -311,7 +318,7 @@ def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
 
 
 def _times(jumps: Float[np.ndarray, " jump"]) -> Float[np.ndarray, " point"]:
-    """Times from long before the first jump to long after the last, dense around each."""
+    """Times from long before the first jump to long after the last, dense around each jump."""
     wide = np.geomspace(jumps[0] / 10, 3 * jumps[-1], N_POINTS)
     near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
     return np.unique(np.concatenate([wide, *(jump * near for jump in jumps)]))
@@ -326,7 +333,7 @@ def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) 
         )
     if config.task.n_sequences is not None:
         notes.append(
-            f"The jumps are those of the population; a training set of {config.task.n_sequences} sequences moves them."
+            f"The jumps are those of the population; a training set of {config.task.n_sequences} sequences shifts them."
         )
     return tuple(notes)
 
@@ -334,7 +341,7 @@ def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) 
 def _levels(
     curve: Float[np.ndarray, "point 2"], name: str, levels: np.ndarray, *, title: str, x_title: str
 ) -> go.Figure:
-    """A loss, with levels dotted."""
+    """Figure of a loss with levels dotted."""
     return figures.lines(
         curve[:, 0],
         {name: curve[:, 1]},
@@ -347,7 +354,7 @@ def _levels(
 
 
 def dashed(figure: go.Figure, places: Iterable[float], texts: Iterable[str] = ()) -> go.Figure:
-    """The figure with vertical lines, and beside each what happens there."""
+    """The figure with labelled vertical lines."""
     style = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
     for place, text in zip_longest(places, texts):
         annotation = {"text": text, **style} if text else None

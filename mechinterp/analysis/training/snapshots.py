@@ -1,4 +1,4 @@
-"""Circuits and pattern of a model at the kept steps of its training."""
+"""Circuits and pattern of a model at the saved steps of its training."""
 
 from dataclasses import dataclass
 
@@ -18,25 +18,25 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Snapshots(KeptSteps):
-    """Circuits, pattern and loss at each kept step."""
+    """Circuits, pattern and loss at each saved step."""
 
     circuits: tuple[Circuits, ...]
     pattern: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
-    """Of each head, as `classify` has them."""
+    """Labels of the heads, as in `classify`."""
 
     def __repr__(self) -> str:
         return f"Snapshots({len(self.step)}, {self.pattern[0]} to {self.pattern[-1]})"
 
     def sentences(self) -> list[str]:
-        """The patterns in the order in which they come, each with its first step."""
+        """Patterns in order of time, each with its first step."""
         before = ("", *self.pattern)
         rows = zip(before, self.pattern, self.step, strict=False)
         changes = [f"{new} from step {step:,}" for old, new, step in rows if new != old]
-        return [f"{len(self.step)} kept steps: {', '.join(changes)}."]
+        return [f"{len(self.step)} saved steps: {', '.join(changes)}."]
 
     def tables(self) -> dict[str, Table]:
-        """Every number of every kept step."""
+        """Table of all numbers at every saved step."""
         frame = self.to_frame()
         scales = {
             "step",
@@ -48,10 +48,10 @@ class Snapshots(KeptSteps):
             "ov_last_entry",
         }
         quiet = tuple(n for n in frame if n not in scales and not n.startswith("mu_"))
-        return {"snapshots": Table(frame, "Heads at the kept steps", quiet=quiet)}
+        return {"snapshots": Table(frame, "Heads at the saved steps", quiet=quiet)}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Loss and circuits, which share a slider."""
+        """Loss and circuits, with a shared slider."""
         circuits = {"snapshot_qk": self.plot(), "snapshot_ov": self.plot_ov()}
         return {"snapshot_loss": self.plot_loss(), **circuits}
 
@@ -75,7 +75,7 @@ class Snapshots(KeptSteps):
         return self._circuits(self.circuits[-1].plot_ov(), drawn, "OV circuits")
 
     def plot_loss(self) -> go.Figure:
-        """The loss over training with a mark at the step, with a slider over the steps."""
+        """Loss over training with a mark that a slider moves over the steps."""
         titles = [
             f"Step {step:,}: loss {loss:.4f}, {pattern}"
             for step, loss, pattern in zip(self.step, self.eval_loss, self.pattern, strict=True)
@@ -97,12 +97,12 @@ def training_snapshots(
 ) -> Snapshots:
     """Circuits, pattern and loss of a checkpoint at its `kept_steps`.
 
-    Circuits are on one colour scale; each step is classified as the model is. The loss is the eval_loss of the last
-    logged step up to there.
+    Circuits share one colour scale; each step is classified as the final model is. The loss is the
+    last logged eval_loss up to each step.
 
     Args:
-        prompts: Given prompts of an unknown law; None: they are drawn.
-        n_prompts: Prompts behind each classification.
+        prompts: Given prompts of an unknown law; None draws them.
+        n_prompts: Number of prompts for each classification.
         progress: Optional progress callback.
     Raises:
         ValueError: If the checkpoint has no snapshots.
@@ -118,7 +118,7 @@ def training_snapshots(
     trained = snapshots_of(checkpoint, "training_snapshots")
     if not trained.predictor.is_one_attention:
         raise ValueError(
-            "training_snapshots needs one layer of attention; deep_snapshots (mechinterp analyse head-snapshots) takes the others."
+            "training_snapshots needs one layer of attention; use deep_snapshots (mechinterp analyse head-snapshots)."
         )
     steps = kept_steps(trained)
     weights = [trained.snapshots[step] for step in steps]
