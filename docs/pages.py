@@ -273,6 +273,7 @@ def first_line(name: str) -> str:
 def needs(condition: Callable) -> str:
     """A condition of the registry in words."""
     text = " ".join((condition.__doc__ or "").split()).rstrip(".")
+    text = re.sub("^True (for|if) |^False for every model: the analysis runs ", "", text)
     return text[:1].lower() + text[1:]
 
 
