@@ -38,10 +38,10 @@ class PriorSnapshots(Result):
     """Size of the pool."""
     step: Int[np.ndarray, " snapshot"]
     closeness: Closeness
-    """[kind, snapshot], the kinds being pool and new; without the thousandth of the prompts on which the snapshot errs
-    most (none of fewer than 1,000)."""
+    """Closeness [kind, snapshot], for the kinds pool and new, without the 0.1% of the prompts with
+    the largest error of the snapshot (none of fewer than 1,000 prompts)."""
     carried_by_few: Bool[np.ndarray, "kind snapshot"]
-    """Whether the worst hundredth of all prompts makes up more than half of the mean risk."""
+    """True: the worst 1% of the prompts make up more than half of the mean risk."""
 
     @property
     def transient(self) -> int | None:

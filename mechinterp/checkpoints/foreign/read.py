@@ -202,9 +202,9 @@ class _Source:
         return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
 
     def _room(self, parts: Parts, chosen: Said) -> int | None:
-        """Most pairs that the number of positions in the file's settings has room for; None where a table of positions says it.
+        """Largest number of pairs that fits the number of positions in the file's settings.
 
-        Garg et al. state half of the rows of their table.
+        None if a table of positions shows it, as Garg et al. state half of the rows of their table.
         """
         room = self.stored.settings.get("n_positions")
         if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
