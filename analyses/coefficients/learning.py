@@ -9,8 +9,8 @@ Run: python -m analyses coefficients/learning (15 minutes; --quick: one model, s
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, shipped
+from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp import local_learning_coefficient
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.learning_coefficient import LearningCoefficient
 from mechinterp.analysis.training.sampler import Chains
 

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, record
+from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import residence_in_head, settled_head
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import separate_heads
 
 RANKS, INIT = (2, 4, 8), 1e-3

@@ -11,11 +11,11 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import drops
 from analyses.lib.records import span
 from analyses.lib.theory.linear_dynamics import learning_rate_time
 from analyses.linear import setting as at
 from mechinterp import Prompts
-from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 

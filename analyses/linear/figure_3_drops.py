@@ -11,9 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import Plateaus, crossings
 from analyses.linear import setting as at
 from mechinterp import figures
-from mechinterp.analysis.training.plateaus import Plateaus, crossings
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
 from mechinterp.training.linear.flow import Flow, flow

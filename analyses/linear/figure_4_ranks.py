@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record
+from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import long_levels
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import separate_heads
 

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
+from analyses.lib.plateaus import crossings
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
 from mechinterp.training.linear.flow import Flow, flow
 

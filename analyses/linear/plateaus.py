@@ -10,10 +10,10 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import Plateaus
 from analyses.lib.theory.learners import one_step_pcr
 from analyses.lib.theory.linear_jumps import first_jump_bound
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
-from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import training_set
 from mechinterp.training.linear.flow import Flow

@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 import plotly.graph_objects as go
 
+from analyses.lib.plateaus import Plateaus, plateaus
 from analyses.lib.theory.linear_dynamics import learning_rate_time
-from mechinterp import TaskConfig, figures, plateaus
-from mechinterp.analysis.training.plateaus import Plateaus
+from mechinterp import TaskConfig, figures
 from mechinterp.config import CovarianceConfig
 from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import Heads, separate_heads

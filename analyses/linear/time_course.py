@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import drops
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, trained
-from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.flow import Flow, flow

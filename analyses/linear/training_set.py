@@ -9,8 +9,8 @@ Run: python -m analyses linear/training_set (a minute; --quick 2 sets of each si
 import pandas as pd
 
 from analyses.lib import Measured, records
+from analyses.lib.plateaus import plateaus
 from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, named, set_moments
-from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import full_batch_descent

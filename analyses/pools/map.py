@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -22,8 +23,9 @@ from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
-from mechinterp.analysis.learners.priors import PriorComparison
+from mechinterp import compare_priors, load, over_steps, prior_heads, task_pool
+from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
+from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 
@@ -33,7 +35,9 @@ largest, which is close to ridge."""
 MOST_PROBED = 16
 """Largest number of tasks of a pool whose posterior is probed."""
 ONLY_FULL = 8
-"""Number of pairs at which linear stacks are compared."""
+"""Pairs at which linear stacks are compared."""
+EARLIEST = 1000
+"""Step from which a stretch near to ridge counts."""
 ORIGIN = {"trained by": "analyses/pools/train.py", "loss": "all prefixes, 0 to 8 pairs"}
 
 
@@ -105,11 +109,16 @@ def tables_of(
         "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
     last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
-    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
+    path = over_steps(checkpoint, "priors", **given, n_prompts=n_prompts // 4)
     print(name, last, path, sep="\n  ", flush=True)
     found = {
-        "pool_map": _of_trimmed(last).assign(transient=path.transient),
-        "pool_steps": path.to_frame(),
+        "pool_map": _of_trimmed(last).assign(transient=transient(path)),
+        "pool_steps": pd.concat(
+            [
+                each.trimmed.frame().assign(step=step)
+                for step, each in zip(path.step, path.results, strict=True)
+            ]  # type: ignore[attr-defined]
+        ),
     }
     if own:
         found |= inside(checkpoint, pool, given, n_prompts)
@@ -120,6 +129,22 @@ def tables_of(
 def _of_trimmed(found: PriorComparison) -> pd.DataFrame:
     """The means that decide, and what they decide; rows of before have no `prompts` and are means over all."""
     return found.summary_frame().query("prompts == 'trimmed'").assign(strategy=found.strategy)
+
+
+def transient(path: OverSteps) -> int | None:
+    """The first step clearly nearer to ridge on new tasks, of a model that ends clearly nearer to dMMSE there; else None.
+
+    "Clearly" is by two standard errors from 0.5. Steps before `EARLIEST` do not count: predictions near 0 are nearer to
+    ridge, which shrinks too.
+    """
+    new = [each.trimmed for each in path.results]  # type: ignore[attr-defined]
+    relative, sem = (
+        np.array([getattr(each, name)[1] for each in new]) for name in ("relative", "relative_sem")
+    )
+    above = (relative - CLEAR * sem > 0.5) & (path.step >= EARLIEST)
+    if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
+        return None
+    return int(path.step[above.argmax()])
 
 
 def inside(

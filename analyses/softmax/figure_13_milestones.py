@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
+from analyses.lib.milestones import PATTERNS, milestones
 from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired, scale_pages
-from mechinterp import milestones
-from mechinterp.analysis.training.milestones import PATTERNS
 
 LEAST, MOST = 1000, 300_000
 

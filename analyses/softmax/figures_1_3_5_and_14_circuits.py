@@ -9,8 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, checkpoint, records, trained
+from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
-from mechinterp import circuits, milestones
+from mechinterp import circuits
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)

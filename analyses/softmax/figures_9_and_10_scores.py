@@ -7,9 +7,9 @@ Run: python -m analyses softmax/figures_9_and_10_scores (seconds)"""
 import pandas as pd
 
 from analyses.lib import Measured, failures, record, trained
+from analyses.lib.milestones import PATTERNS as PARTS
+from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
-from mechinterp import milestones
-from mechinterp.analysis.training.milestones import PATTERNS as PARTS
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
 FAMILIES = {

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from analyses.lib import Measured, record
+from analyses.lib.gates import learn_gates
 from analyses.sparse.setting import named, prompts_of, ratio, trained
-from mechinterp import Prompts, learn_gates
+from mechinterp import Prompts
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.hooked.masks import z_name

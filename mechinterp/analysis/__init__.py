@@ -7,7 +7,6 @@ HOMES = {
     "Langevin": "mechinterp.analysis.training.sampler",
     "baselines": "mechinterp.analysis.learners.baselines",
     "best_head_first": "mechinterp.analysis.ablation.pruning",
-    "coefficient_snapshots": "mechinterp.analysis.training.coefficient_snapshots",
     "preconditioned": "mechinterp.analysis.probing.linear",
     "reweighted": "mechinterp.analysis.probing.linear",
 }

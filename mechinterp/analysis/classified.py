@@ -36,7 +36,9 @@ class Classified(Result):
     """Law of the prompts."""
     n_prompts: int
     trained_here: bool = False
-    """True if this package trained the model, so that its task is certain."""
+    """Whether this package trained the model, so that its task is not in doubt."""
+    reading_doubt: str = ""
+    """Why the file of the model may have been read wrongly; empty where nothing says so."""
 
     needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
     """Parts of the result that need the law of the prompts."""
@@ -73,9 +75,9 @@ class Classified(Result):
 
     @property
     def task_doubt(self) -> str:
-        """Why the model may have been trained on another task; empty if nothing suggests it."""
-        if self.trained_here:
-            return ""
+        """Why the model may have been trained on another task, or read wrongly; empty where nothing says so."""
+        if self.trained_here or self.reading_doubt:
+            return self.reading_doubt
         factor = (self.best_factor, self.best_factor_sem)
         r2 = (self.loss.scaled_r2, self.loss.scaled_r2_sem)
         return task_doubt(factor, r2)
@@ -84,6 +86,11 @@ class Classified(Result):
     def left_out(self) -> str:
         """Sentence on the parts that need the law of given prompts; empty if the law is known."""
         return LEFT_OUT.format(parts=self.needs_law) if no_law(self.task) else ""
+
+    @property
+    def headline(self) -> str:
+        """The pattern."""
+        return self.pattern
 
     @property
     def loss_text(self) -> str:

@@ -17,7 +17,6 @@ from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.analysis.training.kept_steps import loss_curve
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
@@ -194,7 +193,7 @@ def compare(
         ),
         loss=loss,
         loss_sem=loss_sem,
-        curves=tuple(loss_curve(checkpoint) for checkpoint in checkpoints),
+        curves=tuple(checkpoint.loss_curve for checkpoint in checkpoints),
     )
 
 

@@ -77,34 +77,28 @@ def a_history(source: Model) -> bool:
     return source.history is not None
 
 
-def a_history_of_scales(source: Model) -> bool:
-    """True if the training history includes the scales of the heads (one layer of attention)."""
-    return source.history is not None and "omega" in source.history
-
-
-def snapshots(source: Model) -> bool:
-    """True if weights were saved during training."""
-    return bool(source.snapshots)
-
-
-def snapshots_of_attention(source: Model) -> bool:
-    """True if weights were saved during training of one layer of attention."""
-    return snapshots(source) and one_attention(source)
-
-
-def snapshots_of_layers(source: Model) -> bool:
-    """True if weights were saved during training of several layers, or of a layer with a norm or an
-    MLP."""
-    return snapshots(source) and more_than_attention(source)
-
-
-def snapshots_of_components(source: Model) -> bool:
-    """True if weights were saved during training of one layer of linear attention with one
-    response."""
+def linear_components(source: Model) -> bool:
+    """One layer of linear attention that predicts a single response, on a single task."""
     weights, task = predictor_of(source).weights, source.task
-    if weights is None or getattr(source, "kept", None) or not snapshots_of_attention(source):
+    if weights is None or not one_attention(source):
         return False
     return weights.model.score == "linear/L" and task.d_y == 1 and task.supports is None
+
+
+def jumps_ahead(source: Model) -> bool:
+    """A training of linear attention whose jumps follow from its initial weights."""
+    if not isinstance(source, Checkpoint) or source.training is None:
+        return False
+    model = source.config.model
+    if model.score != "linear/L" or not model.one_attention:
+        return False
+    from mechinterp.analysis.training.jumps import jump_forecast
+
+    try:
+        jump_forecast(source)
+    except ValueError:
+        return False
+    return True
 
 
 def a_pool(source: Model) -> bool:

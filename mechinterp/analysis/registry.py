@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mechinterp.analysis import needs as has
-from mechinterp.analysis.needs import Model, Needs, never, nothing
+from mechinterp.analysis.needs import Model, Needs, never, nothing, one_attention
 from mechinterp.analysis.result import Finding
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import usual_number
@@ -42,6 +42,8 @@ class Analysis:
     own default."""
     title: str = ""
     """Title of its section; empty: its name."""
+    steps_on_page: Needs = never
+    """Models with snapshots whose page shows the analysis at every saved step by default."""
 
     @property
     def function(self) -> Callable[..., Finding]:
@@ -87,8 +89,25 @@ class Analysis:
 
 
 ANALYSES: dict[str, Analysis] = {
-    "classify": Analysis("one_layer.classify:classify", on_page=nothing, title="What it computes"),
-    "circuits": Analysis("one_layer.circuits:circuits", has.own_weights, on_page=nothing),
+    "classify": Analysis(
+        "one_layer.classify:classify",
+        on_page=nothing,
+        steps_on_page=one_attention,
+        title="What it computes",
+    ),
+    "circuits": Analysis(
+        "one_layer.circuits:circuits",
+        has.own_weights,
+        on_page=nothing,
+        steps_on_page=one_attention,
+    ),
+    "components": Analysis(
+        "one_layer.linear_components:linear_components",
+        has.linear_components,
+        on_page=nothing,
+        steps_on_page=nothing,
+        title="Components of linear attention",
+    ),
     "attention": Analysis(
         "one_layer.attention:attention_patterns",
         has.patterns,
@@ -105,9 +124,13 @@ ANALYSES: dict[str, Analysis] = {
         "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
     ),
     "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
+    "ablate-heads": Analysis(
+        "ablation.single:ablate_heads",
+        steps_on_page=has.more_than_attention,
+        title="Ablation of single heads",
+    ),
     "pairs": Analysis("ablation.orders:ablate_pairs"),
     "order": Analysis("ablation.orders:greedy_order"),
-    "gates": Analysis("ablation.gates:learn_gates"),
     "prune": Analysis(
         "ablation.pruning_curves:prune_by_rules_and_orders",
         on_page=has.more_than_attention,
@@ -128,33 +151,14 @@ ANALYSES: dict[str, Analysis] = {
     "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
     "prior-heads": Analysis("ablation.prior_heads:prior_heads", has.a_pool),
-    "prior-snapshots": Analysis("training.prior_snapshots:prior_snapshots", has.a_pool),
-    "snapshots": Analysis(
-        "training.snapshots:training_snapshots",
-        has.snapshots_of_attention,
-        on_page=nothing,
-        many_runs=True,
-        title="Training, step by step",
-    ),
-    "head-snapshots": Analysis(
-        "training.deep_snapshots:deep_snapshots",
-        has.snapshots,
-        on_page=has.snapshots_of_layers,
-        many_runs=True,
-        title="Training, step by step",
-    ),
-    "component-snapshots": Analysis(
-        "training.linear_components:linear_snapshots",
-        has.snapshots_of_components,
-        on_page=nothing,
-        title="Components, step by step",
-    ),
     "training": Analysis("training.over_training:history_of", has.a_history, on_page=nothing),
-    "milestones": Analysis("training.milestones:milestones", has.a_history_of_scales),
-    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
-    "coefficient-snapshots": Analysis(
-        "training.coefficient_snapshots:coefficient_snapshots", has.snapshots
+    "jumps": Analysis(
+        "training.jumps:jump_forecast",
+        has.jumps_ahead,
+        on_page=nothing,
+        title="Jumps predicted from the initial weights",
     ),
+    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
 }
 """Analyses in the order of the page."""
 

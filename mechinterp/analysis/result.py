@@ -3,7 +3,8 @@
 A result has a repr, `to_frame` and `plot`. These optional methods replace the defaults:
 `sentences()`, a list; `tables()` and `figures()`, by name; `to_document()`, the fields of its JSON
 document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
-results."""
+results; `headline`, the result in a few words, for tables and titles over training.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -112,6 +112,11 @@ class Checkpoint(Run):
         return self.assumed.get("understood") is not False
 
     @property
+    def doubt(self) -> str:
+        """Why a file of other code may have been read wrongly; empty where nothing says so."""
+        return str(self.assumed.get("doubt", ""))
+
+    @property
     def training(self) -> TrainConfig | None:
         """Training settings of a model of this package; None for external files and runs of them."""
         return self.config.train if self.format == "native" and not self.kept else None
@@ -137,6 +142,7 @@ class Checkpoint(Run):
             told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
             origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+            origin += f"; {self.doubt}" if self.doubt else ""
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 
     @cached_property
@@ -221,6 +227,7 @@ class Checkpoint(Run):
             is_hooked=is_hooked,
             task=self.task,
             trained_here=self.trained_here,
+            doubt=self.doubt,
         )
 
     @classmethod

@@ -192,6 +192,8 @@ def _number_of_heads(
     own, source = None, ""
     if isinstance(attention, nn.MultiheadAttention):
         own, source = attention.num_heads, f"{name}.num_heads"
+    elif named := _heads_by_name(module, name):
+        own, source = named, f"the modules beside {name}"
     elif len(seen := _Softmaxes.of(module, inner.container, tokens)) == 1:
         own, source = seen[0], f"the softmax in {inner.container or type(module).__name__}"
     elif stated := _stated_heads(module, name):
@@ -203,6 +205,14 @@ def _number_of_heads(
             f"heads must be given: the module around {name} does not state the number."
         )
     return heads or own or 0
+
+
+def _heads_by_name(module: nn.Module, output: str) -> int:
+    """The number of heads that are modules of their own, such as heads.0.query; 0 where none are."""
+    end = piece_of(f"{output}.weight")
+    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
+    beside = (p for p in pieces if p and end and (p.path, p.layer) == (end.path, end.layer))
+    return len({p.head for p in beside if p.part in INNER and p.head is not None})
 
 
 def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import share_of
@@ -25,9 +26,23 @@ class Run:
     (models by step, which every analysis takes), model (with hooks) and predictor."""
 
     @property
+    def history(self) -> pd.DataFrame | None:
+        """One row per kept or logged step, layer and head."""
+        raise NotImplementedError
+
+    @property
     def steps(self) -> list[int]:
         """Steps of the snapshots during training."""
         raise NotImplementedError
+
+    @property
+    def loss_curve(self) -> Float[np.ndarray, "row 2"]:
+        """Step and eval_loss of the history; no rows if there is none."""
+        if self.history is None:
+            return np.zeros((0, 2))
+        return self.history.drop_duplicates("step")[["step", "eval_loss"]].to_numpy(
+            dtype=np.float64
+        )
 
     def at(self: Self, step: int) -> Self:
         """The model after this number of updates.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
     from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.analysis.registry import Analysis
+    from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.progress import ProgressCallback
 
@@ -60,6 +61,12 @@ def analyse(
         ),
     ],
     path: PathArgument,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--over-steps", help="At every kept step of a training: a checkpoint's or a run's."
+        ),
+    ] = False,
     further: Annotated[
         list[str] | None,
         typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
@@ -73,7 +80,7 @@ def analyse(
     from mechinterp.analysis.registry import analysis_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, files, settings)
+    show(name, path, asked, files, settings, steps=steps)
 
 
 @runs_checkpoints
@@ -108,12 +115,16 @@ def show(
     asked: Asked,
     files: Files,
     settings: Mapping[str, object] | None = None,
+    *,
+    steps: bool = False,
 ) -> None:
     """Print the result of an analysis of a checkpoint.
 
     Args:
         settings: Further arguments of this analysis.
+        steps: True: at every kept step.
     """
+    from mechinterp.analysis.over_steps import over_steps
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
@@ -121,16 +132,17 @@ def show(
 
     with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
-        result = run_analysis(
-            name,
-            checkpoint,
-            prompts=asked.given,
-            context_length=asked.context_length,
-            n_prompts=asked.n_prompts,
-            seed=asked.seed,
-            progress=progress,
-            settings=settings,
-        )
+        drawn_by: dict[str, Any] = {
+            "prompts": asked.given,
+            "context_length": asked.context_length,
+            "n_prompts": asked.n_prompts,
+            "seed": asked.seed,
+            "progress": progress,
+        }
+        if steps:
+            result: Finding = over_steps(checkpoint, name, **drawn_by | dict(settings or {}))
+        else:
+            result = run_analysis(name, checkpoint, **drawn_by, settings=settings)
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
@@ -207,8 +219,8 @@ def prune(
 
 
 def led(checkpoint: "Checkpoint", text: str) -> str:
-    """The text, below a line that says that the file was not understood, where that is so."""
-    return text if checkpoint.understood else f"{checkpoint.assumed['doubt']}\n{text}"
+    """The text, below a line that says why the file may have been read wrongly, where something says so."""
+    return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
 
 
 def _fine_tuned(

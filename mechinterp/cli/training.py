@@ -122,7 +122,7 @@ def predict_jumps(
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
-    from mechinterp.analysis.training.plateaus import jump_forecast
+    from mechinterp.analysis.training.jumps import jump_forecast
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override

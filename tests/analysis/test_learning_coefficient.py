@@ -1,15 +1,14 @@
 """The local learning coefficient: known values, what is no minimum, gradients, snapshots and the command."""
 
 from collections.abc import Iterator
-from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
 
 from analyses.coefficients.sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
+from analyses.lib.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp import local_learning_coefficient
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp.analysis.training.learning_coefficient import coefficient_of_loss, why_no_minimum
 from mechinterp.analysis.training.local_losses import heads_of_linear, population_loss, prompts_loss
 from mechinterp.analysis.training.sampler import Chains, Langevin, LocalLoss
@@ -350,18 +349,3 @@ def test_it_has_a_command(run: Run):
     assert row["is_minimum"] is False
     assert row["estimate"] is None
     assert "not a minimum: descent lowers" in ran.document["result"]
-
-
-@pytest.mark.usefixtures("as_users")
-@pytest.mark.slow
-def test_snapshots_have_a_command(run: Run, monkeypatch: pytest.MonkeyPatch):
-    module = import_module("mechinterp.analysis.training.coefficient_snapshots")
-    monkeypatch.setattr(module, "MOST", 3)
-    path = CHECKPOINTS / "linear-rank1-s2"
-    ran = run("analyse", "coefficient-snapshots", path, "--json")
-    kept = list(load(path).snapshots)
-    assert len(kept) > 3
-    steps = [row["step"] for row in ran.document["rows"]]
-    assert (len(steps), steps[0], steps[-1]) == (3, kept[0], kept[-1])
-    assert [row["is_minimum"] for row in ran.document["rows"]] == [False] * 3
-    assert ran.document["rows"][-1]["live_exact"] == 30

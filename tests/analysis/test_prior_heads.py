@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.pools.map import transient
 from mechinterp.analysis.ablation.prior_heads import _rises, prior_heads
-from mechinterp.analysis.learners.closeness import ERROR, closeness
+from mechinterp.analysis.learners.closeness import ERROR
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.analysis.training.prior_snapshots import PriorSnapshots, prior_snapshots
+from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.heads import AttentionWeights
@@ -105,44 +106,32 @@ def test_which_heads_memorise_follows_from_both_effects():
     assert len(known.plot().data) == 2
 
 
-def test_snapshots_are_compared_like_models(tmp_path: Path):
-    kept = {step: weights_of_layer(layer(step), model=CONFIG.model) for step in (0, 10, 20)}
-    save(tmp_path / "model", CONFIG, kept[20], step=20, snapshots=kept)
-    found = prior_snapshots(load(tmp_path / "model"), n_prompts=1000, context_lengths=[2, 5])
-    assert found.step.tolist() == [0, 10, 20]
-    for index, weights in enumerate(kept.values()):
-        one = compare_priors(weights, TASK, n_prompts=1000, context_lengths=[5, 2])
-        for name in ("relative", "risk", "risk_sem"):
-            expected = getattr(one.trimmed, name)
-            np.testing.assert_allclose(getattr(found.closeness, name)[:, index], expected)
-        assert found.carried_by_few[:, index].tolist() == one.carried_by_few.tolist()
-    frame = found.to_frame()
-    for kind in ("new", "pool"):
-        assert frame[frame["tasks"] == kind]["step"].tolist() == [0, 10, 20]
-    assert len(found.plot().data) == 2
-    assert len(found.plot_risks().data) == 6
+def test_the_usual_lengths_are_those_of_training(tmp_path: Path):
+    weights = weights_of_layer(layer(), model=CONFIG.model)
+    save(tmp_path / "model", CONFIG, weights, step=20)
     # This model was trained with five pairs in every prompt.
     default = compare_priors(load(tmp_path / "model"), n_prompts=16)
     assert default.context_length.tolist() == [5]
     shorter = replace(TASK, context_length=3)
     asked = compare_priors(load(tmp_path / "model"), shorter, n_prompts=16)
     assert asked.context_length.tolist() == [3]
-    with pytest.raises(ValueError, match="prior_snapshots needs a checkpoint with snapshots"):
-        prior_snapshots(layer(), TASK)
 
 
-def path_of(relative: list[float], sem: float) -> PriorSnapshots:
-    """Snapshots with these relative distances on new tasks."""
-    some = closeness(np.random.default_rng(0).random((10, 2, len(relative), 8)))
-    both = np.array([some.relative[0], relative])
-    known = replace(some, relative=both, relative_sem=np.full_like(both, sem))
-    return PriorSnapshots(4, np.arange(len(relative)) * 1000, known, both > 1)
+def path_of(relative: list[float], sem: float) -> OverSteps:
+    """Comparisons at steps 0, 1000, ... with these relative distances on new tasks."""
+    some = compare_priors(layer(), TASK, n_prompts=16, context_lengths=[5])
+    results = []
+    for value in relative:
+        both = np.array([some.trimmed.relative[0], value])
+        trimmed = replace(some.trimmed, relative=both, relative_sem=np.full(2, sem))
+        results.append(replace(some, trimmed=trimmed))
+    step = np.arange(len(relative)) * 1000
+    return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))
 
 
 def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
-    assert path_of([0.5, 0.8, 0.9, 0.2], 0.01).transient == 1000
-    assert "closer to ridge first, from step 1,000" in repr(path_of([0.5, 0.8, 0.9, 0.2], 0.01))
-    assert path_of([0.5, 0.52, 0.4, 0.2], 0.02).transient is None  # not clearly above
-    assert path_of([0.8, 0.4, 0.4, 0.2], 0.02).transient is None  # untrained
-    assert path_of([0.5, 0.8, 0.9, 0.48], 0.02).transient is None  # not clearly below
-    assert path_of([0.5, 0.8, 0.9, 0.95], 0.01).transient is None
+    assert transient(path_of([0.5, 0.8, 0.9, 0.2], 0.01)) == 1000
+    assert transient(path_of([0.5, 0.52, 0.4, 0.2], 0.02)) is None  # not clearly above
+    assert transient(path_of([0.8, 0.4, 0.4, 0.2], 0.02)) is None  # untrained
+    assert transient(path_of([0.5, 0.8, 0.9, 0.48], 0.02)) is None  # not clearly below
+    assert transient(path_of([0.5, 0.8, 0.9, 0.95], 0.01)) is None

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.multi_layer.algorithm import name_algorithm
@@ -25,7 +26,6 @@ from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
@@ -188,14 +188,10 @@ CASES = {
     "attention-entropy": Case(softmax),
     "edges": Case(n_prompts=32, seeds=100, slow=True),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
-    "gates": Case(n_prompts=64, seeds=100, settings={"steps": 2}),
     "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),
-    "prior-snapshots": Case(with_pool, seeds=100, settings={"context_lengths": (40,)}),
-    "snapshots": Case(softmax, seeds=100),
-    "head-snapshots": Case(softmax, seeds=100),
     "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
-    "coefficient-snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
+    "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
     "probe": Case(n_prompts=128, seeds=100),
     "classify layers": Case(
         descents, n_prompts=48, seeds=100, slow=True, run=ANALYSES["classify"].function

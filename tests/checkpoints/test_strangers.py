@@ -1,6 +1,7 @@
 """Files that a stranger's code wrote: no number without a word where something was guessed."""
 
 import argparse
+import json
 from itertools import product
 from pathlib import Path
 
@@ -52,6 +53,8 @@ STATED = {"layout": "pairs", "context_only": False, "residual": True, "activatio
         (Kind(2, norm="rms", mlp=True), {"rms_norm": True, "norm": "before", "positions": "none"}),
         (Kind(passes=3, norm="layer", mlp=True), {"passes": 3, "norm": "before"}),
         (Kind(layout="in_turn", positions="learned"), {"layout": "in_turn"}),
+        (Kind(2, positions="sines"), {"positions": "sinusoidal_halves"}),
+        (Kind(2, norm="bare", mlp=True), {"norm": "before", "rms_norm": False}),
     ],
 )
 def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Kind, stated: dict):
@@ -74,6 +77,12 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
         Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
         Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
         Kind(2, norm="rms", mlp=True),
+        Kind(2, norm="bare", mlp=True),
+        Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
+        Kind(2, norm="layer", mlp=True, positions="halves", base=100.0, steps=1500),
+        Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
+        Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
+        Kind(passes=3, norm="layer", mlp=True),
     ],
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
@@ -87,6 +96,22 @@ def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     ties = any(each.ties for each in checkpoint.readings[1:])
     assert ("state --" in str(checkpoint.assumed.get("undetermined"))) is ties
+    assert checkpoint.doubt == ""
+
+
+@pytest.mark.slow
+def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, run: Run):
+    """Attention and MLP side by side, which no reading has."""
+    model = trained(Kind(2, norm="layer", mlp=True, parallel=True))
+    path = saved(tmp_path, model.state_dict())
+    checkpoint = load(path, n_heads=2, task=TASK)
+    assert "in doubt" in checkpoint.doubt
+    law = tmp_path / "task.json"
+    law.write_text(json.dumps(TASK))
+    for command in ("classify", "ablate"):
+        shown = run(command, path, "--n-heads", 2, "--task", law, "--n-prompts", 64).done().out
+        words = " ".join(shown.split())
+        assert words.index("how this file was read, or its task, is in doubt") < words.index("L0H0")
 
 
 @pytest.mark.slow

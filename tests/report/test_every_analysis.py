@@ -33,20 +33,13 @@ from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 N_PROMPTS = 64
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
+SLOW = {"edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
-RANDOM = {
-    kind: {"algorithm-steps", "learning-coefficient", "head-snapshots"}
-    for kind in ("gpt2", "encoder")
-}
+RANDOM = {kind: {"algorithm-steps", "learning-coefficient"} for kind in ("gpt2", "encoder")}
 """Random weights follow no algorithm, and are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 """Nor do they follow a path that could be drawn."""
-SOURCES = {
-    "component-snapshots": "linear-merged",
-    "coefficient-snapshots": "linear-merged",
-    "edges": "descent",
-}
+SOURCES = {"edges": "descent"}
 PAIRS = sampled(
     [
         (name, kind)

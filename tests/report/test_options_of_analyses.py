@@ -11,13 +11,12 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"edges": 4, "snapshots": 8}
-"""Edges take long. Snapshots show labels alone, which hang on the prompts where these are few."""
-OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges", "head-snapshots"}
+FEW = {"edges": 4}
+"""Edges take long."""
+OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges"}
 SHIPPED = {
-    **dict.fromkeys(("priors", "prior-heads", "prior-snapshots"), "pool-linear-m16-s0"),
-    "snapshots": "softmax-h4-s1",
-    "component-snapshots": "linear-merged-s0",
+    **dict.fromkeys(("priors", "prior-heads"), "pool-linear-m16-s0"),
+    **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),
 }
 """Models that these need: of a pool of tasks, with labels that other prompts turn, and with components."""
 

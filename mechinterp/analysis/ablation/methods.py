@@ -46,8 +46,9 @@ class Ablations(Result):
         layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
         sentences = [
             f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
-            f"Masking L{layer}H{head} raises it most: the mean over prompts rises by "
-            f"{with_error(zero.rise[at], zero.rise_sem[at])} y², the median by {digits(zero.median_rise[at])}.",
+            f"Masking L{layer}H{head} {'raises it most' if zero.rise[at] > 0 else 'lowers it least, as every mask does'}, by "
+            f"{with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over prompts; the median rise is "
+            f"{digits(zero.median_rise[at])}.",
             *self._spread(),
             *self._carried(),
             *self._broken(),

@@ -106,7 +106,7 @@ def prune(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who keep all heads of the first layer and
         the best head of
-            each later layer. The scores and the read-out are choices made here.
+        each later layer. The scores and the read-out are choices made here.
     See also:
         `learn_gates`, `greedy_order`, `fine_tune`.
     Example:

@@ -92,6 +92,11 @@ class HeadAblation(LayerShares, Result):
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
 
     @property
+    def headline(self) -> str:
+        """Excess risk of the full model."""
+        return f"excess risk {with_error(self.full_risk, self.full_risk_sem)} y²"
+
+    @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` of `median_rise` instead of `rise`."""
         return _effective_number(self.median_rise)
@@ -206,7 +211,7 @@ def ablate_heads(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The
         importance, normalised
-            within a layer, and its estimate are choices made here.
+        within a layer, and its estimate are choices made here.
     See also:
         `ablate_pairs`, `ablate_subsets`, `classify_layers`.
     Example:

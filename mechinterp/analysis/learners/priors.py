@@ -88,6 +88,11 @@ class PriorComparison(Result):
     "Nearer" means by two standard errors. It is undetermined if the answer changes without the
     worst 1% of the prompts."""
 
+    @property
+    def headline(self) -> str:
+        """The strategy."""
+        return self.strategy
+
     def __repr__(self) -> str:
         trimmed, few = self.trimmed, self.carried_by_few
         parts = [

@@ -240,6 +240,7 @@ def classify_layers(
         task=task,
         n_prompts=len(prompts),
         trained_here=predictor.trained_here,
+        reading_doubt=predictor.doubt,
     )
 
 

@@ -146,9 +146,9 @@ def attribute_edges(
     Source:
         Edges and patches are those of transformer_lens 4.3; a test compares both (Syed et al. 2023,
         arXiv 2310.10348; Wang
-            et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv
-            2403.17806, with (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2,
-            theirs 1 / K.
+        et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv
+        2403.17806, with (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2,
+        theirs 1 / K.
     See also:
         `patch_positions`, `composition_scores`.
     Example:

@@ -207,7 +207,7 @@ def p_probe(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, of which only the name and the aim are
         known to us. The variants are
-            choices made here.
+        choices made here.
     See also:
         `probe_layers`.
     Example:

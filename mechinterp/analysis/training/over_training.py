@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.kept_steps import with_history
 from mechinterp.analysis.training.run_over_training import RunOverTraining
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.models.run.predictor import Source
@@ -190,7 +189,7 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
     """
-    history = with_history(source, "training_dynamics")
+    history = _history_of(source, "training_dynamics")
     missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
     if missing:
         raise ValueError(
@@ -303,7 +302,7 @@ def history_of(
         >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]
         (4, 4)
     """
-    history = with_history(source, "training")
+    history = _history_of(source, "training")
     if "eval_loss_sem" in history:
         return RunOverTraining(history)
     if "omega" in history:
@@ -315,3 +314,20 @@ def history_of(
         **logged_steps(history, source),
         **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
     )
+
+
+def _history_of(source: Source | pd.DataFrame, analysis: str) -> pd.DataFrame:
+    """The history of a checkpoint, or a history itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
+    if history is None:
+        raise ValueError(f"{analysis} needs a checkpoint with a history, got {_without(source)}.")
+    return history
+
+
+def _without(source: Source) -> str:
+    path = getattr(source, "path", None)
+    return type(source).__name__ if path is None else f"{path} without"

@@ -75,6 +75,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
         ValueError: If there is no such model.
     """
     model, inputs, outputs = architecture(parts, chosen, sizes, hints)
+    parts = parts.normed(chosen)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
     stream = Stream(parts.width, model.d_model == 3 * parts.width)
@@ -89,7 +90,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
     if model.final_norm:
         named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
-        table = parts.ends.get("positions.weight", _sinusoidal(model.n_positions, parts.width))
+        table = parts.ends.get("positions.weight", _table(model.n_positions, parts.width, chosen))
         named["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
     if model.d_model is not None:
         named |= _ways(parts, model, (inputs, outputs), stream, sign)
@@ -106,8 +107,11 @@ def architecture(
     Raises:
         ValueError: If there is no such architecture.
     """
+    parts = parts.normed(chosen)
     d_token, width = sum(sizes), parts.width
     inputs, outputs = columns(parts, chosen, sizes)
+    if chosen.get("norm") is not None and chosen.get("residual") is False:
+        raise ValueError("norms need a residual: say residual=true, or no norm.")
     bare = "out.weight" not in parts.layers[0]
     wide = [layer["query.weight"] for layer in parts.layers]
     wide += [] if bare else [layer["value.weight"] for layer in parts.layers]
@@ -146,7 +150,7 @@ def architecture(
         fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
     if parts.has("positions.weight"):
         fields["n_positions"] = len(parts.ends["positions.weight"])
-    elif chosen["positions"] == "sinusoidal":
+    elif str(chosen["positions"]).startswith("sinusoidal"):
         fields["n_positions"] = N_POSITIONS
     return build(ModelConfig, fields, "model."), inputs, outputs
 
@@ -264,8 +268,8 @@ def _ways(
     return tensors
 
 
-def _sinusoidal(n_positions: int, width: int) -> Tensor:
-    """sin(t / 10000^(2i/width)) and cos of it in turn, [pos, width].
+def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
+    """sin(t / 10000^(2i/width)) and cos of it in turn, or all sines before all cosines, [pos, width].
 
     Source:
         Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
@@ -273,4 +277,6 @@ def _sinusoidal(n_positions: int, width: int) -> Tensor:
     angle = torch.arange(n_positions, device="cpu")[:, None] * 1e4 ** (
         -torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     )
+    if chosen["positions"] == "sinusoidal_halves":
+        return torch.cat([angle.sin(), angle.cos()], -1)[:, :width]
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]

@@ -27,13 +27,21 @@ REFINED: tuple[Mapping[str, object], ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
     {"passes": 2},
+    {"positions": "sinusoidal_halves"},
     {"rms_norm": True},
     {"rotary_adjacent_pairs": True},
+    {"norm": "before"},
+    {"norm": "before", "rms_norm": True},
 )
-"""What leaves no trace in names and shapes, tried on the best reading."""
-REFINED_NAMES = ("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm")
-PLAIN = ("none", 1, False)
+"""Choices that leave no trace in names and shapes, tried on the best readings."""
+REFINED_NAMES = (
+    *("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm", "norm"),
+    *("scale", "activation"),
+)
+PLAIN = ("none", 1, False, None)
 """Values of these choices that are no refinement."""
+BASES = (100.0, 1000.0, ROTARY_BASE)
+"""Bases of rotary positions that are tried near the best reading."""
 MOST_LAYERS = 3
 """Number of layers up to which a model may run through them several times; larger values try more
 readings."""
@@ -89,7 +97,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     if given.get("positions") == "rotary":
         tries |= {"rotary_adjacent_pairs": (False,), "rotary_base": (ROTARY_BASE,)}
     for name, value in given.items():
-        if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
+        if name not in (*tries, "norm_eps"):
             continue
         fixed = form.settled.get(name, value)
         if name == "scale" and fixed is None:
@@ -175,13 +183,36 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         "passes": bool(again),
         "rms_norm": parts.bare_norms,
         "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
+        "norm": bool(chosen.get("residual")) and not parts.has("norm1.weight"),
     }
+    numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
+    # Linear scores of a wrong size can predict better than softmax scores of the right one.
+    possible["scale"] = (
+        "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
+    )
     return [
-        {**chosen, **change}  # type: ignore[dict-item]
-        for change in REFINED
+        {**chosen, **change}
+        for change in (*REFINED, {"scale": parts.width**-0.5})
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed
+        if numbered or change.get(name) != "sinusoidal_halves"
     ]
+
+
+def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str, tuple]:
+    """Less usual values of choices, tried near the best reading only.
+
+    Args:
+        closed: Names of choices that the file or the reader settles.
+    """
+    values: dict[str, tuple] = {}
+    if "activation" in chosen and parts.has("mlp_in.weight"):
+        values["activation"] = ("silu", "tanh")
+    if chosen.get("positions") == "rotary":
+        values["rotary_base"] = BASES
+    if chosen.get("passes", 1) != 1:
+        values["passes"] = (2, 3, 4)
+    return {name: more for name, more in values.items() if name not in closed}
 
 
 def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:

@@ -19,7 +19,7 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
     "layout": LAYOUTS,
     "residual": (True, False),
     "context_only": (True, False),
-    "positions": ("none", "sinusoidal", "rotary"),
+    "positions": ("none", "sinusoidal", "sinusoidal_halves", "rotary"),
     "rms_norm": (False, True),
     "rotary_adjacent_pairs": (True, False),
     "rotary_base": (),

@@ -5,7 +5,7 @@ This module checks that shapes fit together; its messages have the file's own na
 axes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -70,6 +70,23 @@ class Parts:
     def has(self, name: str) -> bool:
         """True if every layer has this part, or it is a read-in, read-out or the like."""
         return name in self.ends or all(name in layer for layer in self.layers)
+
+    def normed(self, chosen: Mapping[str, object]) -> "Parts":
+        """The parts with norms of factor 1, where a reading has norms and the file has no weights of them."""
+        if chosen.get("norm") is None or self.has("norm1.weight"):
+            return self
+        ones = torch.ones(self.width, dtype=self.layers[0]["query.weight"].dtype, device="cpu")
+        norms = ("norm1", "norm2") if self.has("mlp_in.weight") else ("norm1",)
+        added = {
+            f"{n}.{kind}": ones * (kind == "weight") for n in norms for kind in ("weight", "bias")
+        }
+        last = (
+            {"final_norm.weight": ones, "final_norm.bias": 0 * ones}
+            if chosen["norm"] == "before"
+            else {}
+        )
+        layers = tuple({**layer, **added} for layer in self.layers)
+        return replace(self, layers=layers, ends={**self.ends, **last})
 
     @property
     def alone(self) -> bool:

@@ -16,16 +16,17 @@ from mechinterp.checkpoints.foreign.choices import (
     choices_of,
     combinations,
     given_choices,
+    near_values,
     refinements,
     rotary_of,
 )
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import Case, Tried, tried
+from mechinterp.checkpoints.foreign.interpret import REST, Case, Tried, left_by_factors, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
+from mechinterp.checkpoints.foreign.readings import Said, not_at_rest, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
@@ -33,8 +34,8 @@ from mechinterp.fields import build, flatten
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
-UNTRACED = "none (rotary ones leave no trace in a file)"
-"""Assumption about positions of which the file has no trace."""
+UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
+"""What is assumed of positions that nothing shows."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -111,7 +112,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     if not cases:
         raise faults[0]
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
-    found = tried(cases, closed, source.case, source.refinements(given))
+    found = tried(cases, closed, source.case, *source.refinements(given))
     checkpoint = source.checkpoint(found, given)
     if len(run) == 1:
         return checkpoint
@@ -238,10 +239,15 @@ class _Source:
         value = self.hints.given.get(name, (self.hints.task or {}).get(name))
         return value if type(value) is int else None
 
-    def refinements(self, given: Collection[str]) -> Callable[[Case], Sequence[Said]]:
-        """What to try on the best cases, but for what the reader or the format settles."""
+    def refinements(
+        self, given: Collection[str]
+    ) -> tuple[Callable[[Case], Sequence[Said]], Callable[[Case], Mapping[str, tuple]]]:
+        """Further readings of the best cases, but for what the reader or the format settles."""
         closed = {*given, *self.form.settled}
-        return lambda case: refinements(case.said, case.parts, self.form, closed)
+        return (
+            lambda case: refinements(case.said, case.parts, self.form, closed),
+            lambda case: near_values(case.said, case.parts, closed),
+        )
 
     def checkpoint(self, found: Tried, given: Mapping[str, object]) -> Checkpoint:
         """Checkpoint of the chosen reading, with what was assumed."""
@@ -253,6 +259,8 @@ class _Source:
         assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
         closed = {**form.settled, **given}
         names = [n for n in (*form.usual, *found.names) if n not in closed]
+        if case.said["positions"] == "rotary":
+            names += [n for n in OF_POSITIONS if n not in closed]
         names += [n for n in PLAIN_SAID if n not in closed and n in self.open_ones(case)]
         unsaid = [n for n in dict.fromkeys(names) if n in case.said and n != "scale"]
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
@@ -269,6 +277,8 @@ class _Source:
             assumed["undetermined"] = open_between
         if not found.understood:
             assumed |= {"understood": False, "doubt": not_understood(readings)}
+        elif not case.parts.alone and (left := left_by_factors(case)) < REST:
+            assumed["doubt"] = not_at_rest(left)
         tensors = self.stored.tensors.items()
         ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
         if ignored and form.name != "transformer-lens":

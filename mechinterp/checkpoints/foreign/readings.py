@@ -129,6 +129,15 @@ def not_understood(readings: Sequence[Reading]) -> str:
     )
 
 
+def not_at_rest(left: float) -> str:
+    """States that a file was perhaps read wrongly: factors on its tensors would lower the loss."""
+    return (
+        f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
+        "prompts, and training sets such factors; say --task, --model or --scale, or hook the module in memory "
+        "(mechinterp.hook_module)"
+    )
+
+
 def tied(readings: Sequence[Reading]) -> str:
     """Message that other readings predict as well as the first, with the options that decide; empty
     if none does."""

@@ -237,10 +237,13 @@ class Outline:
 
     @cached_property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (if there are several) and head: loss, eval_loss, ...; or
-        None."""
-        is_native = self.format == "native"
-        return read_history(self.path, self.config, self.step) if is_native else None
+        """One row per logged step up to `step`, layer (of several) and head: loss, eval_loss, ...; or None."""
+        if self.format != "native":
+            return None
+        # The folder's own step: `step` is earlier for a model during training.
+        document, config = read_document(document_file(self.path))
+        history = read_history(self.path, config, document["step"])
+        return None if history is None else history[history["step"] <= self.step]
 
     @property
     def steps(self) -> list[int]:

@@ -46,6 +46,8 @@ class Predictor:
     """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
     """True: this package trained the model on this task, so that the task is certain."""
+    doubt: str = ""
+    """Why the file of the model may have been read wrongly; empty if nothing says so."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:

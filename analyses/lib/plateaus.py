@@ -1,35 +1,26 @@
-"""Plateaus of the loss of linear attention during training, and jumps predicted from the initial
-weights.
+"""Plateaus of the loss of linear attention during training, and what its heads hold there.
 
-For a run: the number and times of the drops of the loss, the predicted level of each plateau, the
-eigenvectors in the heads, and the distance of the predictor from principal component regression.
-From the initial weights of heads of rank one, without training or fitting: when which head learns
-which eigenvector, the levels of the loss, and its curve."""
+Number and times of the drops, the predicted levels between them, the eigenvectors that heads hold, and the
+distance of the predictor from principal component regression.
+"""
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from mechinterp import figures, heatmaps
+from mechinterp import heatmaps
+from mechinterp.analysis.training.jumps import dashed, loss_and_levels
 from mechinterp.analysis.training.local_losses import taken
-from mechinterp.config import ExperimentConfig, value_of
 from mechinterp.display import Result, frame_of
-from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
-from mechinterp.theory.linear_exceptions import claims_not_applying
-from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
-from mechinterp.theory.linear_jumps import Jumps, predict_jumps, predicted_loss
+from mechinterp.theory.linear_heads import MergedHeads
+from mechinterp.theory.linear_jumps import Jumps, predict_jumps
 from mechinterp.training.linear.flow import Flow
-from mechinterp.training.linear.trainer import initial_heads, task_moments
 
-N_POINTS = 400
-"""Number of points of a predicted curve."""
 LEAST_HEIGHT = 1e-4
 """A maximum of -dL/dt counts as a drop if it exceeds this fraction of the largest."""
 
@@ -92,7 +83,7 @@ class Plateaus(Result):
         falling = time[loss < 0.99 * loss[0]]
         later = self.curve[time > (falling[0] / 10 if len(falling) else 0)]
         title = "Loss during training, predicted levels (dotted) and predicted jumps (dashed)"
-        figure = _levels(later, "loss", self.levels, title=title, x_title="time (tau)")
+        figure = loss_and_levels(later, "loss", self.levels, title=title, x_title="time (tau)")
         return dashed(figure, self.predicted.time)
 
     def plot_learned(self) -> go.Figure:
@@ -214,149 +205,3 @@ def _predicted(run: Flow, directions: Modes) -> Jumps:
 def _cosine(vectors: np.ndarray, directions: Modes) -> np.ndarray:
     norm = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors @ directions.vectors / np.where(norm > 0, norm, 1)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class JumpForecast(Result):
-    """Jumps predicted from the initial weights, in order of time."""
-
-    step: Float[np.ndarray, " jump"]
-    """Middle of the drop in loss, in steps."""
-    time: Float[np.ndarray, " jump"]
-    """`step` in units of tau."""
-    direction: Int[np.ndarray, " jump"]
-    """Number of the learned eigenvector, 0 for the largest eigenvalue."""
-    eigenvalue: Float[np.ndarray, " jump"]
-    """Eigenvalue of that direction, unit x^2."""
-    vector: Float[np.ndarray, "jump d_x"]
-    """Eigenvector; its sign is arbitrary."""
-    head: Int[np.ndarray, " jump"]
-    """Head that learns the direction."""
-    levels: Float[np.ndarray, " level"]
-    """Loss before the first jump, between jumps and after the last jump; unit y^2."""
-    curve: Float[np.ndarray, "point 2"]
-    """Step and predicted loss."""
-    notes: tuple[str, ...]
-    """Caveats for this config."""
-
-    def __repr__(self) -> str:
-        jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
-        return f"JumpForecast({', '.join(jumps)})"
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per jump."""
-        names = ("step", "time", "direction", "eigenvalue", "head")
-        frame = frame_of(self, *names, jump=range(1, len(self.step) + 1))
-        return frame.assign(loss_before=self.levels[:-1], loss_after=self.levels[1:])
-
-    def plot(self) -> go.Figure:
-        """Predicted loss over the steps, its levels dotted and the jumps dashed."""
-        title = "Loss predicted from the initial weights: levels (dotted) and jumps (dashed)"
-        figure = _levels(self.curve, "predicted loss", self.levels, title=title, x_title="step")
-        pairs = zip(self.direction, self.head, strict=True)
-        return dashed(figure, self.step, [f"head {head} learns e{mode}" for mode, head in pairs])
-
-
-def jump_forecast(config: ExperimentConfig) -> JumpForecast:
-    """Jumps during the training of a config, predicted from its initial weights.
-
-    Raises:
-        ValueError: If the config is not linear attention with separate heads of rank one trained on
-            moments, or eigenvalues of its covariance repeat.
-    Source:
-        Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
-    See also:
-        `plateaus`, `local_learning_coefficient`.
-    Example:
-        >>> from mechinterp.presets import preset
-        >>> jump_forecast(preset("linear-separate"))
-        JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)
-    """
-    heads, eigenvalues = _rank_one_heads(config), _eigenvalues(config)
-    directions = modes(task_moments(config.task))
-    jumps = predict_jumps(heads, directions)
-    steps_per_tau = 1 / (2 * config.train.learning_rate)
-    step = jumps.time * steps_per_tau
-    time = _times(jumps.time)
-    return JumpForecast(
-        step=step,
-        time=jumps.time,
-        direction=jumps.mode,
-        eigenvalue=eigenvalues[jumps.mode],
-        vector=directions.vectors.T[jumps.mode],
-        head=jumps.head,
-        levels=directions.variance - np.r_[0.0, np.cumsum(directions.gains[jumps.mode])],
-        curve=np.column_stack([time * steps_per_tau, predicted_loss(time, jumps, directions)]),
-        notes=_notes(config, eigenvalues, step),
-    )
-
-
-def _rank_one_heads(config: ExperimentConfig) -> SeparateHeads:
-    needed = {"model.score": "linear/L", "model.merged_qk": False, "model.d_head": 1}
-    for name, value in needed.items():
-        got = config.d_head if name == "model.d_head" else value_of(config, name)
-        if got != value:
-            raise ValueError(
-                "Jumps are predicted for linear attention with separate heads of rank one: "
-                f"{name} must be {json.dumps(value)}, got {json.dumps(got)}."
-            )
-    heads = initial_heads(config)
-    assert isinstance(heads, SeparateHeads)
-    return heads
-
-
-def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
-    """Eigenvalues of the covariance, descending and distinct."""
-    task = config.task
-    values = np.linalg.eigvalsh(covariance_matrix(task.covariance, task.d_x))[::-1].copy()
-    repeated = claims_not_applying(values, rank=1, n_heads=task.d_x)
-    if repeated:
-        raise ValueError(
-            f"task.covariance must have distinct eigenvalues, got {values.round(6).tolist()}. {repeated[0]}"
-        )
-    return values
-
-
-def _times(jumps: Float[np.ndarray, " jump"]) -> Float[np.ndarray, " point"]:
-    """Times from long before the first jump to long after the last, dense around each jump."""
-    wide = np.geomspace(jumps[0] / 10, 3 * jumps[-1], N_POINTS)
-    near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
-    return np.unique(np.concatenate([wide, *(jump * near for jump in jumps)]))
-
-
-def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) -> tuple[str, ...]:
-    notes = list(claims_not_applying(eigenvalues, rank=1, n_heads=config.model.n_heads))
-    late = int((step > config.train.steps).sum())
-    if late:
-        notes.append(
-            f"{late} of {len(step)} jumps would come after the last step, {config.train.steps}."
-        )
-    if config.task.n_sequences is not None:
-        notes.append(
-            f"The jumps are those of the population; a training set of {config.task.n_sequences} sequences shifts them."
-        )
-    return tuple(notes)
-
-
-def _levels(
-    curve: Float[np.ndarray, "point 2"], name: str, levels: np.ndarray, *, title: str, x_title: str
-) -> go.Figure:
-    """Figure of a loss with levels dotted."""
-    return figures.lines(
-        curve[:, 0],
-        {name: curve[:, 1]},
-        title=title,
-        x_title=x_title,
-        y_title="loss (y²)",
-        levels=levels,
-        log_x=True,
-    )
-
-
-def dashed(figure: go.Figure, places: Iterable[float], texts: Iterable[str] = ()) -> go.Figure:
-    """The figure with labelled vertical lines."""
-    style = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
-    for place, text in zip_longest(places, texts):
-        annotation = {"text": text, **style} if text else None
-        figure.add_vline(float(place), line_dash="dash", line_width=1, annotation=annotation)
-    return figure

@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, snapshots_of
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     is_trained_on_moments,
@@ -23,8 +22,8 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.display import counted, frame_of
-from mechinterp.models.run.predictor import Source
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.display import Result, counted, frame_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.theory.learning_coefficient import level_coefficients
@@ -42,14 +41,17 @@ NAMES = ("estimate", "sem", "exact", "is_minimum", "fall", "r_hat")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class CoefficientSnapshots(KeptSteps):
-    """Learning coefficient at steps of training, for all heads and for the heads that have learned
-    something."""
+class CoefficientSnapshots(Result):
+    """The learning coefficient at steps of training, of all heads and of those that have learned something."""
 
     COLUMNS: ClassVar = {
         f"live_{name}": f"The column {name} for the live heads alone; for all heads if all are live or none is."
         for name in (*NAMES, "reason")
     }
+    step: Int[np.ndarray, " snapshot"]
+    """Number of updates."""
+    curve: Float[np.ndarray, "row 2"]
+    """Step and eval_loss of the whole history."""
     whole: tuple[LearningCoefficient, ...]
     """Coefficient for all heads."""
     live: tuple[LearningCoefficient | None, ...]
@@ -69,6 +71,12 @@ class CoefficientSnapshots(KeptSteps):
             f"CoefficientSnapshots({counted(len(self.step), 'step')}, {self.is_minimum.sum()} at a minimum; "
             f"at the end {self.whole[-1]})"
         )
+
+    @property
+    def eval_loss(self) -> Float[np.ndarray, " snapshot"]:
+        """Loss at the last logged step up to each, unit y^2."""
+        rows = np.searchsorted(self.curve[:, 0], self.step, side="right")
+        return self.curve[rows - 1, 1]
 
     @property
     def is_minimum(self) -> Bool[np.ndarray, " snapshot"]:
@@ -133,7 +141,7 @@ class CoefficientSnapshots(KeptSteps):
 
 
 def coefficient_snapshots(
-    source: Source,
+    checkpoint: Checkpoint,
     *,
     steps: Sequence[int] | None = None,
     chains: Chains | None = None,
@@ -146,10 +154,7 @@ def coefficient_snapshots(
         steps: Saved steps; None means 12 of them, spread evenly, including the last.
         chains: Number and length of chains; None means 8 chains of 1,000 draws.
     Raises:
-        ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is
-            not saved.
-    See also:
-        `local_learning_coefficient`, `training_snapshots`.
+        ValueError: If the checkpoint was not trained on moments, or a step is not kept.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)
@@ -157,7 +162,6 @@ def coefficient_snapshots(
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
         ([False, True], [0, 4])
     """
-    checkpoint = snapshots_of(source, "coefficient_snapshots")
     if not is_trained_on_moments(checkpoint):
         raise ValueError("coefficient_snapshots needs linear attention trained on moments.")
     kept = list(checkpoint.snapshots)
@@ -177,7 +181,7 @@ def coefficient_snapshots(
         learned.append(int((directions.learned(heads_of_linear(weights).M) > 0.5).sum()))
     return CoefficientSnapshots(
         step=np.array(chosen),
-        curve=loss_curve(checkpoint),
+        curve=checkpoint.loss_curve,
         whole=tuple(whole),
         live=tuple(alone),
         n_live=np.array(live),

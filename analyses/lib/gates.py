@@ -122,7 +122,7 @@ def learn_gates(
     Source:
         Nam et al. 2025, arXiv 2505.13737, causal head gating; the excess risk replaces their
         negative log-likelihood.
-            The scores, the pressure and the limit are choices made here.
+        The scores, the pressure and the limit are choices made here.
     See also:
         `prune`, `greedy_order`.
     Example:
