@@ -35,7 +35,7 @@ OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
 UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
-"""What is assumed of positions that nothing shows."""
+"""Assumption about positions of which the file has no trace."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -242,7 +242,8 @@ class _Source:
     def refinements(
         self, given: Collection[str]
     ) -> tuple[Callable[[Case], Sequence[Said]], Callable[[Case], Mapping[str, tuple]]]:
-        """Further readings of the best cases, but for what the reader or the format settles."""
+        """Functions from a case to further readings, for choices that are neither stated nor fixed by
+        the format."""
         closed = {*given, *self.form.settled}
         return (
             lambda case: refinements(case.said, case.parts, self.form, closed),
