@@ -36,9 +36,9 @@ class Classified(Result):
     """Law of the prompts."""
     n_prompts: int
     trained_here: bool = False
-    """Whether this package trained the model, so that its task is not in doubt."""
+    """True if this package trained the model, so that its task is certain."""
     reading_doubt: str = ""
-    """Why the file of the model may have been read wrongly; empty where nothing says so."""
+    """Why the file of the model may have been read wrongly; empty if nothing suggests it."""
 
     needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
     """Parts of the result that need the law of the prompts."""
@@ -47,7 +47,8 @@ class Classified(Result):
 
     @property
     def verdict(self) -> Verdict:
-        """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
+        """Sentences: what the model computes, how certain that is, and which learners are ruled
+        out."""
         raise NotImplementedError
 
     def plot(self) -> go.Figure:
@@ -75,7 +76,8 @@ class Classified(Result):
 
     @property
     def task_doubt(self) -> str:
-        """Why the model may have been trained on another task, or read wrongly; empty where nothing says so."""
+        """Why the model may have been trained on another task, or read wrongly; empty if nothing
+        suggests it."""
         if self.trained_here or self.reading_doubt:
             return self.reading_doubt
         factor = (self.best_factor, self.best_factor_sem)

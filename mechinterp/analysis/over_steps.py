@@ -22,11 +22,12 @@ from mechinterp.progress import ProgressCallback, no_progress
 N_PROMPTS = 512
 """Default number of prompts at each step."""
 MOST_NUMBERS = 200_000
-"""Largest count of numbers in a figure with a slider; of more steps every second, third, ... is drawn."""
+"""Most numbers in a figure with a slider; with more, only every second, third, ... step is drawn.
+"""
 MOST_CURVES = 3
 """Number of columns of a table that are drawn as curves."""
 SUFFIX = "-over-steps"
-"""End of the name by which a page shows an analysis at every saved step."""
+"""Suffix of the name by which a page shows an analysis at every saved step."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,13 +50,14 @@ class OverSteps(Result):
 
     @property
     def eval_loss(self) -> Float[np.ndarray, " step"]:
-        """Loss at the last logged step up to each kept one, unit y^2; NaN without a history."""
+        """Loss at the last logged step before or at each saved step, unit y^2; NaN without a
+        history."""
         rows = np.searchsorted(self.curve[:, 0], self.step, side="right")
         return np.r_[np.nan, self.curve[:, 1]][rows]
 
     @property
     def headlines(self) -> list[str]:
-        """Result at each step in a few words; empty where the analysis has none."""
+        """Result at each step in a few words; empty if the analysis has no headline."""
         return [getattr(result, "headline", "") for result in self.results]
 
     def _told(self, row: int, before: str) -> str:
@@ -63,7 +65,8 @@ class OverSteps(Result):
         return f"{before}{headline}" if headline else ""
 
     def sentences(self) -> list[str]:
-        """The headlines with the steps at which they change; the first and the last of more than five."""
+        """Headlines with the steps at which they change; if there are more than five, the first and
+        last."""
         rows = range(len(self.step))
         changes = [r for r in rows if not r or self.headlines[r] != self.headlines[r - 1]]
         shown = changes if len(changes) <= 5 else [0, -1]
@@ -78,7 +81,7 @@ class OverSteps(Result):
         return self._stacked([result.to_frame() for result in self.results])
 
     def _stacked(self, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-        """Tables of all steps below each other, with columns for step, loss and headline."""
+        """Tables of all steps in one table, with columns for step, loss and headline."""
         first = {"step": self.step, "eval_loss": self.eval_loss}
         if any(self.headlines):
             first["headline"] = np.array(self.headlines)
@@ -95,7 +98,7 @@ class OverSteps(Result):
         return {"analysis": self.analysis, "result": repr(self), "rows": rows}
 
     def tables(self) -> dict[str, Table]:
-        """Tables of the analysis that every step has."""
+        """Tables of the analysis that exist at every step."""
         every = [tables_of(self.analysis, result) for result in self.results]
         shared = {n: t for n, t in every[-1].items() if all(n in tables for tables in every)}
         return {
@@ -109,7 +112,8 @@ class OverSteps(Result):
         }
 
     def figures(self) -> dict[str, go.Figure]:
-        """Figures of the analysis with a slider, or without any curves; before them the loss, where headlines tell its steps."""
+        """Figures of the analysis with a slider, or else curves; first the loss, if there are
+        headlines."""
         key = self.analysis.replace("-", "_")
         sliders = {f"{name}_over_steps": each for name, each in self._sliders().items()}
         curves = {f"{key}_{name}_over_steps": self.plot_curve(name) for name in self.curves}
@@ -118,12 +122,13 @@ class OverSteps(Result):
 
     @property
     def curves(self) -> tuple[str, ...]:
-        """Columns that are drawn as curves: the first ones of numbers that are no standard errors."""
+        """Columns that are drawn as curves: the first numeric ones without standard errors."""
         numbers = self.results[-1].to_frame().select_dtypes("floating").columns
         return tuple(name for name in numbers if not name.endswith(("_sem", "_p")))[:MOST_CURVES]
 
     def plot(self) -> go.Figure:
-        """First figure of the analysis with a slider over the steps; the first curve if its traces change."""
+        """First figure of the analysis with a slider over the steps; the first curve if its traces
+        change."""
         sliders = self._sliders()
         return next(iter(sliders.values())) if sliders else self.plot_curve(self.curves[0])
 
@@ -176,7 +181,8 @@ class OverSteps(Result):
         return figures.with_slider(figure, frames, label="step", titles=titles, traces=[1])
 
     def _places(self, steps: np.ndarray) -> Float[np.ndarray, " step"]:
-        """Places of steps on a logarithmic axis; step 0 has half the first other step."""
+        """Positions of steps on a logarithmic axis; step 0 is drawn at half of the first other
+        step."""
         every = np.concatenate([self.step, self.curve[:, 0]])
         later = every[every > 0]
         return np.maximum(steps, later.min() / 2 if len(later) else 0.5).astype(np.float64)
@@ -189,7 +195,8 @@ class OverSteps(Result):
         return {name: figure for name, figure in sliders.items() if figure is not None}
 
     def _slider(self, drawn: Sequence[go.Figure]) -> go.Figure | None:
-        """One figure for all steps, heatmaps on one scale; None if the traces change, or it has frames of its own."""
+        """One figure for all steps, with one scale for heatmaps; None if the traces change or it
+        has frames already."""
         kinds = {tuple((trace.type, trace.name) for trace in figure.data) for figure in drawn}
         if len(kinds) > 1 or any(figure.frames for figure in drawn):
             return None
@@ -222,7 +229,8 @@ def _moving(trace: BaseTraceType) -> dict[str, object]:
 
 
 def _row_names(frames: Sequence[pd.DataFrame]) -> list[list[str]]:
-    """Name of each row: its layer and head, else what of its words and whole numbers is the same at every step."""
+    """Name of each row: its layer and head, and its other texts and integers that are the same at
+    every step."""
     first = frames[0].drop(columns="step", errors="ignore")
     fixed = [
         name

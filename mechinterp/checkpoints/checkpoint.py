@@ -113,7 +113,7 @@ class Checkpoint(Run):
 
     @property
     def doubt(self) -> str:
-        """Why a file of other code may have been read wrongly; empty where nothing says so."""
+        """Why an external file may have been read wrongly; empty if nothing suggests it."""
         return str(self.assumed.get("doubt", ""))
 
     @property
@@ -141,7 +141,7 @@ class Checkpoint(Run):
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
-            origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+            origin += f"; assumed, as the file does not state it: {', '.join(told)}" if told else ""
             origin += f"; {self.doubt}" if self.doubt else ""
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 

@@ -208,7 +208,7 @@ def _number_of_heads(
 
 
 def _heads_by_name(module: nn.Module, output: str) -> int:
-    """The number of heads that are modules of their own, such as heads.0.query; 0 where none are."""
+    """Number of heads that are separate modules, such as heads.0.query; 0 if there are none."""
     end = piece_of(f"{output}.weight")
     pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
     beside = (p for p in pieces if p and end and (p.path, p.layer) == (end.path, end.layer))

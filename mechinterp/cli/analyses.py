@@ -64,7 +64,8 @@ def analyse(
     steps: Annotated[
         bool,
         typer.Option(
-            "--over-steps", help="At every kept step of a training: a checkpoint's or a run's."
+            "--over-steps",
+            help="Run it at every saved step of the training of a checkpoint or run.",
         ),
     ] = False,
     further: Annotated[
@@ -175,7 +176,8 @@ def prune(
     asked: Asked,
     files: Files,
 ) -> None:
-    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
+    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
+    pruned"""
     from mechinterp.analysis.ablation import pruning
     from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
@@ -219,7 +221,7 @@ def prune(
 
 
 def led(checkpoint: "Checkpoint", text: str) -> str:
-    """The text, below a line that says why the file may have been read wrongly, where something says so."""
+    """The text, after a line on why the file may have been read wrongly, if there is a reason."""
     return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
 
 

@@ -59,7 +59,7 @@ def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, 
     model = random_model(**kind)
     found = circuits(model)
     assert found.of_weights_alone == reason
-    assert f"of the weights alone, the model has {reason}" in repr(found)
+    assert f"of the weights alone, because the model has {reason}" in repr(found)
     expected = model.weights.scale * model.W_Q[2, 1] @ model.W_K[2, 1].mT
     np.testing.assert_allclose(found.QK[2, 1], expected.numpy(force=True), rtol=1e-12)
     np.testing.assert_allclose(

@@ -450,7 +450,7 @@ def test_what_a_file_does_not_say_is_called_assumed_and_no_training_is_made_up(t
     written = write_report(read_any(tmp_path / "own.npz"), tmp_path / "page", n_prompts=64)
     text = written.page.read_text(encoding="utf-8")
     (about,) = re.findall(r'<p class="about">([^<]*)</p>\n<p class="verdict">', text)
-    assert "assumed, as the file does not say it: " in about
+    assert "assumed, as the file does not state it: " in about
     told = ("score softmax", "context_length 40", "beta_var 0.2 (1/d_x)", "noise_var 0.1")
     for assumed in (*told, "columns x,y", "assumed: context_length, covariance, beta_var"):
         assert assumed in about

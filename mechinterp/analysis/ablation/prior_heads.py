@@ -35,10 +35,10 @@ heads."""
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorHeads(Result):
-    """Effects of masking each head on memory, on tasks of the pool, and on generalisation, on new ones.
+    """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
 
-    Each head has its own prompts left out: the thousandth on which the full or the masked model errs most (none of fewer
-    than 1,000).
+    For each head, the 0.1% of the prompts with the largest error of the full or masked model are
+    left out (none of fewer than 1,000 prompts).
     """
 
     n_tasks: int
@@ -58,7 +58,7 @@ class PriorHeads(Result):
     y^2."""
     memory_excess_sem: Float[np.ndarray, "layer head"]
     carried_by_few: Bool[np.ndarray, "layer head"]
-    """Whether a hundredth of all prompts carries more than half of the mean size of a rise of a distance."""
+    """True: 1% of the prompts make up more than half of the mean absolute rise of a distance."""
 
     @property
     def memorises(self) -> list[tuple[int, int]]:
@@ -176,7 +176,7 @@ def prior_heads(
 def _rises(
     squares: Float[np.ndarray, "prompt mask square"],
 ) -> Float[np.ndarray, "prompt head 2 square"]:
-    """What each mask adds to the squares of the full model, and these, of the prompts that stay and as `trimmed` has them."""
+    """Rise of the squares by each mask, and the squares of the full model, with rows as in `trimmed`."""
     full = squares[:, 0]
     return np.stack(
         [

@@ -72,10 +72,12 @@ class HeadAblation(LayerShares, Result):
     """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count equally, 0 if
     none counts."""
     effective_heads_sem: Float[np.ndarray, " layer"]
-    """Standard error of `effective_heads`, from resampled prompts (bootstrap). Where all heads of a layer count alike,
-    the number is at its maximum, of which every sample falls short. The spread over samples is then 0.6 (1 / sqrt(3)) of
-    this error, and the distance from the maximum 0.7, 0.9 and 1.2 of it with 2, 4 and 8 heads (root mean squares). The
-    error is too small where `rise_sem` is."""
+    """Standard error of `effective_heads`, from resampled prompts (bootstrap).
+
+    If all heads of a layer count equally, the value is the maximum, and every sample is below it.
+    Then the spread over samples is 0.6 (1 / sqrt(3)) of this error. The root mean square distance
+    from the maximum is 0.7, 0.9 and 1.2 of it for 2, 4 and 8 heads. If `rise_sem` is too small, so
+    is this error."""
     full_risk: float
     """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     full_risk_sem: float

@@ -179,7 +179,8 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
             only.
     """
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
-    # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
+    # The weight minimises a mean square, so its error changes that mean in second order only.
+    # The standard error needs no term for it.
     weight, weight_sem = trimmed_ratios(inner, gap, few)
     risk, risk_dmmse, risk_ridge = (trimmed_mean(each, few) for each in errors)
     numbers = estimates(
@@ -196,7 +197,7 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
 
 
 def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: int) -> Closeness:
-    """The same without the worst prompts of each kind, one in `one_in`, by the squared error of the model."""
+    """`closeness` without the worst prompts of each kind: 1 in `one_in`, by the model's error."""
     few = len(squares) // one_in
     kinds = [trimmed(kind, kind[:, ERROR], one_in) for kind in np.moveaxis(squares, 1, 0)]
     return closeness(np.stack(kinds, 1), few)
@@ -205,10 +206,10 @@ def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: 
 def trimmed(
     values: Float[np.ndarray, " prompt *axes"], sizes: Float[np.ndarray, " prompt"], one_in: int
 ) -> Float[np.ndarray, " prompt *axes"]:
-    """The prompts that stay without the worst, one in `one_in` by `sizes`, then the worst of these in place of each that goes.
+    """Values in which the worst prompts are replaced: 1 in `one_in`, by `sizes`.
 
-    The last rows count in standard errors alone: for the error of a trimmed mean a prompt that is left out counts as the
-    worst that stays.
+    First come the other prompts. Then comes the worst of these, once for each replaced prompt.
+    These last rows enter standard errors only, as the standard error of a trimmed mean needs.
     """
     stay = without_worst(sizes, one_in)
     kept = values[stay]
@@ -217,7 +218,7 @@ def trimmed(
 
 
 def trimmed_mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the first axis without its last rows, and its standard error with them."""
+    """Mean over the first axis without the last `few` rows, and its standard error with them."""
     kept = len(values) - few
     mean, sem = mean_and_sem(values[:kept])
     return mean, _with_cut(sem, values[kept:] - mean, len(values))

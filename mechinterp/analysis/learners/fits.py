@@ -66,12 +66,16 @@ class LearnerFits(Result):
     """Context length of the verdict: the task's own."""
     n_prompts: int
     factor: Float[np.ndarray, "length learner"]
-    """Least-squares step size eta of vanilla and debiased GD; mu of the kernel head times the sign of `kernel_omega`, as
-    (-omega, -mu) predicts almost what (omega, mu) does; NaN for the others."""
+    """Least-squares step size eta of vanilla and debiased GD; mu times the sign of `kernel_omega`
+    for the kernel head; NaN for the others.
+
+    (-omega, -mu) predicts nearly the same as (omega, mu), hence the sign.
+    """
     factor_sem: Float[np.ndarray, "length learner"]
     """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
-    """Fitted omega of the kernel head, unit 1/x^2. Where -omega comes as near to the model its sign is that of chance."""
+    """Fitted omega of the kernel head, unit 1/x^2. If -omega fits as well, its
+    sign is a matter of chance."""
     r2: Float[np.ndarray, "length learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, "length learner"]

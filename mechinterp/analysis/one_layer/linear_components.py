@@ -25,7 +25,8 @@ from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear.trainer import task_moments
 
 UNDER_WAY = (0.1, 0.9)
-"""Learned parts between which a component counts as being learned."""
+"""Learned fractions between which a component counts as partly learned; a wider range shows more
+components."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,23 +34,24 @@ class LinearComponents(Result):
     """Learned part of each principal component, and what each head adds to it."""
 
     learned: Float[np.ndarray, " mode"]
-    """f_d, the part of each direction that is learned: 0 before, 1 after."""
+    """f_d, the learned fraction of each direction: 0 before learning, 1 after."""
     held: Float[np.ndarray, "head mode"]
-    """What each head adds to f_d: v_h e_d^T U_h e_d / m_d; the sum over heads is f_d."""
+    """Contribution of each head to f_d: v_h e_d^T U_h e_d / m_d; they add up to f_d."""
     value: Float[np.ndarray, " head"]
     """Value weights v_h."""
     key: Float[np.ndarray, "head mode"] | None
-    """K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads."""
+    """K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads.
+    """
     query: Float[np.ndarray, "head mode"] | None
-    """Q_h e_d, as `key`."""
+    """Q_h e_d, with norms as in `key`."""
     rank: int
     """Rows of a head's key and query; those of U for merged heads."""
     n_components: int | None
-    """Number of directions more than half learned; None where M is not diagonal in the eigenbasis."""
+    """Number of directions more than half learned; None if M is not diagonal in the eigenbasis."""
     off_diagonal: float
     """Share of E y^2 that M predicts off the diagonal."""
     eigenvalues: Float[np.ndarray, " mode"]
-    """Eigenvalues of the covariance of x in the order in which directions are learned, unit x^2."""
+    """Eigenvalues of the covariance of x, in the order of learning; unit x^2."""
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned, unit y^2."""
     COLUMNS: ClassVar = {"component": "Principal component of x, 1 for the one learned first."}
@@ -94,7 +96,7 @@ class LinearComponents(Result):
     def plot(self) -> go.Figure:
         """Learned part of each direction, divided among the heads."""
         columns = [f"e{number} (λ {value:.3g})" for number, value in enumerate(self.eigenvalues, 1)]
-        return self._plot(self.held, "What each head adds to the learned part", columns)
+        return self._plot(self.held, "Contribution of each head to the learned part", columns)
 
     def plot_heads(self) -> go.Figure:
         """Value, key and query of each head in the eigenbasis."""
@@ -115,9 +117,10 @@ class LinearComponents(Result):
 def linear_components(source: Source) -> LinearComponents:
     """Principal components that the heads of one layer of linear attention have learned.
 
-    With M = Σ v K^T Q over heads, a component e of the covariance is learned to f = e^T M e over its value at the
-    optimum, and counts above one half; a head adds v (K e)^T (Q e) to that. Heads of rank two and more show the norms
-    of K e and Q e. `over_steps` shows how components are learned during training.
+    With M = Σ v K^T Q over heads, the learned fraction of a component e of the covariance is e^T M e
+    divided by its value at the optimum. A component counts as learned if the fraction is above one
+    half. Each head contributes v (K e)^T (Q e) to e^T M e. For heads of rank two and more, the
+    norms of K e and Q e are shown. `over_steps` shows the learning of components during training.
 
     Raises:
         ValueError: If the model has another score, several layers, responses or supports.
@@ -167,5 +170,6 @@ def _in_eigenbasis(
 
 
 def _flat(vectors: Float[np.ndarray, "head mode rank"]) -> Float[np.ndarray, "head mode"]:
-    """The vector of a head of rank one; of others, whose rows may be turned into each other, the norm."""
+    """Vector of a head of rank one; for other heads the norm, as a rotation of the rows changes
+    nothing."""
     return vectors[:, :, 0] if vectors.shape[2] == 1 else np.linalg.norm(vectors, axis=2)

@@ -31,12 +31,12 @@ N_POINTS = 400
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JumpForecast(Result):
-    """Jumps predicted from the initial weights, in the order in which they come."""
+    """Jumps predicted from the initial weights, in the order of time."""
 
     step: Float[np.ndarray, " jump"]
     """Middle of the drop in loss, in steps."""
     time: Float[np.ndarray, " jump"]
-    """The same in units of tau."""
+    """`step` in units of tau."""
     direction: Int[np.ndarray, " jump"]
     """Eigenvector learned, 0 for the largest eigenvalue."""
     eigenvalue: Float[np.ndarray, " jump"]
@@ -44,13 +44,13 @@ class JumpForecast(Result):
     vector: Float[np.ndarray, "jump d_x"]
     """Its entries; the sign is arbitrary."""
     head: Int[np.ndarray, " jump"]
-    """The head that learns it."""
+    """Head that learns it."""
     levels: Float[np.ndarray, " level"]
     """Loss before the first jump, between jumps and after the last; unit y^2."""
     curve: Float[np.ndarray, "point 2"]
     """Step and predicted loss."""
     notes: tuple[str, ...]
-    """What to keep in mind of this config."""
+    """Limits of the prediction for this config, as sentences."""
 
     def __repr__(self) -> str:
         jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
@@ -134,7 +134,7 @@ def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
 
 
 def _times(jumps: Float[np.ndarray, " jump"]) -> Float[np.ndarray, " point"]:
-    """Times from long before the first jump to long after the last, dense around each."""
+    """Times from long before the first jump to long after the last, dense near each jump."""
     wide = np.geomspace(jumps[0] / 10, 3 * jumps[-1], N_POINTS)
     near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
     return np.unique(np.concatenate([wide, *(jump * near for jump in jumps)]))
@@ -170,7 +170,7 @@ def loss_and_levels(
 
 
 def dashed(figure: go.Figure, places: Iterable[float], texts: Iterable[str] = ()) -> go.Figure:
-    """The figure with vertical lines, and beside each what happens there."""
+    """The figure with vertical lines, each with a text."""
     style = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
     for place, text in zip_longest(places, texts):
         annotation = {"text": text, **style} if text else None

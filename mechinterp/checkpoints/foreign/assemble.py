@@ -111,7 +111,7 @@ def architecture(
     d_token, width = sum(sizes), parts.width
     inputs, outputs = columns(parts, chosen, sizes)
     if chosen.get("norm") is not None and chosen.get("residual") is False:
-        raise ValueError("norms need a residual: say residual=true, or no norm.")
+        raise ValueError("norms need a residual connection: state residual=true, or no norm.")
     bare = "out.weight" not in parts.layers[0]
     wide = [layer["query.weight"] for layer in parts.layers]
     wide += [] if bare else [layer["value.weight"] for layer in parts.layers]
@@ -269,7 +269,9 @@ def _ways(
 
 
 def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
-    """sin(t / 10000^(2i/width)) and cos of it in turn, or all sines before all cosines, [pos, width].
+    """Table of sinusoidal positions [pos, width]: sines and cosines alternate, or all sines come first.
+
+    Row t has the sines and cosines of t / 10000^(2i/width).
 
     Source:
         Vaswani et al. 2017, arXiv 1706.03762, section 3.5.

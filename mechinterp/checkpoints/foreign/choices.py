@@ -41,7 +41,7 @@ REFINED_NAMES = (
 PLAIN = ("none", 1, False, None)
 """Values of these choices that are no refinement."""
 BASES = (100.0, 1000.0, ROTARY_BASE)
-"""Bases of rotary positions that are tried near the best reading."""
+"""Bases of rotary positions, tried on variations of the best reading."""
 MOST_LAYERS = 3
 """Number of layers up to which a model may run through them several times; larger values try more
 readings."""
@@ -200,10 +200,10 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
 
 
 def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str, tuple]:
-    """Less usual values of choices, tried near the best reading only.
+    """Less common values of choices, tried on variations of the best reading only.
 
     Args:
-        closed: Names of choices that the file or the reader settles.
+        closed: Names of choices that the file or the user states.
     """
     values: dict[str, tuple] = {}
     if "activation" in chosen and parts.has("mlp_in.weight"):

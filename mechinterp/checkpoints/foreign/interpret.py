@@ -64,13 +64,14 @@ REFINED_MARGIN = 0.01
 """A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
 mistake gets worse, but a wrong task can make it better by a little."""
 REST = 0.85
-"""A file is doubted if less than this part of its loss is left when a factor on each tensor is fitted.
+"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
+tensor.
 
-Set after 15 files of known models had been read: 8 right readings left 0.95 or more, 6 wrong ones 0.80 or less. A larger
-value doubts more right readings.
+Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
+0.80 or less. A larger value doubts more correct readings.
 """
 STEP, LEAST_AT_REST = 0.02, 64
-"""Relative change of a tensor for its slope, and the least prompts on which factors are fitted."""
+"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
 TIE = 1e-6
 """Relative difference of predictions up to which two readings count as one model; larger values
 merge more readings."""
@@ -210,10 +211,11 @@ def tried(
 
 
 def left_by_factors(case: Case) -> float:
-    """Part of a case's loss that is left when a factor on each tensor is fitted, on prompts that the fit has not seen.
+    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
 
-    Training has set these factors, so that about 1 is left of a trained model. A wrong reading or task leaves less. The fit
-    is linear in the factors. Each half of the prompts is fitted once and scored once.
+    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
+    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
+    for the fit and once for the loss.
     """
     weights, task = case.weights(), case.task
     named = weights.by_name
@@ -274,9 +276,9 @@ def _improved(
     less_usual: Callable[[Case], Mapping[str, tuple]],
     count: int,
 ) -> list[Case]:
-    """Better readings on the way from a case, one choice changed at a time.
+    """Better readings found from a case by changes of one choice at a time.
 
-    Which norm or activation predicts can depend on a refinement, so that the best reading without it may be another.
+    The norm or activation that predicts best can depend on a refinement.
     """
     names = [
         n
@@ -342,7 +344,10 @@ def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
 
 
 def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
-    """The look without refinements, unless one predicts better than all cases that are none; then with its equals."""
+    """The cases without refinements, unless one predicts better than every unrefined case.
+
+    Then that refinement and those that predict as well are kept.
+    """
     unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
     plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
     best = min((e for e, is_plain in zip(look.errors, plain, strict=True) if is_plain), key=_mean)

@@ -72,7 +72,8 @@ class Parts:
         return name in self.ends or all(name in layer for layer in self.layers)
 
     def normed(self, chosen: Mapping[str, object]) -> "Parts":
-        """The parts with norms of factor 1, where a reading has norms and the file has no weights of them."""
+        """The parts, with norms of factor 1 added if the reading has norms without weights in the
+        file."""
         if chosen.get("norm") is None or self.has("norm1.weight"):
             return self
         ones = torch.ones(self.width, dtype=self.layers[0]["query.weight"].dtype, device="cpu")

@@ -35,7 +35,7 @@ OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
 UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
-"""What is assumed of positions that nothing shows."""
+"""Assumption about positions of which the file has no trace."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -203,9 +203,9 @@ class _Source:
         return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
 
     def _room(self, parts: Parts, chosen: Said) -> int | None:
-        """Most pairs that the number of positions in the file's settings has room for; None where a table of positions says it.
+        """Largest number of pairs that fits the number of positions in the file's settings.
 
-        Garg et al. state half of the rows of their table.
+        None if a table of positions shows it, as Garg et al. state half of the rows of their table.
         """
         room = self.stored.settings.get("n_positions")
         if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
@@ -242,7 +242,8 @@ class _Source:
     def refinements(
         self, given: Collection[str]
     ) -> tuple[Callable[[Case], Sequence[Said]], Callable[[Case], Mapping[str, tuple]]]:
-        """Further readings of the best cases, but for what the reader or the format settles."""
+        """Functions from a case to further readings, for choices that are neither stated nor fixed by
+        the format."""
         closed = {*given, *self.form.settled}
         return (
             lambda case: refinements(case.said, case.parts, self.form, closed),

@@ -130,10 +130,10 @@ def not_understood(readings: Sequence[Reading]) -> str:
 
 
 def not_at_rest(left: float) -> str:
-    """States that a file was perhaps read wrongly: factors on its tensors would lower the loss."""
+    """Message that a file may have been read wrongly, as factors on its tensors lower the loss."""
     return (
         f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
-        "prompts, and training sets such factors; say --task, --model or --scale, or hook the module in memory "
+        "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
         "(mechinterp.hook_module)"
     )
 
