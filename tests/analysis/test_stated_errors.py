@@ -32,6 +32,7 @@ from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.weights import weights_of_layer
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import random_model
@@ -52,6 +53,12 @@ SAMPLE = 40
 def softmax() -> Checkpoint:
     """One layer of two softmax heads, with its history and snapshots."""
     return load(CHECKPOINTS / "softmax-h2-s0")
+
+
+@cache
+def hooked() -> ICLTransformer:
+    """The same model with hooks, whose formula is taken with nothing fitted."""
+    return softmax().model
 
 
 @cache
@@ -150,7 +157,7 @@ def on_moments() -> Checkpoint:
 class Case:
     """Model, prompts and seeds of one comparison."""
 
-    model: Callable[[], Checkpoint | HookedModule] = layers
+    model: Callable[[], Checkpoint | HookedModule | ICLTransformer] = layers
     n_prompts: int = 96
     seeds: int = 300
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -196,6 +203,7 @@ CASES = {
     "classify layers": Case(
         descents, n_prompts=48, seeds=100, slow=True, run=ANALYSES["classify"].function
     ),
+    "classify a hooked model": Case(hooked, n_prompts=512, run=ANALYSES["classify"].function),
     "classify a module": Case(module, n_prompts=512, run=ANALYSES["classify"].function),
     "ablate one layer": Case(softmax, run=ANALYSES["ablate"].function),
     "ablate equal heads": Case(equal_heads, run=ANALYSES["ablate"].function),
@@ -255,7 +263,10 @@ def stated(result: object, path: str = "") -> dict[str, np.ndarray]:
 
 
 def ratios(runs: Sequence[Mapping[str, np.ndarray]]) -> pd.DataFrame:
-    """Ratio of spread and stated error of each estimate that all runs have, and the standard error of its logarithm."""
+    """Ratio of spread and stated error of each estimate that all runs have, and the standard error of its logarithm.
+
+    `beyond` is the part of the runs that are more than 3 of their errors from the mean over runs; of normal estimates 0.3%.
+    """
     rows = []
     for name in runs[0]:
         pairs = [run[name] for run in runs if name in run]
@@ -270,8 +281,9 @@ def ratios(runs: Sequence[Mapping[str, np.ndarray]]) -> pd.DataFrame:
             size = np.abs(value).max()
             if max(value.std(), error.max()) <= ROUNDING * size:
                 continue
-            rows.append((f"{name}[{index}]", *log_ratio(value, error)))
-    return pd.DataFrame(rows, columns=["estimate", "log_ratio", "sem"])
+            beyond = np.mean(np.abs(value - value.mean()) > 3 * error)
+            rows.append((f"{name}[{index}]", *log_ratio(value, error), beyond))
+    return pd.DataFrame(rows, columns=["estimate", "log_ratio", "sem", "beyond"])
 
 
 def log_ratio(value: np.ndarray, error: np.ndarray) -> tuple[float, float]:
