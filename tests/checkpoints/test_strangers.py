@@ -79,7 +79,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
         Kind(2, norm="rms", mlp=True),
         Kind(2, norm="bare", mlp=True),
         Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
-        Kind(2, norm="layer", mlp=True, positions="halves", base=100.0, steps=1500),
+        Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
         Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
         Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
         Kind(passes=3, norm="layer", mlp=True),
