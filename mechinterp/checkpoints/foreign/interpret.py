@@ -383,7 +383,8 @@ def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
     """
     none = _Look([], [], look.count)
     usual = cases[0].said.get("context_only")
-    own, other = [], []
+    own: list[int] = []
+    other: list[int] = []
     for value, rows in _groups(look, "context_only").items():
         (own if value == usual else other).extend(rows)
     if not own or not other:
