@@ -176,8 +176,8 @@ class R2:
 
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
-    """The table of `name_algorithm`."""
-    rows = name_algorithm(source, **drawn).to_frame().itertuples()
+    """The table of `name_algorithm` at the model's own length; elsewhere the error of the fit is left out (docs/trust.md)."""
+    rows = name_algorithm(source, **drawn).to_frame().query("prompts == 'own length'").itertuples()
     return {f"{row.candidate}, {row.prompts}": R2(row.r2, row.r2_sem) for row in rows}
 
 
