@@ -181,6 +181,11 @@ def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
     return {f"{row.candidate}, {row.prompts}": R2(row.r2, row.r2_sem) for row in rows}
 
 
+def classified_layers(source: Checkpoint, **drawn: int) -> object:
+    """All but the algorithm, which has a case of its own."""
+    return replace(ANALYSES["classify"].function(source, **drawn), algorithm=None)
+
+
 def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> object:
     """At a plateau and at the end; without prompts."""
     return coefficient_snapshots(source, steps=[3000, 20_000], chains=CHAINS, seed=seed)
@@ -200,9 +205,7 @@ CASES = {
     "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
     "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
     "probe": Case(n_prompts=128, seeds=100),
-    "classify layers": Case(
-        descents, n_prompts=48, seeds=100, slow=True, run=ANALYSES["classify"].function
-    ),
+    "classify layers": Case(descents, n_prompts=48, seeds=100, slow=True, run=classified_layers),
     "classify a hooked model": Case(hooked, n_prompts=512, run=ANALYSES["classify"].function),
     "classify a module": Case(module, n_prompts=512, run=ANALYSES["classify"].function),
     "ablate one layer": Case(softmax, run=ANALYSES["ablate"].function),
