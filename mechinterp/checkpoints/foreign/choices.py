@@ -185,7 +185,7 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
     )
     return [
-        {**chosen, **change}  # type: ignore[dict-item]
+        {**chosen, **change}
         for change in (*REFINED, {"scale": parts.width**-0.5})
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed

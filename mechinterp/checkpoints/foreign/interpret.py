@@ -372,9 +372,8 @@ def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
     """
     none = _Look([], [], look.count)
     usual = cases[0].said.get("context_only")
-    own, other = [], []
-    for value, rows in _groups(look, "context_only").items():
-        (own if value == usual else other).extend(rows)
+    groups = _groups(look, "context_only")
+    own, other = groups.pop(usual, []), [i for rows in groups.values() for i in rows]
     if not own or not other:
         return look, none
     own_loss, other_loss = (min(_mean(look.errors[i]) for i in rows) for rows in (own, other))
