@@ -19,6 +19,7 @@ from mechinterp.checkpoints.load import convert
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_same_circuits
 from tests.checkpoints.files import read as load
+from tests.conftest import sampled
 
 pytestmark = pytest.mark.usefixtures("small_null")
 N_PROMPTS = 128
@@ -68,11 +69,16 @@ def label_of(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "states_task"),
-    [
-        *((name, "circuits", True) for name in SOFTMAX + LINEAR + OTHERS + SEVERAL),
-        *((name, "layers", True) for name in LINEAR),
-        *((kind[0], "layers", False) for kind in (SOFTMAX, LINEAR, OTHERS, SEVERAL)),
-    ],
+    sampled(
+        [
+            *((name, "circuits", True) for name in SOFTMAX + LINEAR + OTHERS + SEVERAL),
+            *((name, "layers", True) for name in LINEAR),
+            *((kind[0], "layers", False) for kind in (SOFTMAX, LINEAR, OTHERS, SEVERAL)),
+        ],
+        keep=lambda case: (
+            case[0] in (SOFTMAX[0], LINEAR[0], SEVERAL[0]) and case[2] == (case[1] == "circuits")
+        ),
+    ),
 )
 def test_score_is_asked_for_not_guessed(tmp_path: Path, name: str, layout: str, states_task: bool):
     checkpoint, (write, suffix) = shipped(name), LAYOUTS[layout]
@@ -191,7 +197,7 @@ def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: 
 
 def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
-    with pytest.raises(CheckpointError, match=r"score must be said .* got linear/L, softmax"):
+    with pytest.raises(CheckpointError, match=r"state the score .* linear/L or softmax"):
         convert(load(file), "native", tmp_path / "out")
     convert(load(file, score="softmax"), "native", tmp_path / "out")
     assert classify(load(tmp_path / "out")).pattern == "kernel_regression"

@@ -95,7 +95,7 @@ def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
     ours, theirs = prediction(checkpoint, model)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     ties = any(each.ties for each in checkpoint.readings[1:])
-    assert ("say --" in str(checkpoint.assumed.get("undetermined"))) is ties
+    assert ("state --" in str(checkpoint.assumed.get("undetermined"))) is ties
     assert checkpoint.doubt == ""
 
 

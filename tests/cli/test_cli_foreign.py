@@ -86,7 +86,7 @@ def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
     torch.save(attention_module(5, width=6, n_heads=3, bias=True).state_dict(), file)
     options = () if command == "info" else FEW
     options += ("--context-length", "5") if command == "fit" else ()
-    words = f"{file}: n_heads is not in the file; give --n-heads (n_heads=).\n"
+    words = f"{file}: n_heads is not stated in the file; give --n-heads (n_heads=).\n"
     run(command, file, *options).assert_refused(words)
     hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
     hints += ("--format", "torch-attention")
@@ -127,7 +127,7 @@ def test_scale_and_context_only(run: Run, tmp_path: Path):
     expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)
     torch.testing.assert_close(load(out).weights.circuits.QK, expected)
     assert not {"attn_scale", "model.attend_to_self"} & set(load(out).assumed)
-    words = "scale is only for files that do not state theirs"
+    words = "scale is only for files that do not state it"
     run("info", out, "--scale", "2").assert_refused(words)
     for option in (("--scale", "0"), ("--scale", "x"), ("--d-x", "0"), ("--format", "onnx")):
         run("info", tmp_path / "a.npz", *option).assert_refused()

@@ -118,7 +118,7 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
                 loop(sizes.steps)
 
         ours = partial(updates, pack, sizes.steps)
-        graphs = replayed(pack, sizes.steps)[0] if device == "cuda" else None
+        graphs = replayed(pack, sizes.steps) if device == "cuda" else None
         speeds = per_second(sizes.steps, device, sizes.rounds, by_hand, ours, graphs)
         by_plain, own, graphed = speeds
         graphed = None if graphed is None else n * graphed
@@ -126,9 +126,10 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
         yield Row(what, "model-steps", by_plain or 0.0, n * (own or 0.0), graphed)
 
 
-def replayed(pack: Pack, steps: int, device: str = "cuda") -> tuple[Callable[[], None], Pack]:
-    """Runs the steps of a pack as replays of one recorded step; and the pack, of the same state, that they train.
+def replayed(pack: Pack, steps: int, device: str = "cuda") -> Callable[[], Pack]:
+    """Runs the steps of a pack as replays of one recorded step; returns the pack, of the same state, that they train.
 
+    A replay reads and writes the tensors of that pack where they lay when it was recorded, so `run` keeps the pack.
     On the processor, where nothing can be recorded, the step itself runs each time.
     """
     train, generator = pack.config.train, torch.Generator(device=device)
@@ -144,13 +145,14 @@ def replayed(pack: Pack, steps: int, device: str = "cuda") -> tuple[Callable[[],
     for mine, start in zip(state_of(recorded), state_of(pack), strict=True):
         mine.copy_(start)
 
-    def run() -> None:
+    def run() -> Pack:
         for number in range(steps):
             seed = generator_for(train.data_seed, "train", number).initial_seed()
             generator.manual_seed(seed)
             replay()
+        return recorded
 
-    return run, recorded
+    return run
 
 
 def recording(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
@@ -260,17 +262,16 @@ def main() -> int:
         print(line)
         if code:
             return code
-    rows: list[Row] = []
+    rows, machine = list[Row](), described(asked.device)
     with tensor_operations():
         for part in (packs, deep_models, masking):
             for row in part(QUICK if asked.quick else Sizes(), asked.device):
                 print(f"{row.what}: {row.ratio:.1f} times the plain loop", flush=True)
                 rows.append(row)
-    machine = described(asked.device)
-    if asked.out is not None:
-        document = {"machine": machine, "rows": [asdict(row) for row in rows]}
-        asked.out.write_text(json.dumps(document, indent=1) + "\n")
-        asked.out.with_suffix(".md").write_text(table(rows, machine))
+                if asked.out is not None:
+                    document = {"machine": machine, "rows": [asdict(row) for row in rows]}
+                    asked.out.write_text(json.dumps(document, indent=1) + "\n")
+                    asked.out.with_suffix(".md").write_text(table(rows, machine))
     return 0
 
 

@@ -106,6 +106,12 @@ def name_algorithm(
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts or twice the scalars of an algorithm, they do
             not fit the model, or a function gives something else than predictions.
+    Source:
+        von Oswald et al. 2023, arXiv 2212.07677, and Ahn et al. 2023, arXiv 2306.00297, for the
+        descents; Fu et al. 2023, arXiv 2310.17086, for Newton's iteration; the limits are
+        calibrated here.
+    See also:
+        `classify`, `fit_learners`, `intervene_on_steps`, `probe_layers`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128).label

@@ -200,6 +200,8 @@ def classify_layers(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
+    See also:
+        `classify`, `ablate_heads`, `name_algorithm`.
     Example:
         >>> from pathlib import Path
         >>> from torch import nn

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp import figures
@@ -32,6 +32,8 @@ from mechinterp.models.run.task import task_for
 ALL = "all layers"
 PROMPTS = 16
 """Place of the prompts among those of a seed, behind all that `name_algorithm` draws."""
+PARTS = 8
+"""Parts of the prompts of a fit that are left out in turn, for the error that is due to the fit (jackknife)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,6 +55,9 @@ class StepInterventions(Result):
     """R^2 of the change of the prediction on the one expected, where the prediction so far, as the
     algorithm has it after the layer, is exchanged with that of another prompt."""
     exchanged_r2_sem: Float[np.ndarray, " layer"]
+    """Standard error of `exchanged_r2`. The error of the image of the prediction in the stream, which is fitted on other
+    prompts, is in it. Where that image is right but for this error the spread is 0.7 (1 / sqrt(2)) of the standard error,
+    as R^2 is at its maximum."""
     n_prompts: int
 
     def __repr__(self) -> str:
@@ -104,6 +109,10 @@ def intervene_on_steps(
         seed: Seed of the prompts, which are others than those of the evidence with the same seed.
     Raises:
         ValueError: If there is no task, what the layers put out is not the stream, or no algorithm with a path comes near.
+    Source:
+        After the interchange interventions of Geiger et al. 2021, arXiv 2106.02997.
+    See also:
+        `name_algorithm`, `read_out_by_layer`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = intervene_on_steps(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)
@@ -132,7 +141,7 @@ def intervene_on_steps(
     chosen = [*([layer] for layer in layers), list(layers)]
     own = [r2_and_sem(run.replaced(each, steps), full) for each in chosen]
     others = [step.roll(1, 0) for step in steps]
-    control = [r2_and_sem(run.replaced(each, others), full) for each in chosen]
+    control = [_r2_of_pairs(run.replaced(each, others), full) for each in chosen]
     swapped = [_exchange_r2(run, states, streams, prompts.x_query, layer, full) for layer in layers]
     return StepInterventions(
         algorithm=str(algorithm.label),
@@ -178,9 +187,27 @@ def _exchange_r2(
     so_far = after[1::2, :d_y]
     if so_far.abs().max() == 0:  # The algorithm has predicted nothing yet.
         return float("nan"), float("nan")
-    # With x beside it, as the stream holds that too.
-    features = torch.cat([after, x], dim=1)[::2]
-    image = torch.linalg.lstsq(features, streams[layer + 1, ::2], driver="gelsd").solution
     expected = so_far.roll(1, 0) - so_far
-    found = run.predictions(run.shifted(layer + 1, expected @ image[:d_y])) - full
-    return r2_and_sem(found, expected)
+    # With x beside it, as the stream holds that too.
+    features, stream = torch.cat([after, x], dim=1)[::2], streams[layer + 1, ::2]
+
+    def measured(fitted: Bool[Tensor, " half"]) -> tuple[float, float]:
+        image = torch.linalg.lstsq(features[fitted], stream[fitted], driver="gelsd").solution
+        found = run.predictions(run.shifted(layer + 1, expected @ image[:d_y])) - full
+        return _r2_of_pairs(found, expected)
+
+    part = torch.arange(len(features)) % PARTS
+    r2, sem = measured(part >= 0)
+    without = np.array([measured(part != each)[0] for each in range(PARTS)])
+    return r2, float(np.hypot(sem, without.std() * (PARTS - 1) ** 0.5))
+
+
+def _r2_of_pairs(
+    predicted: Float[Tensor, "half d_y"], expected: Float[Tensor, "half d_y"]
+) -> tuple[float, float]:
+    """`r2_and_sem` where a row depends on its prompt and on the one before, so that it correlates with the next row."""
+    errors, squares = (each.square().mean(1).numpy() for each in (predicted - expected, expected))
+    unexplained = errors.mean() / squares.mean()
+    left = errors - unexplained * squares
+    variance = (left * (left + 2 * np.roll(left, 1))).mean() / len(left)
+    return float(1 - unexplained), float(max(variance, 0) ** 0.5 / squares.mean())

@@ -1,7 +1,6 @@
-"""Every reading of what a file leaves open, tried on the same prompts.
+"""Tests of all readings that a file leaves open, on the same prompts.
 
-What a known format settles is tried too where, as its code has it, the file predicts nothing.
-"""
+If no reading of a known format predicts anything, choices that the format fixes are tried too."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -33,20 +32,23 @@ from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64
 N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
-"""Prompts that readings are held against each other on: of one layer of attention, of others, and at least."""
+"""Prompts for the comparison of readings: for one layer of attention, for other models, and at
+least."""
 AGAIN = 4
-"""Factor on the number of prompts for the readings near the best.
+"""Factor on the number of prompts for the second comparison, of the best readings.
 
-Set after losses of published files had been seen: at a factor of 1 some were not clearly below that of predicting 0.
+Set after the losses of published files had been seen: with a factor of 1 some losses were not
+clearly below that of predicting 0.
 """
 MOST_REFINED = 24
-"""Number of readings, the best first, of which refinements are tried.
+"""Number of best readings whose refinements are tried.
 
-Raised from 8 after files of trained test models had been read, in which the right reading without its refinement ranked
-lower. No file outside of those tests confirms 24; a larger number costs time only.
+Raised from 8 after files of trained test models had been read, whose correct reading ranked lower
+without its refinement. No other file confirms 24. A larger number only costs time.
 """
 ROUNDS = 3
-"""How often a refined reading is changed in one choice, as long as that is better."""
+"""Most steps from a refined reading, each of which changes one choice for the better; more steps
+only cost time."""
 MOST_NEAR = 4
 """Number of readings of each score and mask that are compared again.
 
@@ -58,42 +60,45 @@ UNTOLD = 1.5
 Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4 times as large.
 """
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
-"""About the products that all readings together may take, and the most numbers of the prompts."""
+"""Approximate limit on the products of all readings together, and limit on the numbers of the
+prompts."""
 PER_WEIGHT = 16
-"""What an attention weight costs, in products."""
+"""Cost of an attention weight, in products."""
 REFINED_MARGIN = 0.01
 """A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
 mistake gets worse, but a wrong task can make it better by a little."""
 REST = 0.85
-"""A file is doubted if less than this part of its loss is left when a factor on each tensor is fitted.
+"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
+tensor.
 
-Set after 15 files of known models had been read: 8 right readings left 0.95 or more, 6 wrong ones 0.80 or less. A larger
-value doubts more right readings.
+Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
+0.80 or less. A larger value doubts more correct readings.
 """
 STEP, LEAST_AT_REST = 0.02, 64
-"""Relative change of a tensor for its slope, and the least prompts on which factors are fitted."""
+"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
 TIE = 1e-6
-"""Relative difference of predictions up to which two readings are one model."""
+"""Relative difference of predictions up to which two readings count as one model; larger values
+merge more readings."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Parts of a file, and how they are read."""
+    """Parts of a file under one reading."""
 
     parts: Parts
     said: Said
     task: TaskConfig
     hints: Hints
     known: frozenset[str]
-    """Fields of the task that the file, its shapes or the reader say, as task.d_x."""
+    """Fields of the task that the file, its shapes or the user state, such as task.d_x."""
     _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """By the number of prompts: a case is looked at again beside others."""
+    """Predictions by number of prompts, as a case is compared several times."""
 
     def predicted(self, prompts: Prompts) -> Tensor:
         """Predictions for the evaluation prompts of its task, in double precision.
 
         Raises:
-            ValueError: If the model's numbers do not stay finite.
+                ValueError: If the weights are not finite.
         """
         count = len(prompts)
         if count not in self._predicted:
@@ -105,10 +110,10 @@ class Case:
         return self._predicted[count]
 
     def weights(self) -> Weights:
-        """The model of this reading.
+        """Model of this reading.
 
         Raises:
-            ValueError: If its numbers do not stay finite.
+                ValueError: If the weights are not finite.
         """
         return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.hints)
 
@@ -119,7 +124,7 @@ class Case:
         return self.parts.d_head**-0.5 if scale is None else float(scale)
 
     def told(self, name: str) -> str | float | bool | None:
-        """What is said of a choice; a usual scale, and the output's entry of y, as the number that it is."""
+        """Value of a choice; the default scale and the entry of y are given as numbers."""
         if name == "scale":
             return self.scale
         if name == "output_column" and self.said[name] is None:
@@ -127,22 +132,23 @@ class Case:
         return self.said.get(name)
 
     def shown(self) -> AttentionWeights | Weights:
-        """Its weights; of one layer of attention the heads."""
+        """Weights of this reading; for one layer of attention, its circuits."""
         weights = self.weights()
         return weights.circuits if weights.model.one_attention else weights
 
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """The reading of a file that is taken, and what it was compared with."""
+    """The chosen reading of a file, and the readings that it was compared with."""
 
     case: Case
     readings: tuple[Reading, ...]
-    """All that were compared, the one that is taken first; none where one is possible, and predicts."""
+    """All compared readings, the chosen one first; empty if only one is possible and it predicts.
+    """
     names: tuple[str, ...]
     """Names of the choices in which the readings differ."""
     understood: bool
-    """Whether the reading that is taken predicts clearly better than 0."""
+    """True if the chosen reading predicts clearly better than 0."""
 
 
 def tried(
@@ -167,7 +173,7 @@ def tried(
     open_ones = open_choices(cases)
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
-        raise ValueError(f"{rule}; say some of {', '.join(map(option, open_ones))}.")
+        raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
     refinements = partial(_refinements, make=make, refine=refine)
     better: list[Case] = []
     look = _looked_at(cases, _n_prompts(cases, 1))
@@ -211,10 +217,11 @@ def tried(
 
 
 def left_by_factors(case: Case) -> float:
-    """Part of a case's loss that is left when a factor on each tensor is fitted, on prompts that the fit has not seen.
+    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
 
-    Training has set these factors, so that about 1 is left of a trained model. A wrong reading or task leaves less. The fit
-    is linear in the factors. Each half of the prompts is fitted once and scored once.
+    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
+    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
+    for the fit and once for the loss.
     """
     weights, task = case.weights(), case.task
     named = weights.by_name
@@ -245,7 +252,7 @@ def left_by_factors(case: Case) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """Cases whose predictions differ, with their errors on the same prompts."""
+    """Cases with different predictions, and their errors on the same prompts."""
 
     cases: list[Case]
     errors: list[Errors]
@@ -260,10 +267,10 @@ def _looked_at(cases: Sequence[Case], count: int) -> _Look:
 def _refinements(
     case: Case, make: Callable[[Parts, Said], Case], refine: Callable[[Case], Sequence[Said]]
 ) -> list[Case]:
-    """The cases that refine another one, where there is such a model."""
+    """Refinements of a case, without those that are not possible."""
     refined = []
     for said in refine(case):
-        with suppress(ValueError):  # heads of odd width cannot be turned
+        with suppress(ValueError):  # rotary positions need heads of even width
             refined.append(make(case.parts, said))
     return refined
 
@@ -275,9 +282,9 @@ def _improved(
     less_usual: Callable[[Case], Mapping[str, tuple]],
     count: int,
 ) -> list[Case]:
-    """Better readings on the way from a case, one choice changed at a time.
+    """Better readings found from a case by changes of one choice at a time.
 
-    Which norm or activation predicts can depend on a refinement, so that the best reading without it may be another.
+    The norm or activation that predicts best can depend on a refinement.
     """
     names = [
         n
@@ -315,7 +322,8 @@ def _mean(errors: Errors) -> float:
 
 
 def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
-    """For each score and mask, the cases that more prompts could show to be its best, and the best that is no refinement."""
+    """For each score and mask, the cases that may be its best with more prompts, and the best
+    unrefined case of each mask."""
     plain = {id(case) for case in cases}
     unrefined = [i for i, case in enumerate(look.cases) if id(case) in plain]
     near = {
@@ -333,7 +341,8 @@ def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
 
 
 def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
-    """The cases in the order of their choices, so that among refined ones that tie the most usual comes first."""
+    """The cases in the order of their choices, so that of tied refinements the most common comes
+    first."""
     values = {
         name: list(dict.fromkeys(case.said[name] for case in cases)) for name in cases[0].said
     }
@@ -346,7 +355,10 @@ def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
 
 
 def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
-    """The look without refinements, unless one predicts better than all cases that are none; then with its equals."""
+    """The cases without refinements, unless one predicts better than every unrefined case.
+
+    Then that refinement and those that predict as well are kept.
+    """
     unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
     plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
     best = min((e for e, is_plain in zip(look.errors, plain, strict=True) if is_plain), key=_mean)
@@ -395,12 +407,12 @@ def _groups(look: _Look, name: str) -> dict[object, list[int]]:
 
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
-    """The choices in which cases differ."""
+    """Choices in which the cases differ."""
     return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
 
 
 def _ranked(look: _Look, names: Sequence[str]) -> list[Reading]:
-    """The readings by what they may differ in."""
+    """Readings, ranked, with the choices in which they may differ."""
     said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
     return ranked(said, look.errors)
 
@@ -408,7 +420,8 @@ def _ranked(look: _Look, names: Sequence[str]) -> list[Reading]:
 def _doubts(
     cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
 ) -> list[Case]:
-    """Cases with one thing other than the format's code has it, of what neither is open nor closed."""
+    """Cases that differ from the format's code in one choice, for choices that are neither open nor
+    stated."""
     doubts = []
     for case, (name, values) in product(cases, DOUBTED.items()):
         is_open = name not in closed and case.said.get(name) is not None
@@ -420,14 +433,15 @@ def _doubts(
 
 
 def _is_possible(case: Case, name: str) -> bool:
-    """Whether another value could mean something: tokens in turn need a read-in, and have no order of columns."""
+    """True if another value is possible: tokens in turn need a read-in, and have no order of
+    columns."""
     if name == "columns":
         return case.said.get("layout") != "in_turn"
     return name != "layout" or case.parts.has("read_in.weight")
 
 
 def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> None:
-    """Refuse one layer of which both orientations predict, with other numbers of x."""
+    """Refuse one layer of attention for which both orientations predict, with different d_x."""
     if not all(case.parts.alone for case in cases):
         return
     tasks = {case.shown: case.task for case in cases}
@@ -435,13 +449,13 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
     if len(sizes) > 1:
         listed = " or ".join(f"d_x = {d_x}" for d_x in sorted(sizes))
         raise ValueError(
-            f"the orientation of its matrices is not in the file, {listed} predict both; give --d-x (d_x=) or "
+            f"the file does not state the orientation of its matrices, and {listed} both predict; give --d-x (d_x=) or "
             "--orientation (orientation=)."
         )
 
 
 def _n_prompts(cases: Sequence[Case], more: int) -> int:
-    """One number of prompts for all, of as many products as all together may take."""
+    """Number of prompts for all cases, so that their products stay within the limit."""
     count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
     for case in cases:
         task, parts = case.task, case.parts
@@ -454,7 +468,8 @@ def _n_prompts(cases: Sequence[Case], more: int) -> int:
 
 
 def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]:
-    """The cases, of those that predict alike the first, with their errors over those of predicting 0."""
+    """Cases without those that predict the same as an earlier one, with their errors relative to
+    predicting 0."""
     prompts: dict[TaskConfig, Prompts] = {}
     kept: list[tuple[Case, Tensor]] = []
     errors: list[Errors] = []
@@ -473,6 +488,6 @@ def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]
 
 
 def _is_one(prediction: Tensor, other: Tensor) -> bool:
-    """Whether two predictions are those of one model, but for rounding."""
+    """True if two predictions are equal up to rounding."""
     close = TIE * other.abs().max().nan_to_num(0.0, 0.0).item()
     return torch.allclose(prediction, other, rtol=0, atol=close, equal_nan=True)

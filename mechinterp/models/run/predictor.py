@@ -273,6 +273,8 @@ def predictor_of(source: Source) -> Predictor:
 
     Raises:
         ValueError: If the source is none of these.
+    See also:
+        `hook_module`, `evaluation_prompts`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> predictor_of(zero_head(d_x=5)).n_heads
