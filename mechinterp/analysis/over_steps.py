@@ -271,10 +271,12 @@ def over_steps(
         settings: Further arguments of the analysis.
     Raises:
         ValueError: If the source has no snapshots, or as the analysis does.
+    See also:
+        `classify`, `ablate_heads`, `training_dynamics`, `load_run`.
     Example:
         >>> from mechinterp import load
         >>> over_steps(load("checkpoints/softmax-h2-s0"), "classify", n_prompts=64)
-        OverSteps(classify at 10 steps, step 0 unstructured to step 500,001 debiased_gd)
+        OverSteps(classify at 10 steps, step 0 unstructured to step 500,000 debiased_gd)
     """
     name, chosen = analysis_of(analysis)
     steps = getattr(source, "steps", None)

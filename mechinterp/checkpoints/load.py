@@ -160,7 +160,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
             read.
         ValueError: If an argument is out of range.
     See also:
-        `load`, `training_snapshots`.
+        `load`, `over_steps`.
     Example:
         >>> import tempfile
         >>> model = load("softmax-h2-s0")

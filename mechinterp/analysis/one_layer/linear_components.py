@@ -126,6 +126,8 @@ def linear_components(source: Source) -> LinearComponents:
         ValueError: If the model has another score, several layers, responses or supports.
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19), (20) and (22).
+    See also:
+        `circuits`, `over_steps`, `jump_forecast`.
     Example:
         >>> from mechinterp import load
         >>> linear_components(load("checkpoints/linear-separate-s2"))

@@ -82,6 +82,8 @@ def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
             moments, or eigenvalues of its covariance repeat.
     Source:
         Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
+    See also:
+        `linear_components`, `over_steps`, `local_learning_coefficient`.
     Example:
         >>> from mechinterp.presets import preset
         >>> jump_forecast(preset("linear-separate"))

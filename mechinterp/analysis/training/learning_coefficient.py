@@ -215,7 +215,7 @@ def local_learning_coefficient(
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     See also:
-        `plateaus`, `jump_forecast`.
+        `linear_components`, `jump_forecast`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> chains = Chains(n_chains=4, n_draws=100, n_warmup=50)

@@ -183,7 +183,7 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
     Source:
         After He et al. 2025, arXiv 2503.12734, section 3.
     See also:
-        `milestones`, `plateaus`, `training_snapshots`.
+        `over_steps`, `jump_forecast`.
     Example:
         >>> from mechinterp import load
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
@@ -296,7 +296,7 @@ def history_of(
     Raises:
         ValueError: If there is no history.
     See also:
-        `training_dynamics`, `milestones`.
+        `training_dynamics`, `over_steps`.
     Example:
         >>> from mechinterp import load
         >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]

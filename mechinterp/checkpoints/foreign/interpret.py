@@ -50,14 +50,16 @@ ROUNDS = 3
 """Most steps from a refined reading, each of which changes one choice for the better; more steps
 only cost time."""
 MOST_NEAR = 4
-"""Number of readings of each score and mask that are compared again.
+"""Number of readings of each score and mask in the second comparison.
 
-Set after readings of trained test models had been seen, to bound the time; a larger number costs time only.
+Set after readings of trained test models had been seen, to limit the time. A larger number only
+costs time.
 """
-UNTOLD = 1.5
-"""The usual mask is taken unless the loss of the other is lower by more than this factor.
+MUCH_BETTER = 1.5
+"""The most common mask is chosen unless the other's loss is lower by more than this factor.
 
-Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4 times as large.
+Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
+times as large. A larger value keeps the common mask more often.
 """
 N_PRODUCTS, N_NUMBERS = 2**34, 2**24
 """Approximate limit on the products of all readings together, and limit on the numbers of the
@@ -323,8 +325,8 @@ def _mean(errors: Errors) -> float:
 
 
 def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
-    """For each score and mask, the cases that may be its best with more prompts, and the best
-    unrefined case of each mask."""
+    """For each score and mask, the cases that may be its best with more prompts; also the best
+    unrefined case."""
     plain = {id(case) for case in cases}
     unrefined = [i for i, case in enumerate(look.cases) if id(case) in plain]
     near = {
@@ -379,18 +381,21 @@ def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
 
 
 def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
-    """The look at the usual mask, and that at the other; at both and at none if the other predicts much better.
+    """Cases with the most common mask, and cases with the other mask.
 
-    A causal model that is read without its mask can have a lower loss than with it.
+    If the other mask predicts much better: all cases, and none. A causal model that is read without
+    its mask can have a lower loss than with it, so a small advantage does not count.
     """
     none = _Look([], [], look.count)
     usual = cases[0].said.get("context_only")
-    groups = _groups(look, "context_only")
-    own, other = groups.pop(usual, []), [i for rows in groups.values() for i in rows]
+    own: list[int] = []
+    other: list[int] = []
+    for value, rows in _groups(look, "context_only").items():
+        (own if value == usual else other).extend(rows)
     if not own or not other:
         return look, none
     own_loss, other_loss = (min(_mean(look.errors[i]) for i in rows) for rows in (own, other))
-    if own_loss > min(1 - MARGIN, UNTOLD * other_loss):
+    if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
         return look, none
     first, second = (
         _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
@@ -400,7 +405,7 @@ def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
 
 
 def _groups(look: _Look, name: str) -> dict[object, list[int]]:
-    """Numbers of the cases by their value of a choice."""
+    """Indices of the cases by their value of a choice."""
     groups: dict[object, list[int]] = {}
     for i, case in enumerate(look.cases):
         groups.setdefault(case.said.get(name), []).append(i)
