@@ -9,6 +9,7 @@ import torch
 
 from mechinterp.analysis.ablation import single as heads
 from mechinterp.analysis.ablation.masked_risk import layer_shares
+from mechinterp.analysis.ablation.methods import ablate
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
@@ -302,3 +303,14 @@ def test_an_output_bias_belongs_to_every_subset(prompts):
     assert found.risk[0] == pytest.approx(float((0.5 - target).square().mean()), rel=1e-12)
     full = (predict(weights, prompts) - target).square().mean()
     assert found.risk[-1] == pytest.approx(float(full), rel=1e-12)
+
+
+def test_a_mask_that_lowers_the_risk_is_not_said_to_raise_it(model):
+    prompts = sample_prompts(TaskConfig(), 64, seed=0)
+    turned = replace(
+        prompts, y_query=-prompts.y_query, y_query_clean=-prompts.y_query_clean, beta=None
+    )
+    results = {False: ablate(model, prompts), True: ablate(model, turned)}
+    for lowers, result in results.items():
+        assert bool((result.methods[0].rise <= 0).all()) is lowers
+        assert ("lowers it least" in result.sentences()[1]) is lowers

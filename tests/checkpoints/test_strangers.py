@@ -340,6 +340,12 @@ def test_a_block_with_all_of_them_is_called_llama_like(tmp_path: Path):
         assert words in refused
 
 
+def test_outputs_that_are_classes_are_named_at_the_first_try(tmp_path: Path):
+    state = Stranger(Kind()).state_dict()
+    state["read_out.weight"], state["read_out.bias"] = torch.randn(57, 16), torch.zeros(57)
+    assert_refused("classes or words: 57 outputs", read, saved(tmp_path, state), n_heads=2)
+
+
 def test_offers_of_map_stand_only_where_they_help(tmp_path: Path):
     for spoilt, words in ((torch.nan, "finite"), (1j, "floating-point")):
         state = {name: tensor * spoilt for name, tensor in STATE.items()}

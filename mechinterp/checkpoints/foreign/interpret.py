@@ -185,8 +185,9 @@ def tried(
         look = _looked_at(every, _n_prompts(every, 1))
     every = list(look.cases)
     for group in _groups(look, "context_only").values():
-        start = look.cases[min(group, key=lambda i: _mean(look.errors[i]))]
-        better += _improved(start, every, make, less_usual, look.count)
+        start = min(group, key=lambda i: _mean(look.errors[i]))
+        if _mean(look.errors[start]) < 1 - MARGIN:
+            better += _improved(look.cases[start], every, make, less_usual, look.count)
     look = _looked_at([*every, *better], look.count) if better else look
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)

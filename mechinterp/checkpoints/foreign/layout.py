@@ -16,6 +16,7 @@ from mechinterp.checkpoints.foreign.names import (
     INNER,
     KINDS,
     KNOWN,
+    TORCH,
     TRANSPOSED,
     Piece,
     piece_of,
@@ -159,6 +160,12 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
                 raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
+    ends = [layout.ends.get((name, "weight")) for name in ("read_in", "read_out")]
+    sizes = [tensors[p.name].shape for p in ends if p is not None and p.axes == TORCH]
+    if len(sizes) == 2 and all(len(size) == 2 for size in sizes) and sizes[1][0] > sizes[0][1]:
+        raise ValueError(
+            f"a model of classes or words: {sizes[1][0]} outputs for tokens of {sizes[0][1]} entries (x, y), so that they are no y."
+        )
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
