@@ -7,7 +7,7 @@ import pytest
 
 from analyses.algorithms import calibration, shipped
 from analyses.algorithms import models as algorithm_models
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results" / "algorithms"

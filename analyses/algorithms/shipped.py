@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 
 from analyses.algorithms.calibration import append, known_rows
-from mechinterp.analysis.multi_layer import algorithm
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer import naming
+from mechinterp.analysis.multi_layer.naming import Naming
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
@@ -38,33 +38,32 @@ def deep_checkpoints() -> dict[str, Checkpoint]:
 
 @contextmanager
 def same_last_prompts() -> Iterator[None]:
-    """The evidence on the last prompts, which are the same for every seed, is taken once; of one model."""
-    asked, last = algorithm._evidence, {}
+    """The numbers on the last prompts, which are the same for every seed, are taken once; of one model."""
+    named, last = naming._named, {}
 
-    def once(source: object, prompts: Prompts, *rest: object) -> AlgorithmEvidence:
-        if len(prompts) < N_PROMPTS * algorithm.GROWTH[-1]:
-            return asked(source, prompts, *rest)
+    def once(subject: object, prompts: Prompts, *rest: object) -> Naming:
+        if len(prompts) < N_PROMPTS * naming.GROWTH[-1]:
+            return named(subject, prompts, *rest)
         if not last:
-            last["evidence"] = asked(source, prompts, *rest)
-        return last["evidence"]
+            last["answer"] = named(subject, prompts, *rest)
+        return last["answer"]
 
-    algorithm._evidence = once
+    naming._named = once
     yield
-    algorithm._evidence = asked
+    naming._named = named
 
 
 def row_of(name: str, checkpoint: Checkpoint, seed: int) -> dict[str, object]:
     """The label of a model on the prompts of a seed, with the numbers behind it."""
-    found = algorithm.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
+    found = naming.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
     return {
         "checkpoint": name,
         "seed": seed,
         "label": found.label,
         "function": found.function,
-        "candidates": " ".join(found.candidates),
-        "frequency": found.frequency[0],
+        "frequency": max(found.frequency.values()),
         "n_prompts": found.n_prompts,
-        "relative_risk": found.relative_risk[0],
+        "relative_risk": found.measured.relative_risk,
         "reason": found.reason,
     }
 

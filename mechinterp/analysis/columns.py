@@ -10,9 +10,7 @@ from itertools import pairwise
 from textwrap import dedent
 
 COMMON = {
-    "answer": "Whether the two sides of the identity agree; not answered where the model leaves its task.",
     "attention": "Weight the query gives to the token.",
-    "candidate": "Algorithm that is fitted to the model.",
     "checkpoint": "Folder or file.",
     "component": "Principal component of x, 1 for the one learned first.",
     "context_length": "Pairs before the query.",
@@ -34,13 +32,11 @@ COMMON = {
     "pattern": "What the heads form together.",
     "pos": "Position of the target in the prompt, from 0; the last is the query's.",
     "prompt": "Number of the prompt.",
-    "prompts": "Those of the row: of the model's own length, of half and of twice that, or with a wide spread of x.",
     "random_weights": "Where 90% of models with random initial weights lie in this number.",
     "seed": "Seed of the initial weights.",
     "setting": "Models that differ in nothing but seeds, by what their names begin with.",
     "step": "Updates made.",
     "tasks": "Whether the prompts have tasks of the pool or new ones.",
-    "test": "Identity that some algorithms satisfy.",
     "value": "The number.",
 }
 """Columns that count or name what a row is of."""

@@ -75,7 +75,6 @@ class Case:
 CASES = {
     "classify": Case(softmax),
     "algorithm": Case(n_prompts=48, seeds=100, slow=True),
-    "algorithm-steps": Case(n_prompts=48, seeds=100, slow=True),
     "attention-entropy": Case(softmax),
     "edges": Case(n_prompts=32, seeds=100, slow=True),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),

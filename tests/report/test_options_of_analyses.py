@@ -13,7 +13,7 @@ from tests.test_doors import SHORTENED, as_for_users
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
 FEW = {"edges": 4, "snapshots": 8}
 """Edges take long; of snapshots only labels hang on prompts, which few of them turn."""
-OF_SEVERAL_LAYERS = {"algorithm", "algorithm-steps", "edges", "head-snapshots"}
+OF_SEVERAL_LAYERS = {"algorithm", "edges", "head-snapshots"}
 SHIPPED = {
     **dict.fromkeys(("priors", "prior-heads", "prior-snapshots"), "pool-linear-m16-s0"),
     "snapshots": "linear-h2-s0",
