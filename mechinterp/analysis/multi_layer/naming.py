@@ -54,9 +54,7 @@ from mechinterp.models.run.task import task_for
 
 UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
 GROWTH = (1, 4, 16)
-"""Numbers of prompts in turn, in units of `n_prompts`, until resamples agree."""
-CLEAR = 0.99
-"""Fraction of resamples with one label from which on no more prompts are drawn."""
+"""Numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""
 REFERENCE = 0
 """Fixed seed of the last prompts, so that the label does not depend on `seed`."""
 SMALLER = "gradient_descent"
@@ -614,9 +612,19 @@ def name_algorithm(
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
         answer = _named(subject, drawn.to(torch.float64), drawn_by)
-        if answer.measured.useful and max(answer.frequency.values()) >= CLEAR:
+        if _stands(answer):
             break
     return answer
+
+
+def _stands(answer: Naming) -> bool:
+    """True if more prompts are not needed: all resamples agree, and the label is no learner without steps while an
+    algorithm explains every layer, which another fit may make the label."""
+    path = answer.measured.path
+    by_layer = [] if path is None else [answer.why_not.get(name) for name in path.names]
+    explained = any(each is not None and each.rule != "layers" for each in by_layer)
+    fallback = answer.label == answer.function != answer.mechanism
+    return answer.measured.useful and len(answer.frequency) == 1 and not (fallback and explained)
 
 
 def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
