@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from analyses.algorithms.models import CONFIRMED_ONLY, NONE, Case, cases
+from analyses.algorithms.models import CONFIRMED_ONLY, LATER, NONE, Case, cases
 from analyses.lib.measured import parsed, parser_of
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, decide, name_algorithm
 
@@ -34,7 +34,7 @@ MOVED = {
     "rest_of_function": (0.25, 0.75),
 }
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}
-PARTS = {"confirming": "confirming half", "tuning": "tuning half"}
+PARTS = {"later": "later families", "confirming": "confirming half", "tuning": "tuning half"}
 ALIKE = ("gd_plus_plus", "newton")
 
 
@@ -70,6 +70,8 @@ def moved_limits(moved: pd.DataFrame) -> pd.DataFrame:
 
 def half_of(family: str) -> str:
     """Part of the calibration that a family belongs to."""
+    if family in LATER:
+        return "later"
     return "confirming" if family in CONFIRMED_ONLY else "tuning"
 
 
@@ -178,7 +180,8 @@ def main() -> None:
     files["models"].parent.mkdir(parents=True, exist_ok=True)
     until = monotonic() + 60 * arguments.minutes
     chosen = cases(range(CONFIRMED, CONFIRMED + arguments.seeds))
-    wanted = CONFIRMED_ONLY if arguments.family is None else (arguments.family,)
+    every = (*CONFIRMED_ONLY, *LATER)
+    wanted = every if arguments.family is None else (arguments.family,)
     ask([each for each in chosen if each.family in wanted], files, until)
     if arguments.family is None:
         tuning = [case for case in cases([TUNED]) if half_of(case.family) == "tuning"]
