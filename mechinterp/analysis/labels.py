@@ -74,14 +74,14 @@ ALGORITHMS = {
     "gradient_descent": Label(
         f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}",
         "Several layers, each a step of gradient descent on the pairs of the prompt.",
-        *(1, 51),
+        *(1, 57),
         name="gradient descent",
         numbers=("η",),
     ),
     "gd_plus_plus": Label(
         f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
         "Gradient descent on x that each layer also turns into (1 − gamma S) x, S = XᵀX/L.",
-        *(0, 3),
+        *(0, 7),
         name="gradient descent on x that layers rescale (GD++)",
         numbers=("η", "γ"),
     ),
@@ -89,7 +89,7 @@ ALGORITHMS = {
         "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
         f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
         "Several layers, each a step of gradient descent with the inverse of Sigma + c as preconditioner.",
-        *(0, 5),
+        *(0, 8),
         name="preconditioned gradient descent",
         numbers=("η", "c"),
     ),
@@ -104,7 +104,7 @@ ALGORITHMS = {
         "gradient descent on x times b, entry by entry: ŷ = w·x, w ← w + η b² (b − S w) from w = 0 in each layer "
         f"but the first; {MOMENTS}",
         "x times Xᵀy, entry by entry, in the first layer; gradient descent on that in the others.",
-        *(0, 1),
+        *(0, 2),
         name="gradient descent on x times Xᵀy",
         numbers=("η",),
     ),
@@ -112,14 +112,14 @@ ALGORITHMS = {
         "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
         f"in each layer; {MOMENTS}",
         "Gradient descent that shrinks small weights to 0 in each layer (ISTA).",
-        *(0, 8),
+        *(0, 11),
         name="gradient descent with shrinkage (ISTA)",
         numbers=("η", "t"),
     ),
     "ridge_like": Label(
         f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
         "Several layers that end as ridge regression does, by steps that are not identified.",
-        *(0, 7),
+        *(1, 12),
         name="ridge regression",
         numbers=("λ",),
     ),
@@ -127,11 +127,11 @@ ALGORITHMS = {
         "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
         "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
         "Several layers that predict the posterior mean under the task's pool.",
-        *(0, 4),
+        *(0, 7),
         name="the posterior mean under the pool",
     ),
 }
-"""Of several layers. The counts are those of both halves of analyses/algorithms/calibration.py."""
+"""Labels of several layers. The counts are those of analyses/algorithms/calibration.py, all parts together."""
 NO_LABEL = {
     "undetermined": "none of the known {kind} clearly (undetermined)",
     "unstructured": "nothing that random weights do not compute, too (unstructured)",
