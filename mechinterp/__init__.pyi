@@ -9,12 +9,9 @@ from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm as name_algorithm
 from mechinterp.analysis.multi_layer.classify import classify_layers as classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
-from mechinterp.analysis.multi_layer.step_interventions import (
-    intervene_on_steps as intervene_on_steps,
-)
+from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algorithm
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
 from mechinterp.analysis.one_layer.attention_entropy import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits as circuits

@@ -213,7 +213,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "classify_circuits": from_circuits,
     "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
-    "intervene_on_steps": lambda c: mi.intervene_on_steps(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "composition_scores": lambda c: composition_scores(c.source),

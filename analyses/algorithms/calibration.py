@@ -1,19 +1,17 @@
 """Error rates of the labels of models of several layers, on models whose right label is known.
 
-    python -m analyses.algorithms.calibration --seeds 3  (of the confirming half; about ten minutes
-    on one core) python -m analyses.algorithms.calibration --seeds 32 --family "weights: summed
-    scores, exact"
+    python -m analyses.algorithms.calibration --seeds 3  (confirming half; about ten minutes on one core)
+    python -m analyses.algorithms.calibration --seeds 32 --family "weights: summed scores, exact"
 
-The models and functions are those of analyses/algorithms/models.py. On the families of the tuning
-half, one seed each, every limit is moved with the others at their defaults. The cost is five for a
-wrong label, and one for a model that must get its label but stays undetermined. The confirming
-families (new_families.py) were not used to set a rule or a limit; their labels are counted at the
-defaults. Models that analyses/results/algorithms already has are skipped; delete
-algorithm_calibration_models.csv to start again. Writes
-algorithm_calibration_{models,rates,limits}.csv there, the last one after a run over the whole
-tuning half."""
+The models and functions are those of analyses/algorithms/models.py. On the families of the tuning half, one seed each,
+every limit is moved with the others at their defaults. The cost is five for a wrong label, and one for a model that must
+get its label but stays undetermined. The other families (new_families.py) were not used to set a rule or a limit; their
+labels are counted at the defaults. Models that analyses/results/algorithms already has are skipped; delete
+algorithm_calibration_models.csv to start again. Writes algorithm_calibration_{models,moved,rates,limits}.csv there; the
+second has the labels of the tuning half under moved limits, which the last counts.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -22,11 +20,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from analyses.algorithms.models import CONFIRMED_ONLY, NONE, Case, cases
+from analyses.algorithms.models import CONFIRMED_ONLY, LATER, NONE, Case, cases
 from analyses.lib.measured import parsed, parser_of
-from mechinterp.analysis.multi_layer.algorithm import limits_for, name_algorithm
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.multi_layer.algorithm_labels import AlgorithmLimits, decide
+from mechinterp.analysis.multi_layer.naming import Limits, Naming, decide, name_algorithm
 
 NAME = "algorithms/algorithm_calibration"
 TUNED, CONFIRMED = 0, 5
@@ -35,12 +31,11 @@ MOVED = {
     "explained": (0.97, 0.99),
     "tie": (0.0025, 0.01),
     "rest": (0.5, 0.8, 0.95),
-    "held": (0.3, 0.7),
-    "followed": (0.8, 0.95),
+    "rest_of_function": (0.25, 0.75),
 }
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}
+PARTS = {"later": "later families", "confirming": "confirming half", "tuning": "tuning half"}
 ALIKE = ("gd_plus_plus", "newton")
-Known = tuple[Case, AlgorithmEvidence]
 
 
 def judged(case: Case, label: str) -> str:
@@ -51,34 +46,46 @@ def judged(case: Case, label: str) -> str:
     return "right" if label == case.truth and case.demand != "none" else "wrong"
 
 
-def moved_limits(tuning: Sequence[Known]) -> pd.DataFrame:
-    """Cost of the labels with one limit moved, for the first prompts of each model; the first row
-    moves none."""
-    rows = []
+def moved_rows(case: Case, found: Naming) -> list[dict[str, object]]:
+    """What the label of the prompts as they are is worth with one limit moved, first with none."""
     moves = [("none", np.nan), *((name, value) for name in MOVED for value in MOVED[name])]
+    rows = []
     for name, value in moves:
-        verdicts = []
-        for case, found in tuning:
-            limits = limits_for(case.source, AlgorithmLimits())
-            limits = replace(limits, **{name: value}) if name in MOVED else limits
-            verdicts.append(judged(case, decide(found.measured, limits).label))
-        counts = {verdict: verdicts.count(verdict) for verdict in COST}
+        limits = replace(Limits(), **{name: value}) if name in MOVED else Limits()
+        verdict = judged(case, decide(found.measured, limits).label)
+        model = {"family": case.family, "seed": case.seed}
+        rows.append({**model, "limit": name, "value": value, "verdict": verdict})
+    return rows
+
+
+def moved_limits(moved: pd.DataFrame) -> pd.DataFrame:
+    """Cost of the labels with one limit moved."""
+    rows = []
+    for (name, value), group in moved.groupby(["limit", "value"], sort=False, dropna=False):
+        counts = {verdict: int((group.verdict == verdict).sum()) for verdict in COST}
         cost = sum(COST[verdict] * count for verdict, count in counts.items())
-        rows.append({"limit": name, "value": value, "models": len(tuning), **counts, "cost": cost})
+        rows.append({"limit": name, "value": value, "models": len(group), **counts, "cost": cost})
     return pd.DataFrame(rows)
 
 
-def row_of(case: Case, found: AlgorithmEvidence) -> dict[str, object]:
-    """Row of a model with its right label and its label."""
+def half_of(family: str) -> str:
+    """Part of the calibration that a family belongs to."""
+    if family in LATER:
+        return "later"
+    return "confirming" if family in CONFIRMED_ONLY else "tuning"
+
+
+def row_of(case: Case, found: Naming) -> dict[str, object]:
+    """A model's right label and its label."""
     return {
         "family": case.family,
         "seed": case.seed,
-        "half": "confirming" if case.family in CONFIRMED_ONLY else "tuning",
+        "half": half_of(case.family),
         "truth": case.truth,
         "demand": case.demand,
         "label": found.label,
         "verdict": judged(case, found.label),
-        "frequency": found.frequency[0],
+        "frequency": max(found.frequency.values()),
         "n_prompts": found.n_prompts,
         "reason": found.reason.partition("; next")[0],
     }
@@ -96,29 +103,29 @@ def append(file: Path, row: dict[str, object]) -> None:
     table.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.6g")
 
 
-def asked(chosen: Sequence[Case], file: Path, until: float) -> list[Known]:
-    """Evidence on the models that a file does not have, each appended as a row, until a time."""
-    answers = []
+def ask(chosen: Sequence[Case], files: Mapping[str, Path], until: float) -> None:
+    """Name the models that a file does not have, until a time; a row for each is appended."""
     for case in chosen:
-        if monotonic() > until or (case.family, case.seed) in known_rows(file, "family"):
+        if monotonic() > until or (case.family, case.seed) in known_rows(files["models"], "family"):
             continue
         found = name_algorithm(case.source, task=case.task, seed=case.seed)
-        answers.append((case, found))
-        append(file, row_of(case, found))
+        if case.seed == TUNED and half_of(case.family) == "tuning":
+            for row in moved_rows(case, found):
+                append(files["moved"], row)
+        append(files["models"], row_of(case, found))
         print(case.family, case.seed, case.truth, found.label, sep=" | ", flush=True)
-    return answers
 
 
 def rates(models: pd.DataFrame) -> pd.DataFrame:
     """Wrong and missed labels with Wilson intervals: for both halves, for near misses and
     algorithms in each, and by family of the confirming half."""
     groups = []
-    for half in ("confirming", "tuning"):
+    for half, name in PARTS.items():
         of_half = models[models.half == half]
         near = of_half.truth == NONE
-        groups += [(f"{half} half", of_half), (f"{half} half, near misses", of_half[near])]
-        groups.append((f"{half} half, algorithms", of_half[~near]))
-    groups += models[models.half == "confirming"].groupby("family")
+        groups += [(name, of_half), (f"{name}, near misses", of_half[near])]
+        groups.append((f"{name}, algorithms", of_half[~near]))
+    groups += models[models.half != "tuning"].groupby("family")
     rows = []
     for family, group in groups:
         wrong, n = int((group.verdict == "wrong").sum()), len(group)
@@ -138,7 +145,7 @@ def rates_table(results: Path) -> str:
     table = pd.read_csv(results / f"{NAME}_rates.csv")
     lines = ["| models and functions | families | labelled | wrong name | 95% interval | missed |"]
     lines.append("|---|---|---|---|---|---|")
-    for row in table[:6].itertuples():
+    for row in table[: 3 * len(PARTS)].itertuples():
         missed = f"{row.missed} of {row.must}" if row.must else ""
         lines.append(
             f"| {row.family} | {row.families} | {row.models} | {row.wrong} ({row.wrong_rate:.1%}) "
@@ -170,18 +177,19 @@ def main() -> None:
     parser.add_argument("--family", help="only this family")
     parser.add_argument("--minutes", type=float, default=1e6, help="time limit")
     arguments = parsed(parser)
-    files = {name: arguments.out / f"{NAME}_{name}.csv" for name in ("models", "rates", "limits")}
+    names = ("models", "moved", "rates", "limits")
+    files = {name: arguments.out / f"{NAME}_{name}.csv" for name in names}
     files["models"].parent.mkdir(parents=True, exist_ok=True)
     until = monotonic() + 60 * arguments.minutes
     chosen = cases(range(CONFIRMED, CONFIRMED + arguments.seeds))
-    wanted = CONFIRMED_ONLY if arguments.family is None else (arguments.family,)
-    asked([each for each in chosen if each.family in wanted], files["models"], until)
-    if arguments.family is None and monotonic() < until:
-        seen = [case for case in cases([TUNED]) if case.family not in CONFIRMED_ONLY]
-        tuning = asked(seen, files["models"], until)
-        if len(tuning) == len(seen):
-            limits = moved_limits(tuning)
-            limits.to_csv(files["limits"], index=False, float_format="%.6g")
+    every = (*CONFIRMED_ONLY, *LATER)
+    wanted = every if arguments.family is None else (arguments.family,)
+    ask([each for each in chosen if each.family in wanted], files, until)
+    if arguments.family is None:
+        tuning = [case for case in cases([TUNED]) if half_of(case.family) == "tuning"]
+        ask(tuning, files, until)
+        limits = moved_limits(pd.read_csv(files["moved"]))
+        limits.to_csv(files["limits"], index=False, float_format="%.6g")
     models = pd.read_csv(files["models"])
     table = rates(models)
     table.to_csv(files["rates"], index=False, float_format="%.6g")

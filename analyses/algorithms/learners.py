@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from mechinterp import Prompts, TaskConfig, sample_prompts
-from mechinterp.icl.algorithm_controls import CONTROLS
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 
-BY_NAME = {algorithm.name: algorithm for algorithm in (*ALGORITHMS, *CONTROLS)}
+BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 GD, NEWTON, ALG1, ISTA = (
     "gradient descent",
     "iterative Newton",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from analyses.algorithms.families import Family, Random, Tasks, correlated, dense, pooled, sparse
+from analyses.algorithms.later_families import LATER_GUISES, LATER_MISSES
 from analyses.algorithms.learners import ALG1, GD, GDPP, ISTA, NEWTON, PRE, RIDGE, law_of, natural
 from analyses.algorithms.near_misses import NEAR
 from analyses.algorithms.new_families import NEW_GUISES, NEW_MISSES
@@ -285,14 +286,19 @@ FAMILIES: dict[str, tuple[str, str, Build]] = {
     "steps half GD, half Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse)),
     "steps half preconditioned, half ISTA": (NONE, "none", mixed_steps(PRE, ISTA, correlated)),
     "GD, then Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse, in_turn=True)),
-    **{name: (NONE, "none", near_miss(family)) for name, family in {**NEAR, **NEW_MISSES}.items()},
+    **{
+        name: (NONE, "none", near_miss(family))
+        for name, family in {**NEAR, **NEW_MISSES, **LATER_MISSES}.items()
+    },
     **{
         name: (truth, demand, near_miss(build))
-        for name, (truth, demand, build) in NEW_GUISES.items()
+        for name, (truth, demand, build) in {**NEW_GUISES, **LATER_GUISES}.items()
     },
 }
 CONFIRMED_ONLY = (*NEW_MISSES, *NEW_GUISES)
 """Families that were not used to set a rule or a limit."""
+LATER = (*LATER_MISSES, *LATER_GUISES)
+"""Families written after the rules of `naming.py`."""
 
 
 def cases(seeds: Sequence[int]) -> list[Case]:

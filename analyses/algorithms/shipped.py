@@ -16,8 +16,8 @@ import pandas as pd
 import torch
 
 from analyses.algorithms.calibration import append, known_rows
-from mechinterp.analysis.multi_layer import algorithm
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer import naming
+from mechinterp.analysis.multi_layer.naming import Naming
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
@@ -37,33 +37,32 @@ def deep_checkpoints() -> dict[str, Checkpoint]:
 
 @contextmanager
 def same_last_prompts() -> Iterator[None]:
-    """Reuse the evidence of one model on the last prompts, which are the same for every seed."""
-    asked, last = algorithm._evidence, {}
+    """Reuse the numbers of one model on the last prompts, which are the same for every seed."""
+    named, last = naming._named, {}
 
-    def once(source: object, prompts: Prompts, *rest: object) -> AlgorithmEvidence:
-        if len(prompts) < N_PROMPTS * algorithm.GROWTH[-1]:
-            return asked(source, prompts, *rest)
+    def once(subject: object, prompts: Prompts, *rest: object) -> Naming:
+        if len(prompts) < N_PROMPTS * naming.GROWTH[-1]:
+            return named(subject, prompts, *rest)
         if not last:
-            last["evidence"] = asked(source, prompts, *rest)
-        return last["evidence"]
+            last["answer"] = named(subject, prompts, *rest)
+        return last["answer"]
 
-    algorithm._evidence = once
+    naming._named = once
     yield
-    algorithm._evidence = asked
+    naming._named = named
 
 
 def row_of(name: str, checkpoint: Checkpoint, seed: int) -> dict[str, object]:
     """Label of a model on the prompts of a seed, with the numbers behind it."""
-    found = algorithm.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
+    found = naming.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
     return {
         "checkpoint": name,
         "seed": seed,
         "label": found.label,
         "function": found.function,
-        "candidates": " ".join(found.candidates),
-        "frequency": found.frequency[0],
+        "frequency": max(found.frequency.values()),
         "n_prompts": found.n_prompts,
-        "relative_risk": found.relative_risk[0],
+        "relative_risk": found.measured.relative_risk,
         "reason": found.reason,
     }
 

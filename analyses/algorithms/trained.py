@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 from analyses.algorithms.calibration import append, known_rows
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.training.train import train
 
@@ -56,9 +56,9 @@ def rows_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> list[di
             "prompt_seed": prompt_seed,
             "label": each.label,
             "function": each.function,
-            "frequency": each.frequency[0],
+            "frequency": max(each.frequency.values()),
             "n_prompts": each.n_prompts,
-            "relative_risk": each.relative_risk[0],
+            "relative_risk": each.measured.relative_risk,
             "reason": each.reason,
         }
         for prompt_seed, each in zip(PROMPT_SEEDS, found, strict=True)

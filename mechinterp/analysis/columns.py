@@ -10,9 +10,7 @@ from itertools import pairwise
 from textwrap import dedent
 
 COMMON = {
-    "answer": "True if the two sides of the identity agree; empty if the model leaves its task.",
     "attention": "Attention weight of the query on the token.",
-    "candidate": "Algorithm fitted to the model.",
     "checkpoint": "Folder or file.",
     "component": "Principal component of x, 1 for the one learned first.",
     "context_length": "Number of pairs before the query.",
@@ -34,13 +32,11 @@ COMMON = {
     "pattern": "Pattern that the heads form together.",
     "pos": "Position of the target in the prompt, from 0; the last position is the query's.",
     "prompt": "Number of the prompt.",
-    "prompts": "Prompts of the row: the model's own length, half or twice that, or a wide spread of x.",
     "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
     "seed": "Seed of the initial weights.",
     "setting": "Models that differ in nothing but seeds, named by the common start of their names.",
     "step": "Number of updates.",
     "tasks": "Tasks of the prompts: those of the pool, or new ones.",
-    "test": "Identity that some algorithms satisfy.",
     "value": "The number.",
 }
 """Columns that count rows or name what a row is about."""

@@ -75,14 +75,14 @@ ALGORITHMS = {
     "gradient_descent": Label(
         f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}",
         "Several layers, each a step of gradient descent on the pairs of the prompt.",
-        *(1, 51),
+        *(1, 57),
         name="gradient descent",
         numbers=("η",),
     ),
     "gd_plus_plus": Label(
         f"gradient descent on x that each layer also turns into (1 − γ S) x: {STEP}; {MOMENTS}",
         "Gradient descent on x that each layer also turns into (1 − gamma S) x, S = XᵀX/L.",
-        *(0, 3),
+        *(0, 7),
         name="gradient descent on x that layers rescale (GD++)",
         numbers=("η", "γ"),
     ),
@@ -90,7 +90,7 @@ ALGORITHMS = {
         "gradient descent with the covariance Σ of x as preconditioner: ŷ = w·x, "
         f"w ← w + η (Σ + c)⁻¹ (b − S w) from w = 0 in each layer; {MOMENTS}",
         "Several layers, each a step of gradient descent with the inverse of Sigma + c as preconditioner.",
-        *(0, 5),
+        *(0, 8),
         name="preconditioned gradient descent",
         numbers=("η", "c"),
     ),
@@ -105,7 +105,7 @@ ALGORITHMS = {
         "gradient descent on x times b, entry by entry: ŷ = w·x, w ← w + η b² (b − S w) from w = 0 in each layer "
         f"but the first; {MOMENTS}",
         "x times Xᵀy, entry by entry, in the first layer; gradient descent on that in the others.",
-        *(0, 1),
+        *(0, 2),
         name="gradient descent on x times Xᵀy",
         numbers=("η",),
     ),
@@ -113,14 +113,14 @@ ALGORITHMS = {
         "gradient descent that shrinks small weights to 0 (ISTA): ŷ = w·x, w ← soft(w + η (b − S w), t) from w = 0 "
         f"in each layer; {MOMENTS}",
         "Gradient descent that shrinks small weights to 0 in each layer (ISTA).",
-        *(0, 8),
+        *(0, 11),
         name="gradient descent with shrinkage (ISTA)",
         numbers=("η", "t"),
     ),
     "ridge_like": Label(
         f"the prediction of ridge regression, by unidentified steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
         "Several layers whose prediction is that of ridge regression; the steps are not identified.",
-        *(0, 7),
+        *(1, 12),
         name="ridge regression",
         numbers=("λ",),
     ),
@@ -128,11 +128,11 @@ ALGORITHMS = {
         "the posterior mean under the pool of tasks, by unidentified steps: ŷ = Σ_i p_i β_i·x, "
         "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
         "Several layers that predict the posterior mean under the task's pool.",
-        *(0, 4),
+        *(0, 7),
         name="the posterior mean under the pool",
     ),
 }
-"""Labels of several layers, with counts of both halves of analyses/algorithms/calibration.py."""
+"""Labels of several layers, with counts of all parts of analyses/algorithms/calibration.py."""
 NO_LABEL = {
     "undetermined": "none of the known {kind} fits clearly (undetermined)",
     "unstructured": "nothing beyond what random weights compute (unstructured)",

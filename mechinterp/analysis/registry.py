@@ -118,8 +118,7 @@ ANALYSES: dict[str, Analysis] = {
         "one_layer.attention_entropy:attention_entropy", has.a_distribution
     ),
     "composition": Analysis("multi_layer.composition:composition_scores", has.weights_of_layers),
-    "algorithm": Analysis("multi_layer.algorithm:name_algorithm"),
-    "algorithm-steps": Analysis("multi_layer.step_interventions:intervene_on_steps"),
+    "algorithm": Analysis("multi_layer.naming:name_algorithm"),
     "baselines": Analysis(
         "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
     ),

@@ -4,8 +4,6 @@ from mechinterp.rooms import names_of
 
 HOMES = {
     "ALGORITHMS": "mechinterp.icl.algorithms",
-    "CONTROLS": "mechinterp.icl.algorithm_controls",
-    "ONLINE": "mechinterp.icl.algorithm_controls",
     "PromptMoments": "mechinterp.icl.prompt_moments",
     "fit_algorithm": "mechinterp.icl.algorithm_fits",
     "ridge": "mechinterp.icl.predictors",

@@ -1,7 +1,7 @@
 """Algorithms of linear regression: a prediction after every layer, as a function of a few scalars."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ class Algorithm:
 
     name: str
     label: str | None
-    """Label of a model that runs the algorithm; None for controls and reference curves."""
+    """Label of a model that runs the algorithm; None for a learner that gives no label."""
     scalars: tuple[Scalar, ...]
     run: Callable[..., Tensor] = None  # type: ignore[assignment]
     """Function of (moments, n_layers, one tensor per scalar): predictions [layer, batch, d_y]. None: made from `step`."""
@@ -55,8 +55,6 @@ class Algorithm:
     """True: the prediction is linear in the responses of the context."""
     equivariant: bool = True
     """True: rotating x and x_query together does not change the prediction."""
-    linear_in_scalars: bool = False
-    """True: the prediction is linear in the scalars."""
     covariates: Callable[..., Tensor] | None = None
     """Function of the arguments of `run`: the query's x after each layer, [layer, batch, d_x]. None: layers do not
     change x."""
@@ -187,19 +185,3 @@ def _in_steps(
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:
     """Algorithm function that repeats a learner's prediction after every layer."""
     return lambda moments, n_layers: learner(moments).expand(n_layers, -1, -1)
-
-
-def at_depth(algorithm: Algorithm, depth: int) -> Algorithm:
-    """Algorithm that gives the prediction after `depth` layers, without a path.
-
-    Raises:
-        ValueError: If the algorithm has scalars per layer.
-    """
-    if any(scalar.where != "once" for scalar in algorithm.scalars):
-        raise ValueError(f"{algorithm.name} must have scalars for all layers at once alone.")
-
-    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
-        return algorithm.run(moments, depth, *scalars)[-1].expand(n_layers, -1, -1)
-
-    name = f"{algorithm.name} of {depth} steps"
-    return replace(algorithm, name=name, label=None, run=run, has_path=False)

@@ -16,8 +16,8 @@ TOLERANCE = 1e-8
 ROUNDING = 1e-26
 """A mean squared difference below this fraction of the target's mean square counts as rounding."""
 MAX_STEPS = 100
-DAMPING, UNDAMPED = 1e-2, 1e-12
-"""Initial damping, relative to the squared derivatives: for nonlinear scalars, and for linear ones."""
+DAMPING = 1e-2
+"""Initial damping, relative to the squared derivatives."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,8 +93,7 @@ def fit_algorithm(
     if n_starts > 1 and wanted.ndim == 2:
         starts += _apart(algorithm, moments, len(starts[0]))
     for scalars in (*starts, *_disturbed(starts[0], n_starts - 1)):
-        damping = UNDAMPED if algorithm.linear_in_scalars else DAMPING
-        fits.append(_minimise(difference, scalars, lower, goal, tolerance, damping))
+        fits.append(_minimise(difference, scalars, lower, goal, tolerance))
         if fits[-1][0] <= goal:
             break
     error, scalars = min(fits, key=lambda fit: fit[0])
@@ -134,7 +133,6 @@ def _minimise(
     lower: Tensor,
     goal: float,
     tolerance: float,
-    damping: float,
 ) -> tuple[float, Tensor]:
     """Smallest mean square and its scalars, by Levenberg-Marquardt steps. A scalar at its lower bound stays there
     while the mean square would decrease only beyond the bound."""
@@ -142,6 +140,7 @@ def _minimise(
     error = rest.square().mean().nan_to_num(nan=torch.inf).item()
     if not len(scalars) or not np.isfinite(error):
         return error, scalars
+    damping = DAMPING
     for _ in range(MAX_STEPS):
         J = _jacobian(difference, scalars)
         free = (scalars > lower) | (rest @ J < 0)

@@ -1,6 +1,5 @@
 """Second moments of the contexts of prompts, the input of algorithms of linear regression."""
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -45,7 +44,6 @@ class PromptMoments:
     def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
         self.prompts = prompts.to(torch.float64)
         self.task = task
-        self.factor = 1.0
 
     def times(self, factor: float) -> "PromptMoments":
         """Moments with S and b times a factor; with factor L / L_0 they are sums over pairs divided by a fixed L_0."""
@@ -55,7 +53,6 @@ class PromptMoments:
             factor * self.b,
             (factor * values, vectors),
         )
-        scaled.factor = factor
         return scaled
 
     @property
@@ -80,13 +77,6 @@ class PromptMoments:
     def gradient(self, w: Float[Tensor, "batch d_x d_y"]) -> Float[Tensor, "batch d_x d_y"]:
         """Negative gradient b - S w, which has a fast derivative with respect to w."""
         return self.b - _Product.apply(self.S, w)
-
-    @cached_property
-    def centred(self) -> "PromptMoments":
-        """Moments of x and y minus their means over the context; the query is unchanged."""
-        x, y = (side - side.mean(1, keepdim=True) for side in (self.prompts.x, self.prompts.y))
-        centred = PromptMoments(replace(self.prompts, x=x, y=y), self.task)
-        return centred if self.factor == 1 else centred.times(self.factor)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "batch d_x"]:

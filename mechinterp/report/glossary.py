@@ -13,7 +13,7 @@ WORDS = {
     "vanilla_gd": "One step of gradient descent from 0: (eta/L) Σ y_l ⟨x_l, x_query⟩.",
     **{name: label.meaning for name, label in (PATTERNS | ALGORITHMS).items()},
     "ridge": "Ridge regression with the penalty that is best for the task.",
-    "unstructured": "No further from random weights than these are from each other.",
+    "unstructured": "No better at the task than random weights; of several layers: than predicting 0, times any factor.",
     "undetermined": "Not clearly one thing; the answer names the number that lies in between.",
     "excess risk": "Mean squared error against x·β, the response without its noise.",
     "R²": "1 − (mean squared difference of two predictions) / (mean square of the model's).",

@@ -19,9 +19,7 @@ from torch import Tensor
 from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.fits import fit_learners
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
-from mechinterp.analysis.multi_layer.step_interventions import intervene_on_steps
+from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -92,12 +90,6 @@ def descents() -> Checkpoint:
     return Checkpoint(
         Path("descents"), ExperimentConfig(task=task, model=weights.model), 0, weights
     )
-
-
-@cache
-def evidence() -> AlgorithmEvidence:
-    """What `name_algorithm` says of it."""
-    return name_algorithm(descents())
 
 
 class Layer(torch.nn.Module):
@@ -176,9 +168,9 @@ class R2:
 
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
-    """The table of `name_algorithm` at the model's own length; elsewhere the error of the fit is left out (docs/trust.md)."""
-    rows = name_algorithm(source, **drawn).to_frame().query("prompts == 'own length'").itertuples()
-    return {f"{row.candidate}, {row.prompts}": R2(row.r2, row.r2_sem) for row in rows}
+    """R² of the last prediction, learner by learner; in other settings the error of the fit is left out (docs/trust.md)."""
+    rows = name_algorithm(source, **drawn).to_frame().itertuples()
+    return {row.learner: R2(row.r2, row.r2_sem) for row in rows}
 
 
 def classified_layers(source: Checkpoint, **drawn: int) -> object:
@@ -194,9 +186,6 @@ def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> obje
 CASES = {
     "classify": Case(softmax),
     "algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
-    "algorithm-steps": Case(
-        descents, run=lambda *of, **drawn: intervene_on_steps(*of, evidence(), **drawn)
-    ),
     "attention-entropy": Case(softmax),
     "edges": Case(n_prompts=32, seeds=100, slow=True),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),

@@ -12,7 +12,7 @@ from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import PATTERNS, Label
 from mechinterp.analysis.learners.baseline_comparison import task_doubt
 from mechinterp.analysis.learners.nearest import Nearby, nearby
-from mechinterp.analysis.multi_layer.algorithm_labels import ALIKE, LARGER
+from mechinterp.analysis.multi_layer.naming import ALIKE, LARGER
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.thresholds import Thresholds
@@ -186,7 +186,7 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     found = classify(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128)
     assert found.verdict.computes.endswith("(gradient_descent); η = 0.500, 0.300")
     assert "w ← w + η (b − S w)" in found.verdict.computes
-    assert f"p < {1 / len(found.algorithm.null_risk):.2g}" in found.verdict.sure
+    assert "gradient_descent in 100% of resamples" in found.verdict.sure
     # GD++, preconditioned descent and ISTA contain gradient descent, and so predict as well.
     names = {label: each.name for label, each in LAYERED.items()}
     alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]

@@ -11,7 +11,6 @@ from mechinterp import (
     ablate_heads,
     classify,
     hook_module,
-    intervene_on_steps,
     name_algorithm,
     p_probe,
     patch_positions,
@@ -275,10 +274,9 @@ class Descent(nn.Module):
 def test_paths_and_steps_are_those_at_the_query(prompts, behind):
     hooked = hook_module(made(Descent, behind), task=TASK)
     evidence = name_algorithm(hooked, prompts)
-    assert evidence.path_answered
+    assert evidence.label == "gradient_descent"
     # The step of the algorithm is what each layer adds.
-    replaced = intervene_on_steps(hooked, evidence).replaced_r2
-    np.testing.assert_allclose(replaced, 1, atol=1e-5)
+    np.testing.assert_allclose(evidence.steps.steps_r2, 1, atol=1e-5)
 
 
 class ToResponse(nn.Module):
@@ -365,11 +363,11 @@ class SumsOutside(nn.Module):
 @pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
-    for analysis in (probe_layers, prune, p_probe_of, intervene_on_steps_of):
+    for analysis in (probe_layers, prune, p_probe_of):
         with pytest.raises(ValueError, match="a sum with the stream stands outside"):
             analysis(hooked, prompts)
     assert ablate_heads(hooked, prompts).rise.any()
-    assert not name_algorithm(hooked, prompts).path_answered
+    assert name_algorithm(hooked, prompts).measured.path is None
     assert classify(hooked, n_prompts=64).pattern
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     assert "probes.csv" not in {file.name for file in report.tables}
@@ -380,7 +378,3 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
 
 def p_probe_of(hooked, prompts):
     return p_probe({"model": hooked}, prompts)
-
-
-def intervene_on_steps_of(hooked, prompts):
-    return intervene_on_steps(hooked, n_prompts=len(prompts))

@@ -10,7 +10,7 @@ from mechinterp.models.constructions.descent import rotated
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
-from tests.analysis.test_algorithm import (
+from tests.analysis.test_naming import (
     DENSE,
     EQUAL,
     FALLING,
@@ -62,15 +62,15 @@ def test_the_pattern_is_the_algorithm(name: str, tmp_path: Path, run: Run):
     assert document["pattern"] == label, document["reason"]
     evidence = document["evidence"]
     if label == "unstructured":
-        assert (evidence["candidates"], evidence["relative_risk"] >= 0.95) == ([], True)
+        assert (len(evidence["algorithms"]), evidence["relative_risk"] >= 0.95) == (1, True)
         return
-    assert evidence["candidates"] == [evidence["algorithm"]] == [label]
+    assert evidence["algorithm"] == evidence["mechanism"] == label
     assert evidence["r2"] >= 0.98
     assert evidence["r2_sem"] < 0.01
-    assert evidence["runner_up"] != label
-    assert evidence["lead"] == pytest.approx(evidence["r2"] - evidence["runner_up_r2"])
-    (path,) = [[row for row in evidence["path"] if row["candidate"] == label]]
-    assert [row["layer"] for row in path] == [0, 1, 2, 3]
+    first, *others = evidence["algorithms"]
+    assert (first["learner"], first["why_not"]) == (label, "")
+    assert all(row["why_not"] for row in others)
+    assert min(first[f"layer_{layer}_r2"] for layer in range(4)) >= 0.98
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ def test_classify_names_no_algorithm_of_a_model_after_six_steps(folder: Path, ru
     (document,) = run("classify", folder, "--json", "--n-prompts", 64).document
     assert document["pattern"] == "unstructured"
     found = classify(load(folder), n_prompts=64)
-    assert document["evidence"]["relative_risk"] == found.algorithm.relative_risk[0] >= 0.95
-    assert document["evidence"]["candidates"] == []
+    assert document["evidence"]["relative_risk"] == found.algorithm.measured.relative_risk >= 0.95
+    assert document["evidence"]["function"] == "undetermined"
     rises = [row["excess_risk_increase"] for row in document["heads"]]
     assert rises == found.increase.ravel().tolist()
     ran = run("classify", folder, "--n-prompts", 64)
-    assert ": unstructured\nWhat it computes: nothing beyond what random weights" in ran.out
+    assert ": unstructured\nWhat it computes: nothing that helps on its task" in ran.out
     assert found.verdict.is_not in " ".join(ran.out.split())
 
 
@@ -94,7 +94,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert (document["path"], document["page"]) == (str(folder), str(out / "index.html"))
     assert document["verdict"].startswith("What it computes: ")
     assert {Path(table).stem for table in document["tables"]} == {
-        *("classify", "algorithms", "algorithm_controls", "identities", "label_frequencies"),
+        *("classify", "algorithms"),
         *("circuits", "attention", "baselines", "ablation", "layers", "edges"),
         *("rules", "pruning", "chosen", "probes", "areas", "descent", "read_out_by_layer"),
         *("snapshots", "norms", "history"),

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, at_depth
-from mechinterp.icl.algorithm_controls import CONTROLS, ONLINE
+from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import nearest_neighbours, ridge, vanilla_gd
+from mechinterp.icl.predictors import nearest_neighbours, ridge
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
-    averaging,
     gradient_descent,
     ols,
     preprocess_then_optimise,
 )
 from tests.conftest import assert_close_to_rounding
 
-ALL = (*ALGORITHMS, *CONTROLS, *ONLINE)
-BY_NAME = {algorithm.name: algorithm for algorithm in ALL}
+BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 TASK = TaskConfig(
     d_x=5,
     d_y=2,
@@ -148,149 +145,8 @@ def test_ista_rests_where_the_lasso_is_least(prompts: Prompts):
     assert (gradient[~live].abs() <= alpha).all()
 
 
-@pytest.mark.parametrize("name", ["heavy ball", "Nesterov's descent"])
-def test_momentum(name: str, prompts: Prompts, moments: PromptMoments):
-    before = w = torch.zeros_like(moments.b)
-    expected, beta = [], 0.4
-    for eta in ETA:
-        ahead = w + beta * (w - before)
-        at = ahead if name.startswith("Nesterov") else w
-        before, w = w, ahead + eta * (moments.b - moments.S @ at)
-        expected.append(read(prompts, w))
-    assert_close_to_rounding(run(name, moments, [*ETA, beta], 4), torch.stack(expected))
-    still = run(name, moments, [*ETA, 0], 4)
-    assert_close_to_rounding(still, run("gradient descent", moments, ETA, 4))
-
-
 def read(prompts: Prompts, w: Tensor) -> Tensor:
     return (prompts.x_query[:, None] @ w)[:, 0]
-
-
-def test_weight_decay(prompts: Prompts, moments: PromptMoments):
-    w, expected = torch.zeros_like(moments.b), []
-    for eta in ETA:
-        w = 0.9 * w + eta * (moments.b - moments.S @ w)
-        expected.append(read(prompts, w))
-    found = run("descent with weight decay", moments, [*ETA, 0.1], 4)
-    assert_close_to_rounding(found, torch.stack(expected))
-
-
-def test_centred_descent_is_descent_on_centred_pairs(prompts: Prompts, moments: PromptMoments):
-    """It is what pairs of softmax heads of opposite scales do where their slopes are small."""
-    x, y, f, path = prompts.x, prompts.y, torch.zeros_like(prompts.y_query), []
-    for eta in ETA:
-        centre = x - x.mean(1, keepdim=True)
-        step = [side @ centre.mT @ y / x.shape[1] for side in (x, prompts.x_query[:, None])]
-        y, f = y - eta * step[0], f + eta * step[1][:, 0]
-        path.append(f)
-    assert_close_to_rounding(run("centred descent", moments, ETA, 4), torch.stack(path))
-
-
-def test_conjugate_gradients_end_at_least_squares(prompts: Prompts, moments: PromptMoments):
-    path = run("conjugate gradients", moments, [], 5)
-    # Directions lose their conjugacy to rounding, times the condition number.
-    torch.testing.assert_close(path[-1], ols(prompts), rtol=0, atol=1e-7)
-    assert_close_to_rounding(path[0], run("line search", moments, [], 1)[0])
-    assert (path[2] - ols(prompts)).abs().max() > 1e-3
-
-
-def test_line_search_takes_the_best_step(prompts: Prompts, moments: PromptMoments):
-    """After it the gradient is orthogonal to the one before."""
-    w = torch.zeros_like(moments.b)
-    for layer in range(3):
-        gradient = moments.b - moments.S @ w
-        step = (gradient**2).sum(1, keepdim=True)
-        w = w + step / (gradient * (moments.S @ gradient)).sum(1, keepdim=True) * gradient
-        new = moments.b - moments.S @ w
-        assert ((gradient * new).sum(1).abs() < 1e-12 * step[:, 0]).all()
-        found = run("line search", moments, [], layer + 1)[-1]
-        assert_close_to_rounding(found, read(prompts, w))
-
-
-def test_hard_thresholding_keeps_as_many_as_the_task_has(moments: PromptMoments):
-    one = Prompts(**{k: v[:1].repeat_interleave(5, 0) for k, v in vars(moments.prompts).items()})
-    basis = PromptMoments(replace(one, x_query=torch.eye(5, dtype=torch.float64)), TASK)
-    w = run("hard thresholding", basis, ETA, 4)
-    assert ((w != 0).sum(1) == TASK.sparsity).all()
-
-
-def test_online_learners(prompts: Prompts, moments: PromptMoments):
-    w = torch.zeros_like(moments.b)
-    for k in range(30):
-        x, y = prompts.x[:, k, :, None], prompts.y[:, k, None]
-        w = w + 0.02 * x * (y - x.mT @ w)
-    assert_close_to_rounding(run("least mean squares", moments, [0.02], 1)[0], read(prompts, w))
-    forget = "recursive least squares with forgetting"
-    found = run(forget, moments, [0.0, 0.7], 2)
-    assert_close_to_rounding(found, ridge(prompts, penalty=0.7).expand(2, -1, -1))
-    # From the first pair on: P is the inverse of what has been seen, one pair at a time.
-    keep, P = float(np.exp(-0.05)), torch.eye(5, dtype=torch.float64).expand(32, 5, 5) / 0.7
-    w = torch.zeros_like(moments.b)
-    P = P * keep**29  # The penalty is not forgotten: it is given at the last pair.
-    for k in range(30):
-        x, y = prompts.x[:, k, :, None], prompts.y[:, k, None]
-        P = P / keep if k else P
-        gain = P @ x / (1 + x.mT @ P @ x)
-        w, P = w + gain * (y - x.mT @ w), P - gain @ x.mT @ P
-    found = run(forget, moments, [0.05, 0.7], 1)[0]
-    assert_close_to_rounding(found, read(prompts, w))
-
-
-def test_ridge_with_an_intercept(prompts: Prompts, moments: PromptMoments):
-    ones = torch.ones_like(prompts.x[..., :1])
-    wide, query = torch.cat([prompts.x, ones], 2), torch.cat([prompts.x_query, ones[:, 0]], 1)
-    penalty = torch.diag(torch.tensor([0.7] * 5 + [0], dtype=torch.float64))
-    w = torch.linalg.solve(wide.mT @ wide + penalty, wide.mT @ prompts.y)
-    found = run("ridge with an intercept", moments, [0.7], 1)[0]
-    assert_close_to_rounding(found, (query[:, None] @ w)[:, 0])
-
-
-def test_any_polynomial_contains_descent(moments: PromptMoments):
-    etas = [0.5, 0.3]
-    # 1 - s phi is (1 - .5 s)(1 - .3 s), so that phi is .8 - .15 s.
-    found = run("a polynomial of S in each layer", moments, [0.5, 0.8, -0.15, *[]], 2)
-    assert_close_to_rounding(found, run("gradient descent", moments, etas, 2))
-
-
-THRESHOLDS = [0.05, 0.1, 0.02, 0.08]
-
-
-def test_shrinkage_between_soft_and_hard(moments: PromptMoments):
-    """Soft thresholding at power 1, and hard thresholding by size where the power is large."""
-    name = "shrinkage between soft and hard"
-    found = run(name, moments, [*ETA, *THRESHOLDS, 1.0], 4)
-    assert_close_to_rounding(found, run("ISTA", moments, [*ETA, *THRESHOLDS], 4))
-    w, expected = torch.zeros_like(moments.b), []
-    for eta, limit in zip(ETA, THRESHOLDS, strict=True):
-        stepped = w + eta * (moments.b - moments.S @ w)
-        w = stepped * (stepped.abs() > limit)
-        expected.append(read(moments.prompts, w))
-    found = run(name, moments, [*ETA, *THRESHOLDS, 1e9], 4)
-    assert_close_to_rounding(found, torch.stack(expected))
-
-
-def test_steps_of_the_elastic_net_are_least_squares_with_both_penalties(moments: PromptMoments):
-    """soft(u, t) / (1 + r t) is where (w - u)^2 / 2 + t |w| + r t w^2 / 2 is least."""
-    name, t, r = "proximal steps of the elastic net", 0.05, 0.8
-    assert_close_to_rounding(
-        run(name, moments, [*ETA, *THRESHOLDS, 0.0], 4),
-        run("ISTA", moments, [*ETA, *THRESHOLDS], 4),
-    )
-    one = PromptMoments(
-        replace(moments.prompts, x_query=torch.eye(5)[0].double().expand(32, 5)), TASK
-    )
-    w, u = run(name, one, [0.5, t, r], 1)[0], 0.5 * one.b[:, 0]
-    live = w != 0
-    assert_close_to_rounding(((1 + r * t) * w + t * w.sign())[live], u[live])
-    assert (u[~live].abs() <= t).all()
-    assert 0 < live.sum() < live.numel()
-
-
-def test_a_function_of_any_number_of_steps(moments: PromptMoments):
-    found = at_depth(BY_NAME["conjugate gradients"], 3).predictions(moments, [], 2)
-    assert_close_to_rounding(found[0], run("conjugate gradients", moments, [], 3)[-1])
-    with pytest.raises(ValueError, match=r"^gradient descent must have scalars for all layers"):
-        at_depth(BY_NAME["gradient descent"], 3)
 
 
 def test_sums_in_place_of_means_are_larger_steps(prompts: Prompts):
@@ -325,7 +181,7 @@ def test_posterior_mean_is_the_best_ridge():
     dense = replace(TASK, n_tasks=None, sparsity=None, nonzeros="gaussian", beta_var=0.2)
     prompts = sample_prompts(dense, 4000, generator=generator_for(2, "eval", 0))
     moments = PromptMoments(prompts, dense)
-    error = run("posterior mean of a dense prior", moments, [], 1)[0] - prompts.y_query_clean
+    error = ridge(moments.prompts, penalty=moments.penalty) - prompts.y_query_clean
     for factor in (0.2, 5.0):
         other = ridge(moments.prompts, penalty=factor * moments.penalty) - prompts.y_query_clean
         rise = (other.square() - error.square()).mean(1)
@@ -334,14 +190,8 @@ def test_posterior_mean_is_the_best_ridge():
     assert PromptMoments(prompts, TASK).penalty == pytest.approx(0.2 / (0.4 * 0.5))
 
 
-def test_controls(prompts: Prompts, moments: PromptMoments):
-    assert not run("zero", moments, [], 2).any()
-    assert_close_to_rounding(run("averaging", moments, [], 2)[1], vanilla_gd(prompts, eta=1.0))
-    assert_close_to_rounding(run("averaging", moments, [], 2)[0], averaging(prompts))
-
-
-def test_nearest_neighbours(prompts: Prompts, moments: PromptMoments):
-    found = run("nearest neighbours", moments, [], 1)[0]
+def test_nearest_neighbours(prompts: Prompts):
+    found = nearest_neighbours(prompts, count=3)
     for i in range(5):
         distance = (prompts.x[i] - prompts.x_query[i]).norm(dim=1).numpy()
         nearest = prompts.y[i, np.argsort(distance)[:3].copy()]
@@ -390,9 +240,7 @@ class TestWhatTellsThemApart:
 
 def test_labels_and_scalars():
     labels = [algorithm.label for algorithm in ALGORITHMS if algorithm.label]
-    assert len(BY_NAME) == len(ALL)
     assert len(set(labels)) == len(labels) == 8
-    assert not [each.name for each in (*CONTROLS, *ONLINE) if each.label]
     assert BY_NAME["GD++"].names(3) == ("eta_0", "eta_1", "eta_2", "gamma_0", "gamma_1")
     assert BY_NAME["preprocess then optimise"].names(3) == ("eta_1", "eta_2")
     assert BY_NAME["iterative Newton"].names(3) == ("alpha",)

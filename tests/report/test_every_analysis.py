@@ -35,8 +35,8 @@ N_PROMPTS = 64
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
 SLOW = {"edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
-RANDOM = {kind: {"algorithm-steps", "learning-coefficient"} for kind in ("gpt2", "encoder")}
-"""Random weights follow no algorithm, and are no minimum."""
+RANDOM = {kind: {"learning-coefficient"} for kind in ("gpt2", "encoder")}
+"""Random weights are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 """Nor do they follow a path that could be drawn."""
 SOURCES = {"edges": "descent"}

@@ -19,8 +19,7 @@ from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.learners.baseline_comparison import task_loss
 from mechinterp.analysis.learners.nearest import evaluation, nearby
-from mechinterp.analysis.multi_layer.algorithm import name_algorithm
-from mechinterp.analysis.multi_layer.algorithm_evidence import AlgorithmEvidence
+from mechinterp.analysis.multi_layer.naming import Naming, name_algorithm
 from mechinterp.analysis.multi_layer.verdict import layers_verdict
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
@@ -49,7 +48,7 @@ class LayeredClassification(Classified):
     heads_title: ClassVar = """Heads: what the excess risk rises by when one is masked
   head                    rise (y²)  share of its layer's rises"""
 
-    algorithm: AlgorithmEvidence | None
+    algorithm: Naming | None
     """What earned the label of several layers; None for a single one."""
     excess_risk: float
     """Of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
@@ -90,10 +89,9 @@ class LayeredClassification(Classified):
         """What the algorithm explains, or why there is none."""
         if self.pattern in NO_LABEL:
             return f"; {self.reason}"
-        if self.algorithm is None or self.algorithm.best is None:
+        if self.algorithm is None or not self.algorithm.nearest:
             return ""
-        best = self.algorithm.best
-        return f", {explained(self.algorithm.r2[best, 0], self.algorithm.r2_sem[best, 0])}"
+        return f", {explained(*self.algorithm.explained(self.algorithm.nearest))}"
 
     def head_lines(self, rows: int) -> list[str]:
         """A line per head, in the columns of `heads_title`; of more than `rows` the heaviest."""
@@ -260,7 +258,7 @@ def _between(model: ModelConfig | None) -> str:
 
 
 def _reason(
-    algorithm: AlgorithmEvidence | None,
+    algorithm: Naming | None,
     prediction: Float[Tensor, "batch d_y"],
     model: ModelConfig | None,
 ) -> str:

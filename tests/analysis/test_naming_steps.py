@@ -1,7 +1,6 @@
 """Steps of the fitted algorithm in place of what layers add: models built by hand follow them."""
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 import torch
 from transformer_lens.tools.analysis.interchange import (
@@ -12,32 +11,27 @@ from transformer_lens.tools.analysis.interchange import (
     random_basis,
 )
 
-from mechinterp.analysis.multi_layer.step_interventions import StepInterventions, intervene_on_steps
-from mechinterp.config import ExperimentConfig, ModelConfig
+from mechinterp.analysis.multi_layer.naming import Naming, name_algorithm
+from mechinterp.analysis.multi_layer.naming_steps import step_effects
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import rotated
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.training.general.trainer import initial_deep_weights
-from tests.analysis.test_algorithm import DENSE, FALLING, LABELS, SPARSE
+from tests.analysis.test_naming import DENSE, FALLING, LABELS
 from tests.conftest import sampled
 
 
 @pytest.fixture(scope="module")
-def descent() -> StepInterventions:
-    return intervene_on_steps(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
+def descent() -> Naming:
+    return name_algorithm(rotated(FALLING, seed=0), task=DENSE, n_prompts=128)
 
 
 @pytest.mark.slow
-def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
-    assert descent.algorithm == "gradient_descent"
-    assert descent.layers == ("0", "1", "2", "3", "all layers")
-    np.testing.assert_allclose(descent.replaced_r2, 1, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(descent.exchanged_r2, 1, rtol=0, atol=1e-8)
-    # With every step that of another prompt, the prediction is that prompt's.
-    assert descent.control_r2[-1] < 0
-    assert (descent.control_r2 < descent.replaced_r2 - 1e-4).all()
+def test_an_exact_model_follows_its_algorithm(descent: Naming):
+    assert descent.followed == "gradient_descent"
+    np.testing.assert_allclose(descent.steps.steps_r2, 1, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(descent.steps.exchanged_r2, 1, rtol=0, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -50,12 +44,26 @@ def test_an_exact_model_follows_its_algorithm(descent: StepInterventions):
 )
 def test_what_else_an_algorithm_holds_is_put_in_too(label: str):
     weights, task = LABELS[label]
-    found = intervene_on_steps(rotated(weights, seed=0), task=task, n_prompts=128)
-    assert found.algorithm == label
-    np.testing.assert_allclose(found.replaced_r2, 1, rtol=0, atol=1e-6)
-    known = ~np.isnan(found.exchanged_r2)
-    np.testing.assert_allclose(found.exchanged_r2[known], 1, rtol=0, atol=1e-6)
-    assert found.control_r2[-1] < 0.5
+    found = name_algorithm(rotated(weights, seed=0), task=task)
+    assert found.followed == found.label == label
+    np.testing.assert_allclose(found.steps.steps_r2, 1, rtol=0, atol=1e-6)
+    exchanged = found.steps.exchanged_r2
+    # Algorithm 1 has predicted nothing after its first layer.
+    assert np.isnan(exchanged).tolist() == [
+        label == "preprocess_then_optimise",
+        *[False] * (len(exchanged) - 1),
+    ]
+    np.testing.assert_allclose(exchanged[~np.isnan(exchanged)], 1, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_other_steps_does_not_follow():
+    """The stream moves on by the steps of another step size than those that are put in."""
+    weights, task = LABELS["gradient_descent"]
+    predictor, prompts = predictor_of(weights), sample_prompts(task, 128, dtype=torch.float64)
+    newton = next(one for one in ALGORITHMS if one.label == "newton")
+    found = step_effects(predictor, newton, np.array([0.1]), prompts, task)
+    assert found.steps_r2.min() < 0.95
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
@@ -84,25 +92,12 @@ def test_what_is_held_is_exchanged_by_the_interchange_of_transformer_lens_too(la
     assert (found[other] - expected).square().mean() > 0.5 * (path[-1] - expected).square().mean()
 
 
-@pytest.mark.slow
-def test_table_and_picture(descent: StepInterventions):
-    frame = descent.to_frame()
-    assert frame["layer"].tolist() == list(descent.layers)
-    assert frame["exchanged_r2"].isna().tolist() == [False] * 4 + [True]
-    assert isinstance(descent.plot(), go.Figure)
-    assert repr(descent).startswith(
-        "StepInterventions(steps of gradient_descent in place of all layers: R² 1.000 ± "
-    )
-
-
-def test_refusals():
-    config = ExperimentConfig(
-        task=SPARSE,
-        model=ModelConfig(n_layers=2, n_heads=2, score="linear/L", context_only=True, d_model=32),
-    )
-    weights = initial_deep_weights(config)
-    # 16 to 1, 16 and 16 numbers, fitted to half of the prompts; two prompts per number.
-    with pytest.raises(ValueError, match=r"^n_prompts must be >= 132, .*66 numbers.*, got 131\.$"):
-        intervene_on_steps(weights, task=SPARSE, n_prompts=131)
-    with pytest.raises(ValueError, match=r"near to an algorithm with a path, got unstructured\.$"):
-        intervene_on_steps(weights, task=SPARSE, n_prompts=132)
+def test_too_few_prompts_for_the_images_are_not_enough():
+    weights, task = LABELS["gradient_descent"]
+    descent = next(one for one in ALGORITHMS if one.label == "gradient_descent")
+    # Images of the prediction and 8 entries of x, fitted to half of the prompts, two for each.
+    for n, known in ((35, False), (36, True)):
+        prompts = sample_prompts(task, n, dtype=torch.float64)
+        scalars = np.array([0.7, 0.5, 0.3, 0.2])
+        found = step_effects(predictor_of(weights), descent, scalars, prompts, task)
+        assert (found is not None) == known

@@ -1,0 +1,719 @@
+"""Name of the algorithm that the layers of a model carry out, and what keeps every other algorithm from being it.
+
+Each algorithm of `icl.algorithms` is fitted to the prediction after every layer, and to the last prediction. It is out if
+(1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains more, or
+(4) the rest is another learner and not noise. If one algorithm is left for the layers, it is the label. Otherwise the
+label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
+stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.analysis.multi_layer.naming_scores import (
+    LAST,
+    LOOSE,
+    USELESS,
+    Identity,
+    Rest,
+    Scores,
+    Setting,
+    Subject,
+    Trial,
+    candidates_of,
+    identities,
+    other_settings,
+    path_of,
+    predict_by,
+    reflected,
+    relative_risk,
+    satisfies,
+    with_scaled,
+)
+from mechinterp.analysis.multi_layer.naming_steps import StepEffects, step_effects
+from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
+from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.display import Result
+from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.given import PromptsTask, no_law
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, require_number
+from mechinterp.models.run.predictor import Learner, Predictor, Source
+from mechinterp.models.run.task import task_for
+
+UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
+GROWTH = (1, 4, 16)
+"""Numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""
+REFERENCE = 0
+"""Fixed seed of the last prompts, so that the label does not depend on `seed`."""
+SMALLER = "gradient_descent"
+LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
+"""Algorithms that contain gradient descent: if both explain a model, it is gradient descent."""
+ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
+"""Algorithms that are called ridge_like if they tie with ridge for the last prediction."""
+OWN = 0
+"""Column of the last prediction at the model's own length."""
+LEFT_OUT = (
+    "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, and identities other "
+    "than the order of pairs; task= (--task) states the law."
+)
+NEXT = {
+    "far": "mechinterp fit compares learners over the context length",
+    "identity": "mechinterp fit compares learners over the context length",
+    "rival": "to_frame() has what each learner explains",
+    "rest": "to_frame() has what each learner explains",
+    "tie": "compare the settings in to_frame(), or ask at another length (--context-length)",
+    "layers": "mechinterp probe shows where the prediction is held after each layer",
+    "no path": "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
+    "frequency": "ask on more prompts (n_prompts, --n-prompts)",
+}
+"""Next step for an undetermined label, by the rule that decided."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the rules; analyses/algorithms/calibration.py moves each and counts wrong labels of known learners."""
+
+    explained: float = 0.98
+    """Least R² at the model's own length: of the last prediction, or after every layer."""
+    tie: float = 0.005
+    """Least lead in R² that makes a learner better, and largest mismatch of an identity."""
+    rest: float = 0.9
+    """Largest fraction of another learner in the rest of a model."""
+    rest_of_function: float = 0.5
+    """The same for a function of prompts, which has no noise of weights."""
+    frequency: float = 0.9
+    """Least fraction of resamples with the label."""
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """What keeps a learner from being the label."""
+
+    rule: str
+    where: str = ""
+    """Layer, setting or identity that decided."""
+    value: float = float("nan")
+    limit: float = float("nan")
+    """Limit of the value, or R² of the rival."""
+    rival: str = ""
+
+    def __str__(self) -> str:
+        value, limit, where, rival = self.value, self.limit, self.where, self.rival
+        match self.rule:
+            case "far" | "layers":
+                return f"R² {_r2(value)} ({where}), limit {limit:g}"
+            case "identity":
+                return f"the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}"
+            case "rival":
+                return f"{rival} is nearer: R² {_r2(limit)} against {_r2(value)} ({where})"
+            case "rest":
+                return f"its rest is another learner and no noise: reflections of x keep {value:.0%} of it ({where}), limit {limit:.0%}"
+            case "rest, no symmetry":
+                return "its rest is more than rounding, and the task has no symmetry that tells noise from a learner"
+            case "contains":
+                return f"{rival}, which it contains, explains as much"
+            case "tie":
+                return f"ties with {rival}"
+            case "no path":
+                return f"the prediction after each layer is not known: {where}"
+            case "no steps":
+                return "says nothing about the layers"
+            case "frequency":
+                return f"{value:.0%} of resampled prompts give this label, limit {limit:.0%}"
+        raise ValueError(self.rule)
+
+
+def _r2(value: float) -> str:
+    return f"{value:.4f}" if value > -1 else "below -1"
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Effect of a factor on the predictions of a model that does not do its task."""
+
+    factor: float
+    """Best factor."""
+    risk: float
+    """Relative risk at the best factor."""
+    ridge: float
+    """Relative risk of ridge regression on the same prompts."""
+
+    @property
+    def helps(self) -> bool:
+        """True if the factor takes the risk at least half of the way from predicting 0 to ridge regression."""
+        return self.risk < (1 + self.ridge) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """All numbers behind a label."""
+
+    relative_risk: float
+    """Excess risk of the model over that of predicting 0."""
+    scale: Scale
+    last: Scores
+    """Scores on the last prediction: algorithms, then scaled read-outs; empty if the model does not do its task."""
+    tests: Mapping[str, Identity] = field(default_factory=dict)
+    own_tests: Mapping[str, Mapping[str, Identity]] = field(default_factory=dict)
+    """Identities of near algorithms that break some, by label."""
+    path: Scores | None = None
+    """Scores on the prediction after each layer; None if that is unknown."""
+    path_how: str = "not asked"
+    rest_of_last: Mapping[str, Rest] = field(default_factory=dict)
+    rest_of_path: Mapping[str, Rest] = field(default_factory=dict)
+    is_function: bool = False
+
+    @property
+    def useful(self) -> bool:
+        """True if the model does its task."""
+        return self.relative_risk < USELESS
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A label, and what keeps each algorithm from being it."""
+
+    label: str
+    function: str
+    """Learner of the last prediction."""
+    mechanism: str
+    """Algorithm of the layers."""
+    why_not: Mapping[str, WhyNot | None]
+    """By label; None for the label itself."""
+
+
+def decide(
+    measured: Measured, limits: Limits, counts: Float[np.ndarray, " prompt"] | None = None
+) -> Decision:
+    """The label that the numbers earn, with each scored prompt taken `counts` times."""
+    if not measured.useful:
+        label = UNDETERMINED if measured.scale.helps else UNSTRUCTURED
+        return Decision(label, UNDETERMINED, UNDETERMINED, {})
+    last = _judged(measured, limits, counts, by_layer=False)
+    path = _judged(measured, limits, counts, by_layer=True)
+    function, mechanism = _only(last), _only(path)
+    pathless = {each.label for each in measured.last.learners if each.label and not each.has_path}
+    label = function if mechanism == UNDETERMINED and function in pathless else mechanism
+    why_not = {**last, **path}
+    for name in (name for name, reason in why_not.items() if reason is None and name != label):
+        no_path = WhyNot("no path", measured.path_how)
+        why_not[name] = WhyNot("no steps") if name in pathless else no_path
+    return Decision(label, function, mechanism, why_not)
+
+
+def _only(judged: Mapping[str, WhyNot | None]) -> str:
+    """The one algorithm that nothing speaks against."""
+    left = [name for name, reason in judged.items() if reason is None]
+    return left[0] if len(left) == 1 else UNDETERMINED
+
+
+def _judged(
+    measured: Measured, limits: Limits, counts: np.ndarray | None, *, by_layer: bool
+) -> dict[str, WhyNot | None]:
+    """What speaks against each algorithm, for the last prediction or for all layers; None: nothing."""
+    scores = measured.path if by_layer else measured.last
+    rests = measured.rest_of_path if by_layer else measured.rest_of_last
+    if scores is None:
+        return {}
+    judged: dict[str, WhyNot | None] = {}
+    r2 = scores.r2(counts)
+    for m, learner in enumerate(scores.learners):
+        if learner.label is None:
+            continue
+        own = np.nan_to_num(r2[m, : scores.n_own], nan=-np.inf)
+        at = int(own.argmin())
+        if own[at] < limits.explained:
+            rule = "layers" if by_layer else "far"
+            judged[learner.label] = WhyNot(rule, scores.columns[at], own[at], limits.explained)
+            continue
+        judged[learner.label] = (
+            _broken(learner, measured, limits, counts)
+            or _rival(m, scores, r2, limits)
+            or _left(rests.get(learner.label), scores, measured, limits, counts)
+        )
+    return _settled(judged, by_layer)
+
+
+def _broken(
+    learner: Algorithm, measured: Measured, limits: Limits, counts: np.ndarray | None
+) -> WhyNot | None:
+    """An identity that the algorithm satisfies and the model breaks, or that it breaks by another amount."""
+    worst, own = WhyNot("", value=limits.tie), measured.own_tests.get(str(learner.label), {})
+    for name, test in measured.tests.items():
+        mismatch = test.mismatch(counts)
+        if not satisfies(learner, name):
+            mismatch = abs(own[name].mismatch(counts) - mismatch) if name in own else 0.0
+        if mismatch > worst.value:
+            worst = WhyNot("identity", name, mismatch, limits.tie)
+    return worst if worst.rule else None
+
+
+def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
+    """The best of the learners that explain more than row m in some column, and less in none.
+
+    Other settings count if the better one is near there. Scaled read-outs with more scalars do not count there: a factor
+    that fits noise of weights at one length says nothing at others.
+    """
+    n_scalars = np.array([len(each) for each in scores.scalars])
+    member = np.array([each.label is not None for each in scores.learners])
+    speaks = (member | (n_scalars <= n_scalars[m]))[:, None]
+    with np.errstate(invalid="ignore"):
+        lead = r2 - r2[m]
+        better, worse = lead > limits.tie, -lead > limits.tie
+    elsewhere = np.arange(r2.shape[1]) >= scores.n_own
+    better &= ~elsewhere | (speaks & (r2 >= limits.explained))
+    worse &= ~elsewhere | (speaks & (r2[m] >= limits.explained))
+    leads = np.where(better & ~worse.any(1, keepdims=True), lead, -np.inf)
+    row, column = np.unravel_index(int(leads.argmax()), leads.shape)
+    if not np.isfinite(leads[row, column]):
+        return None
+    where, rival = scores.columns[column], scores.names[row]
+    return WhyNot("rival", where, float(r2[m, column]), float(r2[row, column]), rival)
+
+
+def _left(
+    rest: Rest | None, scores: Scores, measured: Measured, limits: Limits, counts: np.ndarray | None
+) -> WhyNot | None:
+    """A rest that is another learner: of a model after every layer, since later layers of a trained model stray from the
+    algorithm in the same way for all prompts; of a function after any layer."""
+    if rest is None:
+        return None
+    share, column = rest.share(counts, most=measured.is_function)
+    limit = limits.rest_of_function if measured.is_function else limits.rest
+    if share <= limit:
+        return None
+    return WhyNot(
+        "rest" if rest.noise else "rest, no symmetry", scores.columns[column], share, limit
+    )
+
+
+def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
+    """With ties: the smaller of nested algorithms stays, and ridge for the last prediction; else none."""
+    left = [name for name, reason in judged.items() if reason is None]
+    if SMALLER in left:
+        nested = {name: WhyNot("contains", rival=SMALLER) for name in LARGER if name in left}
+        judged, left = {**judged, **nested}, [name for name in left if name not in nested]
+    if len(left) > 1:
+        stays = (
+            "ridge_like" if not by_layer and "ridge_like" in left and ALIKE.issuperset(left) else ""
+        )
+        for name in left:
+            if name != stays:
+                others = stays or " and ".join(other for other in left if other != name)
+                judged[name] = WhyNot("tie", rival=others)
+    return judged
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Naming(Result):
+    """Name of a model's algorithm, with a row for each learner."""
+
+    label: str
+    """The mechanism, else the function if it is a learner without steps; a label of `icl.algorithms`, "undetermined" or
+    "unstructured"."""
+    function: str
+    """Learner of the last prediction; "undetermined" if several are left, or none."""
+    mechanism: str
+    """Algorithm of the layers; "undetermined" if several are left, or none."""
+    why_not: Mapping[str, WhyNot | None]
+    """What keeps each algorithm from being the label, by label; None for the label."""
+    frequency: Mapping[str, float]
+    """Fraction of resamples of the scored prompts with each label, largest first."""
+    measured: Measured
+    risks: Mapping[str, tuple[int, float]]
+    """Number of pairs, and excess risk of the model over that of predicting 0, by setting. Settings from 0.95 on are not
+    evidence."""
+    n_layers: int
+    n_prompts: int
+    followed: str = ""
+    """Algorithm whose steps are put in."""
+    steps: StepEffects | None = None
+    """Effects of its steps; None if they were not put in."""
+    left_out: str = ""
+    """Parts that need the law of given prompts, if it is not known."""
+
+    COLUMNS: ClassVar = {
+        "learner": "Algorithm by its label, or algorithm with a scaled read-out, which gives no label.",
+        "scalars": "Fitted numbers, layer by layer: of all layers if the prediction after each is known.",
+        "r2": "1 - mean (model - learner)^2 / mean model^2 for the last prediction; fitted and scored on different prompts.",
+        **{
+            f"layer_{n}_r2": f"R² after layer {n}, relative to the last prediction."
+            for n in range(99)
+        },
+        "half_length_r2": "R² at half the model's own length; empty if the learner is not near at its own.",
+        "double_length_r2": "R² at twice the model's own length.",
+        "wide_spread_r2": "R² with eigenvalues of the covariance of x from 1 to 30.",
+        "steps_r2": "Least R² over layers of the prediction with the learner's step in place of what the layer adds at the query.",
+        "exchanged_r2": "Least R² over layers of the change of the prediction if the learner's prediction so far is exchanged with that of another prompt.",
+        "why_not": "What keeps the learner from being the label; empty for the label.",
+        "test": "Identity that some algorithms satisfy.",
+        "mismatch": "Least fraction of the model that breaks the identity.",
+    }
+
+    def __repr__(self) -> str:
+        return f"Naming({self.label}: {self.reason})"
+
+    @property
+    def members(self) -> list[str]:
+        """Labels of the algorithms that were fitted; none for a model that does not do its task."""
+        return [each.label for each in self.measured.last.learners if each.label]
+
+    @property
+    def r2(self) -> Float[np.ndarray, "member setting"]:
+        """R² of each algorithm for the last prediction, at the own length and in other settings."""
+        return self.measured.last.r2()[: len(self.members)]
+
+    @property
+    def r2_sem(self) -> Float[np.ndarray, "member setting"]:
+        return self.measured.last.r2_sem()[: len(self.members)]
+
+    @property
+    def path_r2(self) -> Float[np.ndarray, "member layer"]:
+        """R² of each algorithm after each layer, with scalars fitted to all layers; NaN if it has no steps."""
+        return self._by_layer(Scores.r2)
+
+    @property
+    def path_r2_sem(self) -> Float[np.ndarray, "member layer"]:
+        return self._by_layer(Scores.r2_sem)
+
+    def _by_layer(self, of: Callable[[Scores], np.ndarray]) -> Float[np.ndarray, "member layer"]:
+        path, empty = self.measured.path, np.full(self.n_layers, np.nan)
+        known = {} if path is None else dict(zip(path.names, of(path), strict=True))
+        rows = [known.get(name, empty)[: self.n_layers] for name in self.members]
+        return np.array(rows).reshape(-1, self.n_layers)
+
+    def _row(self, learner: str) -> tuple[Scores, int]:
+        """Scores of a learner and its row there: for all layers if the prediction after each is known."""
+        path = self.measured.path
+        scores = path if path is not None and learner in path.names else self.measured.last
+        return scores, scores.names.index(learner)
+
+    def scalars(self, learner: str) -> Float[np.ndarray, " _"]:
+        """Fitted numbers of a learner, in the order of `Algorithm.names`."""
+        scores, row = self._row(learner)
+        return scores.scalars[row]
+
+    def explained(self, learner: str) -> tuple[float, float]:
+        """R² of an algorithm for the last prediction, and its standard error."""
+        m = self.members.index(learner)
+        return float(self.r2[m, OWN]), float(self.r2_sem[m, OWN])
+
+    def lead(self, first: str, second: str) -> tuple[float, float]:
+        """R² of a learner minus that of another for the last prediction, and its standard error, paired."""
+        names = self.measured.last.names
+        lead, sem = self.measured.last.lead(names.index(first), names.index(second))
+        return float(lead[OWN]), float(sem[OWN])
+
+    @property
+    def order(self) -> list[str]:
+        """Algorithms by R² of the last prediction, largest first."""
+        return sorted(
+            self.members, key=lambda name: -np.nan_to_num(self.explained(name)[0], nan=-np.inf)
+        )
+
+    @property
+    def nearest(self) -> str:
+        """The label, or a label that changes with the prompts; else the learner of the last prediction, else the algorithm
+        of the largest R²; "" if none was fitted."""
+        unsure = [name for name, each in self.why_not.items() if each and each.rule == "frequency"]
+        known = (self.label, *unsure, self.function, *self.order, "")
+        return next(name for name in known if name in (*self.members, ""))
+
+    @property
+    def why(self) -> str:
+        """Rule that decided."""
+        if not self.measured.useful:
+            return "scale" if self.measured.scale.helps else "useless"
+        reason = self.why_not[self.nearest]
+        if reason is None:
+            return "mechanism" if self.mechanism == self.label else "function"
+        return reason.rule
+
+    @property
+    def reason(self) -> str:
+        """One sentence: what decided, with its number, and for "undetermined" what to run next."""
+        if not self.measured.useful:
+            return self._useless()
+        name, reason = self.nearest, self.why_not[self.nearest]
+        r2, sem = self.explained(name)
+        text = f"{name} at R² {r2:.4f} ± {sem:.1g}"
+        if reason is not None:
+            text = f"nearest: {text}, but {reason}"
+        elif self.mechanism != self.label:
+            how = f" ({self.measured.path_how})" if self.measured.path is None else ""
+            text += f", path not identified{how}"
+        else:
+            scores, row = self._row(name)
+            r2s, sems = scores.r2()[row, : scores.n_own], scores.r2_sem()[row, : scores.n_own]
+            at = int(r2s.argmin())
+            text += f", after every layer {with_error(r2s[at], sems[at])} or more"
+            if self.steps is not None:
+                text += f", with its steps put in {self.steps.steps_r2.min():.2f}"
+        parts = [text]
+        if self.why != "frequency":
+            share = self.frequency.get(self.label, 0.0)
+            parts.append(f"{self.label} in {share:.0%} of resamples")
+        if self.function not in (UNDETERMINED, self.label, name):
+            parts.append(f"as a function {self.function}")
+        if self.label == UNDETERMINED and self.why in NEXT:
+            parts.append(f"next: {NEXT[self.why]}")
+        return "; ".join(parts)
+
+    def _useless(self) -> str:
+        scale = self.measured.scale
+        text = f"the model's excess risk is {self.measured.relative_risk:.3g} times that of predicting 0"
+        best = f"(ridge regression {scale.ridge:.3g})"
+        if not scale.helps:
+            return f"{text} {best}, and no factor on its predictions takes it half of the way to ridge regression"
+        return (
+            f"{text}; with its predictions times {scale.factor:.3g} it is {scale.risk:.3g} times {best}: "
+            "is the output scaled? (`read=`)"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per learner, the label first, then the nearest."""
+        if not self.measured.useful:
+            nothing = {"learner": "predicting 0", "scalars": "", "r2": np.nan, "r2_sem": np.nan}
+            return pd.DataFrame([nothing | {"why_not": "the model does not do its task"}])
+        last = _table(self.measured.last)
+        frame = (
+            last if self.measured.path is None else pd.concat([_table(self.measured.path), last])
+        )
+        frame = frame[~frame.index.duplicated()]
+        for place, column in enumerate(("r2", "r2_sem"), start=1):
+            frame.insert(place, column, frame.pop(column))
+            frame[column] = last[column]
+        if self.steps is not None:
+            frame["steps_r2"] = pd.Series({self.followed: self.steps.steps_r2.min()})
+            frame["exchanged_r2"] = pd.Series(
+                {self.followed: np.fmin.reduce(self.steps.exchanged_r2)}
+            )
+        reasons = {name: reason or "" for name, reason in self.why_not.items()}
+        frame["why_not"] = [str(reasons.get(name, "gives no label")) for name in frame.index]
+        frame = frame.rename_axis("learner").sort_values("r2", ascending=False, kind="stable")
+        return frame.sort_values("why_not", key=lambda c: c != "", kind="stable").reset_index()
+
+    def test_frame(self) -> pd.DataFrame:
+        """One row per identity that was asked."""
+        mismatch = {name: each.mismatch() for name, each in self.measured.tests.items()}
+        return pd.DataFrame({"test": list(mismatch), "mismatch": list(mismatch.values())})
+
+    def sentences(self) -> list[str]:
+        """The label with its reason, and parts that were left out."""
+        return [f"The label is {self.label}: {self.reason}.", *filter(None, [self.left_out])]
+
+    def tables(self) -> dict[str, Table]:
+        """Learners; and identities, if any were asked."""
+        frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
+        quiet = tuple(column for column in frame if column.endswith("_sem"))
+        tests = {"identities": Table(self.test_frame(), "Identities")}
+        return {"algorithms": Table(frame, title, quiet=quiet)} | (
+            tests if self.measured.tests else {}
+        )
+
+    def figures(self) -> dict[str, go.Figure]:
+        """The paths, if there are any."""
+        return {"algorithm_path": self.plot()} if self.drawn else {}
+
+    def evidence(self) -> dict:
+        """Numbers behind the label, for the JSON document."""
+        evidence: dict[str, object] = {
+            "function": self.function,
+            "mechanism": self.mechanism,
+            "frequency": dict(self.frequency),
+            "relative_risk": self.measured.relative_risk,
+        }
+        if self.nearest:
+            r2, sem = self.explained(self.nearest)
+            evidence |= {"algorithm": self.nearest, "r2": r2, "r2_sem": sem}
+            evidence |= {"scalars": self.scalars(self.nearest)}
+        tables = {"algorithms": self.to_frame(), "tests": self.test_frame()}
+        return evidence | {name: records(frame) for name, frame in tables.items()}
+
+    @property
+    def drawn(self) -> list[str]:
+        """Algorithms whose path is nearer to the model's than 0 is, after every layer."""
+        return [
+            name for name, r2 in zip(self.members, self.path_r2, strict=True) if (r2 >= 0).all()
+        ]
+
+    def plot(self) -> go.Figure:
+        """R² of each algorithm after each layer."""
+        rows = {name: self.members.index(name) for name in self.drawn}
+        return figures.lines(
+            np.arange(1, self.n_layers + 1),
+            {name: (self.path_r2[m], self.path_r2_sem[m]) for name, m in rows.items()},
+            title="R² of each algorithm with the model's prediction after each layer",
+            x_title="layers run",
+            y_title="R²",
+        )
+
+
+def _table(scores: Scores) -> pd.DataFrame:
+    """Scalars and R² with its standard error in each column, by learner."""
+    r2, sem = scores.r2(), scores.r2_sem()
+    table: dict[str, object] = {
+        "scalars": [", ".join(map(digits, each)) for each in scores.scalars]
+    }
+    for n, column in enumerate(scores.columns):
+        key = "r2" if column == LAST else f"{column.replace(' ', '_')}_r2"
+        table |= {key: r2[:, n], f"{key}_sem": sem[:, n]}
+    return pd.DataFrame(table, index=scores.names)
+
+
+@torch.inference_mode(False)  # algorithms are fitted by gradients, which may be off
+def name_algorithm(
+    source: Source | Learner,
+    prompts: Prompts | None = None,
+    *,
+    task: TaskLike | None = None,
+    n_prompts: int = 256,
+    seed: int = 0,
+) -> Naming:
+    """The algorithm that the layers of a model carry out, and the learner of its last prediction.
+
+    Args:
+        source: Model; or function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer,
+            which needs a task.
+        prompts: Given prompts, of the model's own length; no others are drawn at that length. None: drawn from the task.
+        task: Law of the prompts; None: the model's own. The law of given prompts is then unknown, and `left_out` names
+            the parts that need it.
+        n_prompts: First number of prompts. If resamples disagree, four times and then sixteen times as many are drawn;
+            the last are the same for every seed.
+    Raises:
+        ValueError: If there is no task, there are fewer than 8 prompts or than twice the scalars of an algorithm, they do
+            not fit the model, or a function gives something else than predictions.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128).label
+        'gradient_descent'
+        >>> from mechinterp.config import TaskConfig
+        >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
+        'ridge_like'
+    """
+    subject = Subject.of(source, task_for(source, task, "name_algorithm", prompts))
+    given = isinstance(subject.task, PromptsTask)
+    n_prompts = len(subject.task.prompts) if isinstance(subject.task, PromptsTask) else n_prompts
+    members = candidates_of(subject.task)
+    require_number(n_prompts, max(len(each.names(subject.n_layers)) for each in members))
+    for growth in (1,) if given else GROWTH:
+        drawn_by = REFERENCE if growth == GROWTH[-1] else seed
+        drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
+        answer = _named(subject, drawn.to(torch.float64), drawn_by)
+        if _stands(answer):
+            break
+    return answer
+
+
+def _stands(answer: Naming) -> bool:
+    """True if more prompts are not needed: all resamples agree, and the label is no learner without steps while an
+    algorithm explains every layer, which another fit may make the label."""
+    path = answer.measured.path
+    by_layer = [] if path is None else [answer.why_not.get(name) for name in path.names]
+    explained = any(each is not None and each.rule != "layers" for each in by_layer)
+    fallback = answer.label == answer.function != answer.mechanism
+    return answer.measured.useful and len(answer.frequency) == 1 and not (fallback and explained)
+
+
+def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
+    own, limits = Setting.of(prompts, subject.predict(prompts)), Limits()
+    settings = {"own length": own, **other_settings(subject.predict, own, subject.task, seed)}
+    measured = measure(subject, settings, seed, limits)
+    decision, frequency = labelled(measured, limits)
+    followed, steps = "", None
+    if measured.path is not None and isinstance(subject.source, Predictor):
+        scores = measured.path
+        least = np.nan_to_num(scores.r2()[:, : subject.n_layers].min(1), nan=-np.inf)
+        rows = [m for m, each in enumerate(scores.learners) if each.label and least[m] >= LOOSE]
+        for m in sorted(rows, key=lambda m: (scores.names[m] != decision.label, -least[m]))[:1]:
+            followed, fit = scores.names[m], (scores.learners[m], scores.scalars[m])
+            steps = step_effects(subject.source, *fit, own.prompts, subject.task)
+    return Naming(
+        **vars(decision),
+        frequency=frequency,
+        measured=measured,
+        risks={
+            name: (each.prompts.x.shape[1], each.relative_risk) for name, each in settings.items()
+        },
+        n_layers=subject.n_layers,
+        n_prompts=len(prompts),
+        followed=followed,
+        steps=steps,
+        left_out=LEFT_OUT if no_law(subject.task) else "",
+    )
+
+
+def labelled(measured: Measured, limits: Limits) -> tuple[Decision, dict[str, float]]:
+    """The label, which enough resamples of the scored prompts must have, and the fraction of resamples of each label."""
+    decision, n = decide(measured, limits), measured.last.size.shape[1]
+    if not measured.useful:
+        return decision, {decision.label: 1.0}
+    labels = [decide(measured, limits, n * share).label for share in resampled(n)]
+    names = sorted(set(labels), key=lambda name: (-labels.count(name), name))
+    frequency = {name: labels.count(name) / RESAMPLES for name in names}
+    share = frequency.get(decision.label, 0.0)
+    if decision.label != UNDETERMINED and share < limits.frequency:
+        unsure = WhyNot("frequency", value=share, limit=limits.frequency)
+        why_not = {**decision.why_not, decision.label: unsure}
+        decision = Decision(UNDETERMINED, decision.function, UNDETERMINED, why_not)
+    return decision, frequency
+
+
+def measure(
+    subject: Subject, settings: Mapping[str, Setting], seed: int, limits: Limits
+) -> Measured:
+    """The numbers, without a label."""
+    own, task, members = settings["own length"], subject.task, candidates_of(subject.task)
+    asked = {name: each for name, each in settings.items() if each is own or each.useful}
+    trial = Trial(asked, task, subject.n_layers, own.predictions[None])
+    measured = Measured(own.relative_risk, _scale(own, task), trial.scores(()))
+    if not measured.useful:
+        return measured
+    (read, how), near = path_of(subject, own, seed), limits.explained - 0.01
+    path, rest_of_path, starts = None, dict[str, Rest](), {}
+    if read is not None:
+        by_layer = replace(trial, target=read(own.prompts))
+        path = by_layer.scores([each for each in members if each.has_path])
+        starts = dict(zip(path.names, path.scalars, strict=True))
+        rests = subject.is_function or bool(reflected(own.prompts[:1], task, seed))
+        path, rest_of_path = with_scaled(path, by_layer, read, near, seed, rests=rests)
+    last, own_tests = trial.scores(members, starts, n_starts=2), {}
+    for m, each in enumerate(members):
+        if last.r2()[m, OWN] >= LOOSE and not (each.linear_in_y and each.equivariant):
+            predict = predict_by(each, last.scalars[m], task, subject.n_layers)
+            alone = Setting(own.prompts, predict(own.prompts))
+            own_tests[str(each.label)] = identities(predict, alone, task, seed)
+    predicted = lambda each: subject.predict(each)[None]  # noqa: E731
+    last, rest_of_last = with_scaled(last, trial, predicted, near, seed, rests=subject.is_function)
+    return replace(
+        measured,
+        last=last,
+        tests=identities(subject.predict, own, task, seed),
+        own_tests=own_tests,
+        path=path,
+        path_how=how,
+        rest_of_last=rest_of_last,
+        rest_of_path=rest_of_path,
+        is_function=subject.is_function,
+    )
+
+
+def _scale(own: Setting, task: TaskConfig) -> Scale:
+    target = own.prompts.y_query_clean
+    with np.errstate(invalid="ignore", over="ignore"):
+        factor, _ = best_factor(own.predictions, target)
+    best = ridge(own.prompts, penalty=task.posterior_penalty)
+    risks = (relative_risk(each, target) for each in (factor * own.predictions, best))
+    return Scale(factor, *risks)

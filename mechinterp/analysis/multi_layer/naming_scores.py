@@ -1,0 +1,591 @@
+"""Algorithms fitted to the predictions of a model, and scored on prompts that nothing was fitted to.
+
+Even prompts of the model's own length are for fits, odd ones for scores. Other lengths and a wide spread of x are for
+scores alone. The thousandth of the prompts on which the model errs most is left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mechinterp.analysis.stats import ratio_and_sem, without_worst
+from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm import Algorithm, Scalar
+from mechinterp.icl.algorithm_fits import fit_algorithm
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.given import PromptsTask, no_law
+from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
+from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learner, predictor_of
+
+USELESS = 0.95
+"""From this excess risk on, relative to that of predicting 0, a model does not do its task."""
+LOOSE = 0.95
+"""Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""
+CONDITION = 30.0
+"""Largest over smallest eigenvalue of the covariance with a wide spread."""
+FIT_PROMPTS = 256
+"""Largest number of prompts of a fit."""
+COARSE, FINE = 1e-4, 1e-8
+"""A fit ends if a step lowers the mean square by less than this fraction: of algorithms, and of scaled read-outs."""
+ROUNDING = 1e-8
+"""A rest below this fraction of the model's mean square is rounding of the model or of the fit."""
+MISSED = 0.02
+"""Largest fraction of the prediction that a read-out of the last stream may miss."""
+PER_FEATURE = 8
+"""Prompts for a fitted read-out, per entry of the stream."""
+PENALTY = 1e-9
+"""Ridge penalty of a fitted read-out, relative to the mean square of an entry of the stream."""
+READING = 20
+"""Step of the random stream from which the prompts of a read-out are drawn."""
+ROOT = 0.5**0.5
+"""Factor that keeps the variance of a sum of two independent values."""
+DEPTH = 4
+"""Number of layers of the algorithms that are fitted to a function without a path."""
+LAST = "last prediction"
+ORDER = "same if the pairs change places"
+Predict = Callable[[Prompts], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Model or function of prompts whose algorithm is to be named."""
+
+    source: Predictor | Learner
+    task: TaskConfig
+    n_layers: int
+    has_path: bool = False
+    """True for a function that gives a prediction after every layer."""
+
+    @classmethod
+    def of(cls, source: Source | Learner, task: TaskConfig) -> "Subject":
+        """The subject of a source.
+
+        Raises:
+            ValueError: If a function gives something else than predictions.
+        """
+        if not is_learner(source):
+            predictor = predictor_of(cast("Source", source))
+            return cls(predictor, task, predictor.n_layers)
+        function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=2)[:2]
+        path = cls(function, task, DEPTH).outputs(few)
+        has_path = function(few).ndim == 3
+        return cls(function, task, len(path) if has_path else DEPTH, has_path)
+
+    @property
+    def is_function(self) -> bool:
+        return not isinstance(self.source, Predictor)
+
+    def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        """Last prediction, in float64."""
+        return self.outputs(prompts)[-1]
+
+    def outputs(self, prompts: Prompts) -> Float[Tensor, "layer batch d_y"]:
+        """Predictions of a function after every layer that it gives; of a model the last prediction."""
+        with torch.no_grad():
+            if isinstance(self.source, Predictor):
+                return self.source.predict(prompts).detach().cpu().double()[None]
+            return _checked(self.source(prompts), prompts)
+
+
+def _checked(predictions: object, prompts: Prompts) -> Float[Tensor, "layer batch d_y"]:
+    """Predictions of a function, with an axis for layers.
+
+    Raises:
+        ValueError: If they have another shape than [batch, d_y] or [layer, batch, d_y].
+    """
+    shape, got = tuple(prompts.y_query.shape), type(predictions)
+    if isinstance(predictions, Tensor):
+        path = predictions.detach().cpu().double()
+        if path.shape[-2:] == shape and path.ndim in (2, 3):
+            return path[None] if path.ndim == 2 else path
+        got = list(path.shape)  # type: ignore[assignment]
+    raise ValueError(
+        f"A function of prompts must give predictions {list(shape)} or [layer, {shape[0]}, {shape[1]}], got {got}."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Prompts and the model's predictions for them, without the thousandth of the prompts with the largest errors."""
+
+    prompts: Prompts
+    predictions: Float[Tensor, "prompt d_y"]
+    scale: float = 1.0
+    """Number of pairs, relative to the model's own length."""
+
+    @classmethod
+    def of(cls, prompts: Prompts, predictions: Tensor, scale: float = 1.0) -> "Setting":
+        stay = torch.from_numpy(np.flatnonzero(_stay(predictions, prompts.y_query_clean)))
+        return cls(prompts[stay], predictions[stay], scale)
+
+    @property
+    def relative_risk(self) -> float:
+        """Excess risk of the model over that of predicting 0."""
+        return relative_risk(self.predictions, self.prompts.y_query_clean)
+
+    @property
+    def useful(self) -> bool:
+        """True if the model does its task."""
+        return self.relative_risk < USELESS
+
+
+def _stay(predictions: Tensor, target: Tensor) -> Bool[np.ndarray, " prompt"]:
+    return without_worst((predictions - target).square().mean(1).numpy())
+
+
+def relative_risk(predictions: Tensor, target: Tensor) -> float:
+    """Mean squared difference from the target over that of predicting 0."""
+    return ((predictions - target).square().mean() / target.square().mean()).item()
+
+
+def isotropic(task: TaskConfig) -> bool:
+    """True if the covariance of x is a multiple of the identity."""
+    Sigma = covariance_matrix(task.covariance, task.d_x)
+    return bool((Sigma == Sigma[0, 0] * np.eye(task.d_x)).all())
+
+
+def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
+    """Algorithms with a label. Preconditioned descent is descent if x is isotropic, and needs correlated x; the
+    posterior mean needs a pool."""
+    out = {"preconditioned_descent"} if isotropic(task) else set()
+    out |= {"posterior_mean"} if task.n_tasks is None else set()
+    return tuple(each for each in ALGORITHMS if each.label not in out)
+
+
+def other_settings(
+    predict: Predict, own: Setting, task: TaskConfig, seed: int
+) -> dict[str, Setting]:
+    """Settings of half and twice the length, and with a wide spread of x, that the model takes, on half as many prompts.
+
+    Given prompts without a law can only be shortened.
+    """
+    n, half = own.prompts.x.shape[1], len(own.prompts) // 2
+    drawn = half + half // 999  # the worst thousandth is left out
+    if no_law(task):
+        short = own.prompts[:drawn].shortened(max(1, n // 2))
+        return {"half length": Setting.of(short, predict(short), short.x.shape[1] / n)}
+    law = task.law if isinstance(task, PromptsTask) and task.law is not None else task
+    laws = {"half length": (law, max(1, n // 2)), "double length": (law, 2 * n)}
+    if task.d_x > 1:
+        values = np.geomspace(1, CONDITION, task.d_x)
+        spread = tuple((values / values.mean()).tolist())
+        wide = CovarianceConfig(kind="eigenvalues", eigenvalues=spread)
+        laws["wide spread"] = (replace(law, covariance=wide), n)
+    settings = {}
+    for step, (name, (each, length)) in enumerate(laws.items(), start=1):
+        generator = generator_for(seed, "eval", step)
+        prompts = sample_prompts(
+            each, drawn, generator=generator, context_length=length, dtype=torch.float64
+        )
+        with suppress(ValueError):  # the model may have no room for such prompts
+            settings[name] = Setting.of(prompts, predict(prompts), length / n)
+    return settings
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """Squared differences between the two sides of an identity, per prompt."""
+
+    error: Float[np.ndarray, " prompt"]
+    size: Float[np.ndarray, " prompt"]
+
+    def mismatch(self, counts: Float[np.ndarray, " prompt"] | None = None) -> float:
+        """Least fraction of the model that breaks the identity: half of the difference, since both sides hold an
+        independent part of what changes."""
+        counts = np.ones(len(self.size)) if counts is None else counts
+        return float((self.error @ counts) / (self.size @ counts) / 2)
+
+
+def satisfies(learner: Algorithm, identity: str) -> bool:
+    """True if an algorithm satisfies an identity; all are linear in x_query and take pairs in any order."""
+    if identity.startswith("linear in y"):
+        return learner.linear_in_y
+    return learner.equivariant if identity == "same if x is rotated" else True
+
+
+def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> dict[str, Identity]:
+    """Identities of predictions, on the prompts of the scores.
+
+    An identity is asked only if the law of the task makes the changed prompts as likely as the given ones, and the model
+    does its task on them. The sum of two sparse task vectors is not sparse, and entries of fixed size have no other scale.
+    """
+    prompts, known = own.prompts[1::2], own.predictions[1::2]
+    generator = generator_for(seed, "init", 2)
+    order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
+    made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
+    if not no_law(task):
+        made["linear in x_query"] = _query_added(predict, prompts, known)
+        if task.nonzeros != "signs" and task.n_tasks is None:
+            for factor in (0.5, 2.0):
+                sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
+                made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
+        if task.sparsity is None and task.n_tasks is None:
+            made["linear in y: sum"] = _task_added(predict, prompts, known)
+            if task.supports is None and isotropic(task):
+                made["same if x is rotated"] = _rotated(prompts, seed), known
+    found = {}
+    for name, (changed, expected) in made.items():
+        predictions, target = predict(changed), changed.y_query_clean
+        stay = _stay(predictions, target)
+        if relative_risk(predictions[stay], target[stay]) < USELESS:
+            both = (predictions - expected, expected)
+            found[name] = Identity(*(np.where(stay, squares(side), 0.0) for side in both))
+    return found
+
+
+def _task_added(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
+    """Prompts with the sum of two tasks, over root 2."""
+    beta = prompts.task_vectors("an identity")
+    noise, beta = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
+    clean = (prompts.x_query[:, None] @ beta)[:, 0]
+    other = replace(prompts, y=prompts.x @ beta + noise, y_query_clean=clean, beta=beta)
+    return _sum(prompts, other, "y"), ROOT * (known + predict(other))
+
+
+def _query_added(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
+    """Prompts with the sum of two queries, over root 2."""
+    x = prompts.x_query.roll(1, 0)
+    clean = (x[:, None] @ prompts.task_vectors("an identity"))[:, 0]
+    other = replace(prompts, x_query=x, y_query_clean=clean)
+    return _sum(prompts, other, "x_query"), ROOT * (known + predict(other))
+
+
+def _sum(prompts: Prompts, other: Prompts, changed: str) -> Prompts:
+    sums = {n: ROOT * (getattr(prompts, n) + getattr(other, n)) for n in (changed, "y_query_clean")}
+    return replace(prompts, **sums)
+
+
+def _rotated(prompts: Prompts, seed: int) -> Prompts:
+    shape, generator = (len(prompts), *2 * prompts.x.shape[2:]), generator_for(seed, "init", 0)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    R = torch.linalg.qr(noise).Q
+    return replace(prompts, x=prompts.x @ R, x_query=(prompts.x_query[:, None] @ R)[:, 0])
+
+
+def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, str]:
+    """Function that gives the prediction after each layer, by one linear read-out of the stream for all layers; and the
+    read-out in words. None: the prediction after each layer is unknown, and why.
+    """
+    source, task = subject.source, subject.task
+    if not isinstance(source, Predictor):
+        if subject.has_path:
+            return subject.outputs, "the function"
+        return None, "the function gives the last prediction alone"
+
+    def streams(prompts: Prompts) -> Tensor:
+        return source.streams(prompts)[1:, :, -1].cpu().double()
+
+    def read_by(read_out: Tensor) -> Predict:
+        return lambda prompts: streams(prompts) @ read_out
+
+    try:
+        last = streams(own.prompts)[-1]
+    except NoStreamError as error:
+        return None, str(error).rstrip(".")
+    weights = source.weights
+    if weights is not None and "unembed.W_U" in weights.tensors:
+        W_U = weights.tensors["unembed.W_U"].cpu().double()
+        if relative_risk(last @ W_U, own.predictions) <= MISSED:
+            return read_by(W_U), "the unembedding"
+    needed, prompts = PER_FEATURE * last.shape[1], own.prompts
+    if not no_law(task):
+        generator, length = generator_for(seed, "eval", READING), prompts.x.shape[1]
+        prompts = sample_prompts(
+            task, needed, generator=generator, context_length=length, dtype=torch.float64
+        )
+    if len(prompts) < needed:
+        return None, f"a read-out of the stream needs {needed} prompts"
+    read_out = _fitted(streams(prompts)[-1], subject.predict(prompts))
+    missed = relative_risk(last @ read_out, own.predictions)
+    if missed <= MISSED:
+        return read_by(read_out), "a fitted read-out"
+    return None, f"a linear read-out of the last stream misses {missed:.1%} of the prediction"
+
+
+def _fitted(
+    features: Float[Tensor, "prompt feature"], target: Float[Tensor, "prompt d_y"]
+) -> Tensor:
+    """Read-out by ridge regression with a small penalty, since entries of a stream may depend on each other."""
+    gram = features.mT @ features
+    gram.diagonal().add_(PENALTY * gram.diagonal().mean().clamp(min=1e-30))
+    return torch.linalg.solve(gram, features.mT @ target)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Squared errors of learners on the prompts of the scores, [row, column, prompt].
+
+    Columns at the model's own length come first: the last prediction, or the prediction after each layer. Further
+    columns are other settings.
+    """
+
+    learners: tuple[Algorithm, ...]
+    scalars: tuple[Float[np.ndarray, " _"], ...]
+    columns: tuple[str, ...]
+    n_own: int
+    """Number of columns at the model's own length."""
+    error: Float[np.ndarray, "row column prompt"]
+    """NaN if the learner was not scored."""
+    size: Float[np.ndarray, "column prompt"]
+    """Mean squares of the model's predictions."""
+
+    @property
+    def names(self) -> list[str]:
+        return [each.label or each.name for each in self.learners]
+
+    def r2(self, counts: Float[np.ndarray, " prompt"] | None = None) -> np.ndarray:
+        """1 - mean (model - learner)^2 / mean model^2, [row, column], with each prompt taken `counts` times."""
+        counts = np.ones(self.size.shape[1]) if counts is None else counts
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return 1 - (self.error @ counts) / (self.size @ counts)
+
+    def r2_sem(self) -> Float[np.ndarray, "row column"]:
+        """Standard errors of `r2`."""
+        return self._ratio(self.error)
+
+    def lead(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+        """R² of a row minus that of another in each column, and its standard error, paired over prompts."""
+        gap = (self.error[second] - self.error[first])[None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return gap.mean(2)[0] / self.size.mean(1), self._ratio(gap)[0]
+
+    def _ratio(self, numerator: Float[np.ndarray, "row column prompt"]) -> np.ndarray:
+        sem = np.full(numerator.shape[:2], np.nan)
+        for column, size in enumerate(self.size):
+            sem[:, column] = ratio_and_sem(numerator[:, column].T, size)[1]
+        return sem
+
+    def joined(self, other: "Scores") -> "Scores":
+        """Rows of both."""
+        rows = {n: getattr(self, n) + getattr(other, n) for n in ("learners", "scalars")}
+        return replace(self, **rows, error=np.concatenate([self.error, other.error]))
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Prompts, targets and cached moments for fitting and scoring learners."""
+
+    settings: Mapping[str, Setting]
+    """The model's own length first, then other settings in which the model does its task."""
+    task: TaskConfig
+    n_layers: int
+    target: Float[Tensor, "column prompt d_y"]
+    """The last prediction, or the prediction after each layer, at the own length."""
+    known_moments: dict[object, PromptMoments] = field(default_factory=dict)
+    """Cache of `moments`, which trials of one model share."""
+
+    @property
+    def own(self) -> Setting:
+        return next(iter(self.settings.values()))
+
+    @property
+    def n_own(self) -> int:
+        return len(self.target)
+
+    def moments(self, name: str, scale: float = 1.0) -> PromptMoments:
+        """Moments of the prompts of a setting that are scored; "fit": those that are fitted to."""
+        if (name, scale) not in self.known_moments:
+            first = next(iter(self.settings))
+            if scale != 1:
+                moments = self.moments(name).times(scale)
+            elif name == "fit":
+                moments = PromptMoments(self.own.prompts[::2][:FIT_PROMPTS], self.task)
+            else:
+                prompts = self.settings[name].prompts
+                moments = PromptMoments(prompts[1::2] if name == first else prompts, self.task)
+            self.known_moments[name, scale] = moments
+        return self.known_moments[name, scale]
+
+    def scores(
+        self,
+        learners: Sequence[Algorithm],
+        starts: Mapping[str, Float[np.ndarray, " _"]] | None = None,
+        *,
+        n_starts: int = 1,
+        tolerance: float = COARSE,
+    ) -> Scores:
+        """Scores of learners fitted here.
+
+        Args:
+            starts: First scalars of the search, by label or name.
+        """
+        wanted = self.target[:, ::2][:, :FIT_PROMPTS]
+        wanted = wanted if self.n_own > 1 else wanted[0]
+        scalars = []
+        for each in learners:
+            start = (starts or {}).get(each.label or each.name)
+            found = fit_algorithm(
+                each,
+                self.moments("fit"),
+                wanted,
+                n_layers=self.n_layers,
+                n_starts=n_starts if start is None else 1,
+                start=None if start is None else torch.from_numpy(start),
+                tolerance=tolerance,
+            )
+            scalars.append(found.scalars)
+        return self.scored(learners, scalars)
+
+    def scored(self, learners: Sequence[Algorithm], scalars: Sequence[np.ndarray]) -> Scores:
+        """Scores of learners with given scalars; in other settings of those that are near."""
+        first, *others = self.settings
+        layers = [f"layer {n}" for n in range(self.n_own)] if self.n_own > 1 else [LAST]
+        sizes = [squares(self.own.predictions[1::2])] * self.n_own
+        sizes += [squares(self.settings[name].predictions) for name in others]
+        error = np.full((len(learners), len(sizes), len(sizes[0])), np.nan)
+        for row, (learner, values) in enumerate(zip(learners, scalars, strict=True)):
+            path = learner.predictions(self.moments(first), values.tolist(), self.n_layers)
+            own = error[row, : self.n_own] = squares(path[-self.n_own :] - self.target[:, 1::2])
+            if others and 1 - own.sum(1).max() / sizes[0].sum() >= LOOSE:
+                error[row, self.n_own :] = self._elsewhere(learner, values, others)
+        columns = (*layers, *others)
+        return Scores(tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes))
+
+    def _elsewhere(
+        self, learner: Algorithm, scalars: np.ndarray, names: Sequence[str]
+    ) -> np.ndarray:
+        """Errors in other settings. Moments are means over the pairs; or sums, so that step sizes grow with the length,
+        if these fit better."""
+        laws = []
+        for summed in (False, True) if learner.has_path else (False,):
+            errors = []
+            for name in names:
+                moments = self.moments(name, self.settings[name].scale if summed else 1.0)
+                last = learner.predictions(moments, scalars.tolist(), self.n_layers)[-1]
+                errors.append(squares(last - self.settings[name].predictions))
+            laws.append(np.array(errors))
+        return min(laws, key=np.mean)
+
+
+def predict_by(
+    learner: Algorithm, scalars: Float[np.ndarray, " _"], task: TaskConfig, n_layers: int
+) -> Predict:
+    """Function that gives the last prediction of a learner with fitted scalars."""
+    return lambda prompts: learner.predictions(
+        PromptMoments(prompts, task), scalars.tolist(), n_layers
+    )[-1]
+
+
+def squares(difference: Float[Tensor, "*axes prompt d_y"]) -> np.ndarray:
+    """Mean squares over responses; numbers that are not finite become large ones."""
+    return difference.square().mean(-1).nan_to_num(nan=torch.inf).clamp(max=1e12).numpy()
+
+
+def scaled(learner: Algorithm) -> Algorithm:
+    """An algorithm whose predictions are multiplied by one more scalar.
+
+    Example:
+        >>> scaled(ALGORITHMS[0]).name
+        'gradient_descent with a scaled read-out'
+    """
+
+    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
+        return scalars[-1] * learner.run(moments, n_layers, *scalars[:-1])
+
+    factor = Scalar("factor", lambda moments: 1.0, where="once", lower=-torch.inf)
+    name = f"{learner.label or learner.name} with a scaled read-out"
+    return Algorithm(name, None, (*learner.scalars, factor), run, has_path=learner.has_path)
+
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """Part of the model that an algorithm with a scaled read-out leaves unexplained.
+
+    Learners treat all coordinates of x alike, or each by its own fixed number. If the law of the task is the same with
+    other signs of the coordinates (or with their order reversed), so is the difference of any two learners. Noise of
+    weights is not: with other signs x^T E w keeps the diagonal of E, 1/d_x of its square if entries are independent.
+    """
+
+    square: Float[np.ndarray, "column prompt"]
+    """Mean square over a prompt and its reflections."""
+    product: Float[np.ndarray, "column prompt"]
+    """Rest times the rest on the reflected prompt; `square` if the task has no such symmetry."""
+    size: Float[np.ndarray, " prompt"]
+    """Mean squares of the last prediction."""
+    noise: float
+    """Fraction that noise of weights keeps."""
+
+    def share(
+        self, counts: Float[np.ndarray, " prompt"] | None = None, *, most: bool = False
+    ) -> tuple[float, int]:
+        """Fraction of another learner in the rest, 0 for noise and 1 for a learner, and its column: the least, or the
+        most, over columns with more than rounding. 0 if there is no such column."""
+        counts = np.ones(len(self.size)) if counts is None else counts
+        square, product = self.square @ counts, self.product @ counts
+        more = np.flatnonzero(square > ROUNDING * (self.size @ counts))
+        if not len(more):
+            return 0.0, 0
+        shares = (product[more] / square[more] - self.noise) / (1 - self.noise)
+        at = int(shares.argmax() if most else shares.argmin())
+        return float(shares[at]), int(more[at])
+
+
+def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> list[Prompts]:
+    """Prompts with other signs of the coordinates of x, or in reverse order for a chain of correlations, which are as
+    likely; none if the task has no such symmetry."""
+    if task.n_tasks is not None or task.d_x == 1:
+        return []
+    if task.covariance.kind == "kms" and task.covariance.rho != 0:
+        return [replace(prompts, x=prompts.x.flip(-1), x_query=prompts.x_query.flip(-1))]
+    shape = (2, len(prompts), task.d_x)
+    generator = generator_for(seed, "init", 3)
+    signs = 2.0 * torch.randint(0, 2, shape, generator=generator, device="cpu").to(prompts.x) - 1
+    return [
+        replace(prompts, x=prompts.x * each[:, None], x_query=prompts.x_query * each)
+        for each in signs
+    ]
+
+
+def rest_of(
+    own: Float[Tensor, "column prompt d_y"],
+    others: Sequence[Float[Tensor, "column prompt d_y"]],
+    size: Float[np.ndarray, " prompt"],
+    noise: float,
+) -> Rest:
+    """Rest from the model minus the learner, on prompts and on their reflections."""
+    if not others:
+        return Rest(squares(own), squares(own), size, 0.0)
+    reflections = torch.stack(list(others))
+    square = (own.square() + reflections.square().mean(0)) / 2
+    product = own * reflections.mean(0)
+    return Rest(square.mean(2).numpy(), product.mean(2).numpy(), size, noise)
+
+
+def with_scaled(
+    scores: Scores, trial: Trial, read: Predict, near: float, seed: int, *, rests: bool
+) -> tuple[Scores, dict[str, Rest]]:
+    """Scores with scaled read-outs of the algorithms that are near, and the rest that each of these leaves.
+
+    Args:
+        read: Function of prompts that gives predictions, one for each column at the own length.
+        near: Least R² of an algorithm that is near.
+        rests: False: the rests are not needed.
+    """
+    least, found = scores.r2()[:, : trial.n_own].min(1), {}
+    rows = [m for m, each in enumerate(scores.learners) if each.label and least[m] >= near]
+    others = reflected(trial.own.prompts[1::2], trial.task, seed) if rows and rests else []
+    places = [(read(each), PromptMoments(each, trial.task)) for each in others]
+    places.insert(0, (trial.target[:, 1::2], trial.moments(next(iter(trial.settings)))))
+    for m in rows:
+        learner = scaled(scores.learners[m])
+        start = np.append(scores.scalars[m], 1.0)
+        fit = trial.scores([learner], {learner.name: start}, tolerance=FINE)
+        if rests:
+            values = fit.scalars[0].tolist()
+            own, *changed = (
+                known - learner.predictions(moments, values, trial.n_layers)[-trial.n_own :]
+                for known, moments in places
+            )
+            label = str(scores.learners[m].label)
+            found[label] = rest_of(own, changed, fit.size[trial.n_own - 1], 1 / trial.task.d_x)
+        scores = scores.joined(fit)
+    return scores, found
