@@ -171,7 +171,7 @@ def test_a_script_by_its_name_writes_what_it_has_shipped(tmp_path: Path):
 def test_a_name_that_is_no_script_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["softmax/figure_2"])
-    assert "script must be one that `python -m analyses` lists" in capsys.readouterr().err
+    assert "script must be a name that `python -m analyses` lists" in capsys.readouterr().err
 
 
 def record(relation: str, bound: float | tuple[float, float], *values: float) -> Record:

@@ -78,19 +78,14 @@ class OverSteps(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step and row of the analysis."""
-        return self._stacked([result.to_frame() for result in self.results])
-
-    def _stacked(self, frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-        """Tables of all steps in one table, with columns for step, loss and headline."""
         first = {"step": self.step, "eval_loss": self.eval_loss}
         if any(self.headlines):
             first["headline"] = np.array(self.headlines)
+        frames = [result.to_frame() for result in self.results]
         every = pd.concat(frames, keys=range(len(frames))).reset_index(level=0, names="row")
         row = every.pop("row").to_numpy()
-        columns = {name: values[row] for name, values in first.items()}
-        return pd.DataFrame(columns).join(
-            every.drop(columns=list(first), errors="ignore").reset_index(drop=True)
-        )
+        rest = every.drop(columns=list(first), errors="ignore").reset_index(drop=True)
+        return pd.DataFrame({name: values[row] for name, values in first.items()}).join(rest)
 
     def to_document(self) -> dict:
         """Fields of the JSON document: the rows of `to_frame`."""
@@ -98,18 +93,11 @@ class OverSteps(Result):
         return {"analysis": self.analysis, "result": repr(self), "rows": rows}
 
     def tables(self) -> dict[str, Table]:
-        """Tables of the analysis that exist at every step."""
-        every = [tables_of(self.analysis, result) for result in self.results]
-        shared = {n: t for n, t in every[-1].items() if all(n in tables for tables in every)}
-        return {
-            f"{name}_over_steps": Table(
-                self._stacked([tables[name].frame for tables in every]),
-                f"{table.title or self.analysis.capitalize()} at the saved steps",
-                brief=name == next(iter(shared)),
-                quiet=table.quiet,
-            )
-            for name, table in shared.items()
-        }
+        """Every row at every step."""
+        last = next(iter(tables_of(self.analysis, self.results[-1]).values()))
+        title = f"{last.title or self.analysis.capitalize()} at the saved steps"
+        name = f"{self.analysis.replace('-', '_')}_over_steps"
+        return {name: Table(self.to_frame(), title, quiet=last.quiet)}
 
     def figures(self) -> dict[str, go.Figure]:
         """Figures of the analysis with a slider, or else curves; first the loss, if there are

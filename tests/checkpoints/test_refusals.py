@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         GPT2 | {"wpe.weight": zeros(2, 16)},
         {"n_heads": 4},
     ),
-    "d_y must lie in 1 to 3, as tokens of x are 3 wide, got 4.": (
+    "x.pt: a model of classes or words: 4 outputs for tokens of 3 entries": (
         GPT2 | {"_read_out.weight": zeros(4, 16), "_read_out.bias": zeros(4)},
         {"n_heads": 4},
     ),

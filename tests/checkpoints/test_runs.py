@@ -208,7 +208,7 @@ def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
         *("report", folder, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
     )
     tables = {Path(each).name for each in json.loads(done.out)["tables"]}
-    assert {"heads_over_steps.csv", "history.csv"} <= tables
+    assert {"classify_over_steps.csv", "history.csv"} <= tables
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "What it computes, step by step" in page
     assert "3 saved steps, 0 to 10,000" in page

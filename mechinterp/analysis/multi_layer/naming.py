@@ -595,6 +595,10 @@ def name_algorithm(
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts or than twice the scalars of an algorithm, they do
             not fit the model, or a function gives something else than predictions.
+    Source:
+        Derived here; the algorithms are those of `mechinterp.icl.algorithms`.
+    See also:
+        `classify`, `fit_learners`, `probe_layers`, `read_out_by_layer`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=128).label

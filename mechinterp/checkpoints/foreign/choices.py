@@ -56,6 +56,8 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     """
     choices = {name: settings[name] for name in STATED if name in settings}
     choices |= hints.model or {}
+    if choices.get("norm") == "none":
+        choices["norm"] = None
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:

@@ -14,7 +14,7 @@ COLUMNS = ("x,y", "y,x")
 SIGNS = ("plus", "minus")
 ORIENTATIONS = ("out,in", "in,out")
 JOINS: dict[str, tuple[str | bool, ...]] = {
-    "norm": NORMS,
+    "norm": (*NORMS, "none"),
     "activation": ACTIVATIONS,
     "layout": LAYOUTS,
     "residual": (True, False),

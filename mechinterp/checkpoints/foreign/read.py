@@ -90,7 +90,12 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
     known_files = _recognised_files(run, hints)
     form, layout, _ = known_files[-1]
-    given = rotary_of(last.tensors) | given_choices(hints, last.settings)
+    settings = dict(last.settings)
+    if not any("norm" in piece.part for piece in layout.pieces):
+        settings.pop(
+            "norm", None
+        )  # a setting such as norm_first is left over in a model without norms
+    given = rotary_of(last.tensors) | given_choices(hints, settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
     cases: list[Case] = []

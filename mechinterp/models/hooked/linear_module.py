@@ -1,7 +1,7 @@
 """The model as a plain module of nn.Linear, for tools that decompose or replace linear layers."""
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,9 +13,6 @@ from mechinterp.models.hooked.blocks import MLP, Block
 from mechinterp.models.layers import ACTIVATIONS, rotated
 from mechinterp.models.scores import attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
-
-if TYPE_CHECKING:
-    from mechinterp.models.hooked.transformer import ICLTransformer
 
 
 class LinearAttention(nn.Module):
@@ -78,7 +75,7 @@ class LinearBlock(nn.Module):
 class LinearModule(nn.Module):
     """Same function as an `ICLTransformer`, with a copy of its weights in nn.Linear and without hooks."""
 
-    def __init__(self, model: "ICLTransformer") -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.cfg.model
         self.sizes = {"d_x": model.cfg.d_x, "d_y": model.cfg.d_y}
@@ -89,7 +86,7 @@ class LinearModule(nn.Module):
             self.embed = _linear(embed, model.b_in)
         if self.model.n_positions is not None:
             self.W_pos = nn.Parameter(model.pos_embed["W_pos"].detach().clone())
-        self.blocks = nn.ModuleList(LinearBlock(block) for block in model.blocks)  # type: ignore[arg-type]
+        self.blocks = nn.ModuleList(LinearBlock(block) for block in model.blocks)
         self.ln_final = copy.deepcopy(model.ln_final)
         self.unembed = _linear(model.unembed.W_U, model.unembed.b_U)
         # Without d_model the read-out selects the y entries, and is not trained.
