@@ -1,8 +1,19 @@
-"""Docstrings as the site shows them: examples as code, inner products that are no HTML tags, fields in one table."""
+"""Docstrings as the site shows them: sections apart, examples as code, inner products, fields in one list, links."""
 
 import re
+from textwrap import indent
 
 import griffe
+
+import mechinterp
+from mechinterp.analysis.registry import ANALYSES
+
+FUNCTIONS = [
+    *(getattr(mechinterp, name) for name in mechinterp._HOMES),
+    *(one.function for one in ANALYSES.values()),
+]
+PUBLIC = {one.__name__: f"{one.__module__}.{one.__name__}" for one in FUNCTIONS}
+"""Full paths of the top-level names and of the analyses of the command line, by name."""
 
 
 def inner_products(text: str) -> str:
@@ -10,8 +21,34 @@ def inner_products(text: str) -> str:
     return re.sub(r"<(?=\S)([^<>]+,\s[^<>]+)(?<=\S)>", r"⟨\1⟩", text)
 
 
+def with_links(text: str) -> str:
+    """The docstring with links in its "See also:".
+
+    Example:
+        >>> with_links("Title.\\n\\nSee also:\\n    `load`.")
+        'Title.\\n\\nSee also:\\n    [`load`][mechinterp.checkpoints.load.load].'
+    """
+    return re.sub(
+        r"(?<=^See also:\n)(?: .*(?:\n|$))+",
+        lambda names: re.sub(r"`(\w+)`", lambda n: f"[`{n[1]}`][{PUBLIC[n[1]]}]", names[0]),
+        text,
+        flags=re.M,
+    )
+
+
+def with_source(text: str, path: str) -> str:
+    """The docstring with the file as its "Source:", where it names no paper."""
+    if "Source:\n" in text:
+        return text
+    lines = text.split("\n")
+    starts = [n for n, line in enumerate(lines) if re.match(r"(See also|Example):$", line)]
+    at = starts[0] if starts else len(lines)
+    lines[at:at] = ["Source:", indent(f"Defined here, in `{path}`.", "    ")]
+    return "\n".join(lines)
+
+
 class Docstrings(griffe.Extension):
-    """Shows a section "Example:" as code, keeps inner products, and lists the fields of a class in its docstring."""
+    """Separates sections, shows "Example:" as code, keeps inner products, lists the fields of a class, and links names."""
 
     def on_class(self, *, cls: griffe.Class, **kwargs: object) -> None:
         fields = [
@@ -33,5 +70,9 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
+            if PUBLIC.get(obj.name) == obj.path:
+                file = f"{obj.module.path.replace('.', '/')}.py"
+                obj.docstring.value = with_links(with_source(obj.docstring.value, file))
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"(?<=[^\n]\n)(?=[A-Z][a-z ]+:\n +\S)", "\n", text)
             obj.docstring.value = inner_products(text)

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import plotly.graph_objects as go
-from docstrings import inner_products
+from docstrings import PUBLIC, inner_products
 from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
+from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import ANALYSES
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,10 @@ ROOMS = {
     "probing": ("analysis/probing", "What each layer has already computed."),
     "learners": ("analysis/learners", "Which closed-form learner or algorithm a model implements."),
     "dynamics": ("analysis/training", "What happens during training."),
-    "icl": ("icl", "Prompts of in-context linear regression, and learners that answer them."),
+    "prompts and learners": (
+        "icl",
+        "Prompts of in-context linear regression, and learners that answer them.",
+    ),
     "models": ("models", "The hooked model, its weights, and models built by hand."),
     "checkpoints": (
         "checkpoints",
@@ -45,18 +49,18 @@ ROOMS = {
 }
 SETUP = """
 from mechinterp import *
-from mechinterp.analysis.training.over_training import training_dynamics
-softmax = load("checkpoints/softmax-h2-s0")
-linear = load("checkpoints/linear-separate-s0")
-sparse = load("checkpoints/sparse-h4-noise0.1-s0")
+
+softmax = load("softmax-h2-s0")
+sparse = load("sparse-h4-noise0.1-s0")
+gpt2 = load("garg-gpt2")
 """
 FIGURES = {
     "QK and OV of every head": "circuits(softmax).plot()",
     "A model beside closed-form learners": "fit_learners(softmax).plot()",
     "Every subset of heads masked": "ablate_subsets(softmax).plot()",
     "Heads while they are trained": "training_dynamics(softmax).plot()",
-    "Each head of a deep model masked alone": "ablate_heads(sparse).plot()",
-    "Importance of heads within each layer": "ablate_heads(sparse).plot_importance()",
+    "Each head of a deep model masked alone": "ablate_heads(gpt2).plot()",
+    "Importance of heads within each layer": "ablate_heads(gpt2).plot_importance()",
     "A pruned model": "prune(sparse).plot()",
     "What each layer has computed": "probe_layers(sparse).plot()",
     "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
@@ -131,10 +135,15 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
     markdown = re.sub(r"\]\(\.\./\.\./analyses/results/([a-z0-9_-]+\.png)\)", r"](\1)", markdown)
     markdown = re.sub(
         r"\[([^\]]+)\]\((?:\.\./)+((?!papers|how|results)[a-z_.]+/[^)]*|[A-Z]+\.md)\)",
-        r"\1 (`\2`)",
+        lambda link: f"{link[1]} (<code>{breakable(link[2])}</code>)",
         markdown,
     )
     return with_terms(markdown, page.file.src_uri)
+
+
+def breakable(path: str) -> str:
+    """A path that a browser may break after each part."""
+    return re.sub("([/_])", r"\1<wbr>", path)
 
 
 def with_terms(markdown: str, path: str) -> str:
@@ -163,18 +172,23 @@ def front() -> str:
 def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
     lines = [f"# {title[0].upper()}{title[1:]}", "", about, ""]
-    if homes := getattr(import_module(f"mechinterp.{folder.replace('/', '.')}"), "HOMES", None):
-        lines += [
-            f"`from mechinterp.{folder} import ...` has {', '.join(f'`{n}`' for n in homes)}.",
-            "",
-        ]
+    place = f"mechinterp.{folder.replace('/', '.')}"
+    if homes := getattr(import_module(place), "HOMES", None):
+        names = ", ".join(f"`{name}`" for name in homes)
+        lines += [f"`from {place} import ...` has {names}.", ""]
+    modules = {}
     for file in sorted((ROOT / "mechinterp" / folder).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if file.stem == "__init__" or not public(tree):
-            continue
-        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        lines += [f"## {name}", "", inner_products(ast.get_docstring(tree) or ""), ""]
-        for member in public(tree):
+        if file.stem != "__init__" and public(tree):
+            modules[".".join(file.relative_to(ROOT).with_suffix("").parts)] = tree
+    main = {name for name, path in PUBLIC.items() if path.rpartition(".")[0] in modules}
+    if main:
+        lines += ["The functions that most people need:", "", *names_table(sorted(main)), ""]
+    for name in sorted(modules, key=lambda name: (not main & {*public(modules[name])}, name)):
+        tree = modules[name]
+        lines += [f"## {name.removeprefix(f'{place}.')}", "", f"`{name}`", ""]
+        lines += [inner_products(ast.get_docstring(tree) or ""), ""]
+        for member in sorted(public(tree), key=lambda member: member not in main):
             lines += [f"::: {name}.{member}", ""]
     return "\n".join(lines)
 
@@ -201,7 +215,7 @@ def _shown(output: dict) -> str:
     if "image/png" in data:
         return f'<img alt="figure" src="data:image/png;base64,{data["image/png"].strip()}">'
     if "text/html" in data:
-        return f"<div>{' '.join(data['text/html'].split())}</div>"
+        return f'<div class="output">{" ".join(data["text/html"].split())}</div>'
     return f"```text\n{data.get('text/plain', ''.join(output.get('text', [])))}\n```"
 
 
@@ -213,25 +227,35 @@ def public(tree: ast.Module) -> list[str]:
 
 def top_level() -> str:
     """Tables of the names that `from mechinterp import ...` offers, by task, and of the models that each analysis takes."""
-    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers."]
-    rooms = {f"mechinterp.{folder.replace('/', '.')}": room for room, (folder, _) in ROOMS.items()}
+    lines = ["# Top level", "", "Names that `from mechinterp import ...` offers, by task."]
     homes = mechinterp._HOMES
-    for place, room in rooms.items():
-        names = [name for name, home in homes.items() if home.startswith(f"{place}.")]
-        rows = [f"| [`{name}`][{homes[name]}.{name}] | {first_line(name)} |" for name in names]
-        lines += ["", f"## {room[0].upper()}{room[1:]}", "", *table("Name", "What it is", rows)]
+    left = [*homes]
+    for room, (folder, _) in ROOMS.items():
+        place = f"mechinterp.{folder.replace('/', '.')}"
+        names = [name for name in left if f"{homes[name]}.".startswith(f"{place}.")]
+        left = [name for name in left if name not in names]
+        if names:
+            lines += ["", f"## {room[0].upper()}{room[1:]}", "", *names_table(names)]
+    lines += ["", "## Presets, tables and reports", "", *names_table(left)]
     lines += ["", "## Which analysis takes which model", ""]
-    lines += ["`mechinterp analyse NAME MODEL` runs any of these.", ""]
-    rows = [
-        f"| `{name}` | {needs(one.needs)} | {needs(one.on_page)} |"
-        for name, one in ANALYSES.items()
-    ]
-    lines += table("Name", "Models that it takes | Shown on the page of", rows)
-    others = [name for name, home in homes.items() if not home.startswith(tuple(rooms))]
-    lines += ["", "## Others"]
-    for name in others:
-        lines += ["", f"::: {homes[name]}.{name}"]
+    lines += ["`mechinterp analyse NAME MODEL` runs each of these.", ""]
+    rows = []
+    for name, one in ANALYSES.items():
+        function = one.function.__name__
+        shown = "all of these" if one.on_page is nothing else needs(one.on_page)
+        rows += [
+            f"| `{name}` | [`{function}`][{PUBLIC[function]}] | {needs(one.needs)} | {shown} |"
+        ]
+    lines += table("Name", "Function | Models that it takes | On the report of", rows)
+    for name in left:
+        lines += ["", f"::: {PUBLIC[name]}"]
     return "\n".join(lines)
+
+
+def names_table(names: list[str]) -> list[str]:
+    """A table of public names with links, and the first line of each."""
+    rows = [f"| [`{name}`][{PUBLIC[name]}] | {first_line(name)} |" for name in names]
+    return table("Name", "What it is", rows)
 
 
 def table(first: str, others: str, rows: list[str]) -> list[str]:
@@ -241,13 +265,15 @@ def table(first: str, others: str, rows: list[str]) -> list[str]:
 
 def first_line(name: str) -> str:
     """What the docstring of a public name says first."""
-    text = (getattr(mechinterp, name).__doc__ or "").strip().split("\n\n")[0]
+    module, _, last = PUBLIC[name].rpartition(".")
+    text = (getattr(import_module(module), last).__doc__ or "").strip().split("\n\n")[0]
     return inner_products(" ".join(text.split())).replace("|", "\\|")
 
 
 def needs(condition: Callable) -> str:
     """A condition of the registry in words."""
     text = " ".join((condition.__doc__ or "").split()).rstrip(".")
+    text = re.sub("^True (for|if) |^False for every model: the analysis runs ", "", text)
     return text[:1].lower() + text[1:]
 
 
@@ -255,14 +281,17 @@ def gallery() -> str:
     """Every figure with the line that makes it."""
     names: dict[str, object] = {}
     exec(SETUP, names)
-    lines = ["# Gallery", "", "Each figure is made by the line above it, after", ""]
+    lines = ["# Gallery", "", "The line above each figure makes it, after these lines:", ""]
     lines += ["```python", SETUP.strip(), "```", "", '<script src="plotly.min.js"></script>']
     for heading, code in FIGURES.items():
         figure = eval(code, names)
         if not isinstance(figure, go.Figure):
             raise TypeError(f"{code} must give a figure, got {type(figure).__name__}.")
-        title = figure.layout.title.text
-        figure.update_layout(title_text="", margin_t=40)
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN)
-        lines += ["", f"## {heading}", "", "```python", code, "```", "", f"{title}.", "", drawn]
+        lines += ["", f"## {heading}", "", "```python", code, "```", ""]
+        if not figure.frames:  # the title of a figure with a slider changes
+            lines += [f"{figure.layout.title.text}.", ""]
+            figure.update_layout(title_text="", margin_t=40)
+        lines += [
+            figure.to_html(full_html=False, include_plotlyjs=False, config=PLAIN, auto_play=False)
+        ]
     return "\n".join(lines)

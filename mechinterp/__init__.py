@@ -1,6 +1,6 @@
-"""What attention models compute when they do in-context linear regression.
+"""Mechanistic interpretability of attention models that do linear regression in context.
 
-The names of __init__.pyi are loaded when they are first used, so that `import mechinterp` stays light.
+The names of __init__.pyi are loaded on first use, so that `import mechinterp` is fast.
 """
 
 from pathlib import Path

@@ -1,7 +1,6 @@
 """The public names with their types, for editors and type checkers; __init__.py reads them here and loads them when they are first used."""
 
 from mechinterp.analysis.ablation.fine_tuning import fine_tune as fine_tune
-from mechinterp.analysis.ablation.gates import learn_gates as learn_gates
 from mechinterp.analysis.ablation.orders import ablate_pairs as ablate_pairs
 from mechinterp.analysis.ablation.orders import greedy_order as greedy_order
 from mechinterp.analysis.ablation.prior_heads import prior_heads as prior_heads
@@ -18,23 +17,22 @@ from mechinterp.analysis.one_layer.attention_entropy import attention_entropy as
 from mechinterp.analysis.one_layer.circuits import circuits as circuits
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
+from mechinterp.analysis.one_layer.linear_components import (
+    linear_components as linear_components,
+)
+from mechinterp.analysis.over_steps import over_steps as over_steps
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
 from mechinterp.analysis.patching.positions import patch_positions as patch_positions
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.probing import p_probe as p_probe
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
 from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
+from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,
 )
-from mechinterp.analysis.training.linear_components import linear_snapshots as linear_snapshots
-from mechinterp.analysis.training.milestones import milestones as milestones
 from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
-from mechinterp.analysis.training.plateaus import jump_forecast as jump_forecast
-from mechinterp.analysis.training.plateaus import plateaus as plateaus
-from mechinterp.analysis.training.prior_snapshots import prior_snapshots as prior_snapshots
-from mechinterp.analysis.training.snapshots import training_snapshots as training_snapshots
 from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
 from mechinterp.checkpoints.load import load_run as load_run

@@ -43,6 +43,8 @@ def save_figure(
     Raises:
         ValueError: If the ending is unknown, a size is not above 0, there is no figure, or kaleido or a browser
             is missing.
+    See also:
+        `write_report`.
     Example:
         >>> save_figure(go.Figure(), "figure.doc")
         Traceback (most recent call last):

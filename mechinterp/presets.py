@@ -12,10 +12,12 @@ from mechinterp.config import (
 
 
 def preset(name: str) -> ExperimentConfig:
-    """The config of a published setting, by name; `PRESETS` lists the names.
+    """Config of a published setting; `PRESETS` lists the names.
 
     Raises:
         ValueError: If the name is unknown.
+    See also:
+        `override`, `train`.
     Example:
         >>> preset("softmax-h4").model.n_heads
         4
@@ -33,10 +35,11 @@ def _linear(
     init_std: float,
     train: TrainConfig,
 ) -> ExperimentConfig:
-    """Setting of the linear-attention paper; rank None: merged heads.
+    """Setting of the linear-attention paper; rank None means merged heads.
 
-    init_std and the learning rate are given as in the paper's code, which sums over the N pairs of a context; the paper and
-    this package take the mean. With n weights multiplied in a head, the values here are larger by N^(1/n) and N^(2/n).
+    init_std and the learning rate are those of the paper's code, which sums over the N pairs of a
+    context. The paper's text and this package take the mean. A head multiplies n weights, so the
+    values are scaled by N^(1/n) and N^(2/n).
     """
     N = 31
     factor = N ** (1 / (2 if rank is None else 3))
@@ -86,7 +89,8 @@ PRESETS |= {
     )
     for rank in (1, 2, 4, 8)
 }
-# Sparse regression with four layers of linear attention. The setting is ours; we do not know the published one.
+# Sparse regression with four layers of linear attention. The setting is ours; the published one is
+# unknown to us.
 _SPARSE = TrainConfig(steps=50_000, batch_size=64, cosine=True, clip_norm=1.0)
 PRESETS |= {
     f"sparse-h{h}": ExperimentConfig(
@@ -96,7 +100,8 @@ PRESETS |= {
     )
     for h in (1, 4, 8)
 }
-# As many heads as coordinates, and d_x / s = 16: here a few steps on reweighted covariates beat plain ones.
+# As many heads as coordinates, and d_x / s = 16: a few steps on reweighted covariates beat plain
+# steps here.
 PRESETS["sparse-wide"] = ExperimentConfig(
     task=TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25),
     model=ModelConfig(

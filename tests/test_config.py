@@ -287,21 +287,21 @@ REFUSED = {
         "task.covariance.eigenvalues must be positive numbers, got [1.0, 0.0]."
     ),
     'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 2]}': (
-        "task.covariance.eigenvalues must hold d_x = 5 numbers, got 2."
+        "task.covariance.eigenvalues must have d_x = 5 numbers, got 2."
     ),
-    "task.supports=[]": "task.supports must hold one list for each of 1 responses, got 0.",
-    "task.supports=[[]]": "task.supports must list coordinates, each once, got [].",
-    "task.supports=[[1, 1]]": "task.supports must list coordinates, each once, got [1, 1].",
-    "task.supports=[[0, 5]]": "task.supports must name coordinates from 0 to 4, got [0, 5].",
+    "task.supports=[]": "task.supports must have one list for each of 1 responses, got 0.",
+    "task.supports=[[]]": "task.supports must list each coordinate once and at least one, got [].",
+    "task.supports=[[1, 1]]": "task.supports must list each coordinate once and at least one, got [1, 1].",
+    "task.supports=[[0, 5]]": "task.supports must contain coordinates from 0 to 4, got [0, 5].",
     "task.sparsity=6": "task.sparsity must lie between 1 and d_x = 5, got 6.",
     "task.sparsity=0": "task.sparsity must lie between 1 and d_x = 5, got 0.",
     'task={"sparsity": 1, "supports": [[0]]}': (
-        "task.sparsity is not used where task.supports are given, got 1."
+        "task.sparsity cannot be combined with task.supports, got 1."
     ),
     "task.nonzeros=cauchy": "task.nonzeros must be one of gaussian, signs, got 'cauchy'.",
     "task.nonzeros=signs": "task.nonzeros 'signs' needs a task.sparsity, got null.",
     'task={"sparsity": 1, "nonzeros": "signs", "beta_var": 1}': (
-        "task.beta_var is 1/sparsity where task.nonzeros is 'signs' and must be null, got 1.0."
+        "task.beta_var must be null if task.nonzeros is 'signs' (it is then 1/sparsity), got 1.0."
     ),
     "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
     "task.task_seed=3": "task.task_seed needs a task.n_tasks, got 3 and null.",
@@ -311,30 +311,30 @@ REFUSED = {
         "model.activation must be one of relu, gelu, gelu_new, silu, tanh, got 'step'."
     ),
     "model.layout=mixed": "model.layout must be one of pairs, in_turn, got 'mixed'.",
-    "model.d_read_in=4": "model.d_model must be given where d_read_in is, got null.",
-    "model.layout=in_turn": "model.d_model must be given where layout is 'in_turn', got null.",
+    "model.d_read_in=4": "model.d_model must be given if d_read_in is, got null.",
+    "model.layout=in_turn": "model.d_model must be given if layout is 'in_turn', got null.",
     'model={"layout": "in_turn", "d_model": 8, "n_positions": 80}': (
-        "task.context_length must be <= 39, all that 80 positions have room for, got 40."
+        "task.context_length must be <= 39, the most that 80 positions allow, got 40."
     ),
     "model.n_positions=40": (
-        "task.context_length must be <= 39, all that 40 positions have room for, got 40."
+        "task.context_length must be <= 39, the most that 40 positions allow, got 40."
     ),
     "model.norm_eps=-1": "model.norm_eps must be >= 0, got -1.0.",
     "model.score=relu/L": f"model.score must be one of {', '.join(SCORES)}, got 'relu/L'.",
     'model={"context_only": true, "d_model": 0}': "model.d_model must be >= 1, got 0.",
     'model={"context_only": true, "d_model": 9}': (
-        "model.n_heads must divide the width 9 where d_head is null, got 2."
+        "model.n_heads must divide the width 9 if d_head is null, got 2."
     ),
     'model={"context_only": true, "n_heads": 4}': (
-        "model.n_heads must divide the width 6 where d_head is null, got 4."
+        "model.n_heads must divide the width 6 if d_head is null, got 4."
     ),
     "train.shortest_context=0": "train.shortest_context must be >= 1, got 0.",
     "train.shortest_context=4": (
-        "train.shortest_context is not used by one layer of plain attention, got 4."
+        "train.shortest_context is not used in training one layer of plain attention, got 4."
     ),
-    "train.cosine=true": "train.cosine is not used by one layer of plain attention, got true.",
-    "train.clip_norm=1": "train.clip_norm is not used by one layer of plain attention, got 1.0.",
-    "train.warm_up=2": "train.warm_up is not used by one layer of plain attention, got 2.",
+    "train.cosine=true": "train.cosine is not used in training one layer of plain attention, got true.",
+    "train.clip_norm=1": "train.clip_norm is not used in training one layer of plain attention, got 1.0.",
+    "train.warm_up=2": "train.warm_up is not used in training one layer of plain attention, got 2.",
     "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",
     "model.score=relu": f"model.score must be one of {', '.join(SCORES)}, got 'relu'.",
     "train.data_seed=-1": "train.data_seed must be >= 0, got -1.",
@@ -344,11 +344,11 @@ REFUSED = {
     "train.init_std=-1": "train.init_std must be > 0, got -1.0: zero weights never move.",
     "train.init_std=0.1": "train.init_std is not used by train.optimizer 'adam', got 0.1.",
     'model={"merged_qk": true, "d_head": 3}': (
-        "model.d_head must be d_model = 6 where merged_qk is true, got 3."
+        "model.d_head must be d_model = 6 if merged_qk is true, got 3."
     ),
     "seed=-1": "seed must be >= 0, got -1.",
     # wrong names
-    "model.n_heads": "An assignment reads field=value, got 'model.n_heads'.",
+    "model.n_heads": "An assignment must have the form field=value, got 'model.n_heads'.",
     "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
     "model.heads=2": f"Unknown field 'model.heads'; known: {KNOWN}.",
     "seed.x=2": "Unknown field 'seed.x'; known: none.",

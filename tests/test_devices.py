@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from mechinterp.checkpoints.checkpoint import save
 from tests.pretended import DEVICE, Held, pretended
 from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 
@@ -30,12 +31,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def in_float64(case: Case, folder: Path) -> Case:
-    """The same case in float64: fits that stop at a share of their error carry rounding further."""
+    """The same case in float64, snapshots too: fits that stop at a share of their error carry rounding further."""
     folder.mkdir()
-    weights = case.source.weights.to(torch.float64)
-    return replace(
-        case, source=replace(case.source, weights=weights), folder=folder, dtype=torch.float64
-    )
+    source = replace(case.source, weights=case.source.weights.to(torch.float64))
+    if source.steps:
+        kept = {step: weights.to(torch.float64) for step, weights in source.snapshots.items()}
+        path, stated = folder / source.name, {"step": source.step, "history": source.history}
+        save(path, source.config, source.weights, **stated, snapshots=kept)
+        source = replace(source, path=path)
+    return replace(case, source=source, folder=folder, dtype=torch.float64)
 
 
 def frame_of(result: object) -> pd.DataFrame | str:

@@ -30,13 +30,8 @@ from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
-from mechinterp.analysis.training.deep_snapshots import deep_snapshots
-from mechinterp.analysis.training.linear_components import linear_snapshots
-from mechinterp.analysis.training.milestones import milestones
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.analysis.training.snapshots import training_snapshots
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
@@ -60,8 +55,7 @@ PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
 SHORTEST_CHAINS = Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
 SHORTENED: dict[str, dict[str, object]] = {
-    "gates": {"steps": 2},
-    **{n: {"chains": SHORTEST_CHAINS} for n in ("learning-coefficient", "coefficient-snapshots")},
+    "learning-coefficient": {"chains": SHORTEST_CHAINS},
 }
 """Settings of analyses by name, where only the form of what they say is asked for."""
 SHARE = 0.6
@@ -227,7 +221,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "ablate_subsets": lambda c: mi.ablate_subsets(c.source, c.prompts()),
     "ablate_pairs": lambda c: mi.ablate_pairs(c.source, c.prompts()),
     "greedy_order": lambda c: mi.greedy_order(c.source, c.prompts()),
-    "learn_gates": lambda c: mi.learn_gates(c.source, c.prompts(), steps=2),
     "prune": lambda c: mi.prune(c.source, c.prompts()),
     "prune_by_rules": lambda c: prune_by_rules(c.source, c.prompts()),
     "pruning_curves": lambda c: pruning_curves(c.source, c.prompts(), {"first": c.order}),
@@ -246,17 +239,13 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
     "prior_heads": lambda c: mi.prior_heads(c.source, c.task, c.pool, **FEW_PROMPTS),
-    "prior_snapshots": lambda c: mi.prior_snapshots(c.source, c.task, c.pool, **FEW_PROMPTS),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
-    "training_snapshots": lambda c: training_snapshots(c.source, n_prompts=64),
-    "deep_snapshots": lambda c: deep_snapshots(c.source, c.prompts()),
-    "linear_snapshots": lambda c: linear_snapshots(c.source),
+    "over_steps": lambda c: mi.over_steps(c.source, "ablate-heads", n_prompts=64),
+    "linear_components": lambda c: mi.linear_components(c.source),
     "local_learning_coefficient": lambda c: mi.local_learning_coefficient(
         c.source, chains=SHORTEST_CHAINS, n_prompts=16
     ),
-    "coefficient_snapshots": lambda c: coefficient_snapshots(c.source, chains=SHORTEST_CHAINS),
     "training_dynamics": lambda c: training_dynamics(c.source),
-    "milestones": lambda c: milestones(c.source),
     "info_document": lambda c: dumps(info_document(c.source)),
     "convert native": lambda c: written(c, "native"),
     "convert transformer-lens": lambda c: written(c, "transformer-lens"),

@@ -131,8 +131,9 @@ def test_models_are_in_the_wheel_or_the_first_lines_ask_for_a_clone(file: Path):
     code = "\n".join(source(cell) for cell in cells(file, "code"))
     names = set(re.findall(r'"([\w.-]+)"', code))
     outside = {name for name in names if (CHECKPOINTS / name).is_dir()} - BUNDLED
-    # Names that code puts together, and files of the repository.
-    built = 'f"d8s2' in code or "../analyses" in code or "../checkpoints" in code
+    # Names that code puts together, and files and modules of the repository.
+    parts = ('f"d8s2', "../analyses", "../checkpoints", "from analyses.")
+    built = any(part in code for part in parts)
     assert bool(outside or built) == ("needs a clone" in source(cells(file, "markdown")[0]))
 
 

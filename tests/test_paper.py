@@ -89,6 +89,6 @@ def test_a_report_has_its_figures_as_files(tmp_path: Path):
     asked = {"n_prompts": 64, "analyses": ["circuits", "attention"], "figures": "svg"}
     write_report(checkpoint, tmp_path / "page", **asked)
     names = {file.name for file in (tmp_path / "page").glob("*.svg")}
-    assert names == {"qk.svg", "ov.svg", "attention.svg", "similarity.svg"}
+    assert names == {"circuits.svg", "attention.svg", "similarity.svg"}
     # The page knows them as its own, so that it can be written anew.
     write_report(checkpoint, tmp_path / "page", overwrite=True, **asked)

@@ -104,7 +104,7 @@ def test_a_task_is_as_good_as_its_fields(tmp_path):
     assert "d_x must be the weights' 5, got 4" in refusal(
         lambda: load(file, n_heads=2, task=TaskConfig(d_x=4, d_y=1))
     )
-    assert "task is only for files that do not state theirs" in refusal(
+    assert "task is only for files that do not state it" in refusal(
         lambda: load(SHIPPED, task=task)
     )
 
@@ -252,7 +252,7 @@ def test_an_output_that_is_no_tensor_needs_a_read():
             return self.inner(tokens), tokens
 
     assert refusal(lambda: hooked(Tupled())) == (
-        "read must be given for a module whose output is no tensor, got tuple."
+        "read must be given for a module whose output is not a tensor, got tuple."
     )
     prompts = drawn(TASK)
     with as_for_users():

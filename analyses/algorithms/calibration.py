@@ -1,14 +1,14 @@
-"""How often the label of a model of several layers is wrong: on models whose right label is known.
+"""Error rates of the labels of models of several layers, on models whose right label is known.
 
-    python -m analyses.algorithms.calibration --seeds 3  (of the confirming half; about ten minutes on one core)
+    python -m analyses.algorithms.calibration --seeds 3  (confirming half; about ten minutes on one core)
     python -m analyses.algorithms.calibration --seeds 32 --family "weights: summed scores, exact"
 
-The models and functions are those of analyses/algorithms/models.py. On the families of the tuning half, one seed of each,
-every limit is moved, the others at their defaults, and its cost is counted: five for a wrong label, one for a model that
-must get its label and is left undetermined. On other families, which no rule and no limit was set on (new_families.py),
-the labels at the defaults are counted. Models that the files in analyses/results/algorithms have already are not asked
-again: without algorithm_calibration_models.csv all begins anew. Writes algorithm_calibration_{models,moved,rates,limits}.csv
-there; the second has the labels of the tuning half under moved limits, which the last counts.
+The models and functions are those of analyses/algorithms/models.py. On the families of the tuning half, one seed each,
+every limit is moved with the others at their defaults. The cost is five for a wrong label, and one for a model that must
+get its label but stays undetermined. The other families (new_families.py) were not used to set a rule or a limit; their
+labels are counted at the defaults. Models that analyses/results/algorithms already has are skipped; delete
+algorithm_calibration_models.csv to start again. Writes algorithm_calibration_{models,moved,rates,limits}.csv there; the
+second has the labels of the tuning half under moved limits, which the last counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from mechinterp.analysis.multi_layer.naming import Limits, Naming, decide, name_
 
 NAME = "algorithms/algorithm_calibration"
 TUNED, CONFIRMED = 0, 5
-"""Seed of the tuning half, and the first of the confirming one."""
+"""Seed of the tuning half, and first seed of the confirming half."""
 MOVED = {
     "explained": (0.97, 0.99),
     "tie": (0.0025, 0.01),
@@ -39,7 +39,7 @@ ALIKE = ("gd_plus_plus", "newton")
 
 
 def judged(case: Case, label: str) -> str:
-    """What a label is worth: right, wrong, missed (it must have been found) or undetermined."""
+    """Verdict on a label: right, wrong, missed (it should have been found) or undetermined."""
     open_path = label == "ridge_like" and case.truth in ALIKE
     if label in ("undetermined", "unstructured") or open_path:
         return "missed" if case.demand == "must" else "undetermined"
@@ -92,7 +92,7 @@ def row_of(case: Case, found: Naming) -> dict[str, object]:
 
 
 def known_rows(file: Path, name: str) -> set[tuple[str, int]]:
-    """Names and seeds that a file has."""
+    """Pairs of name and seed that a file already has."""
     if not file.exists():
         return set()
     return set(pd.read_csv(file)[[name, "seed"]].itertuples(index=False, name=None))
@@ -117,8 +117,8 @@ def ask(chosen: Sequence[Case], files: Mapping[str, Path], until: float) -> None
 
 
 def rates(models: pd.DataFrame) -> pd.DataFrame:
-    """Wrong labels and misses with Wilson intervals: of both halves, of the near misses and of the algorithms in each, and
-    by family of the confirming half."""
+    """Wrong and missed labels with Wilson intervals: for both halves, for near misses and
+    algorithms in each, and by family of the confirming half."""
     groups = []
     for half, name in PARTS.items():
         of_half = models[models.half == half]
@@ -141,7 +141,7 @@ def rates(models: pd.DataFrame) -> pd.DataFrame:
 
 
 def rates_table(results: Path) -> str:
-    """Table of rates on docs/results/algorithms.md."""
+    """Table of error rates on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_rates.csv")
     lines = ["| models and functions | families | labelled | wrong name | 95% interval | missed |"]
     lines.append("|---|---|---|---|---|---|")
@@ -171,9 +171,11 @@ def limits_table(results: Path) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=1, help="models of each family to confirm")
-    parser.add_argument("--family", help="one family alone")
-    parser.add_argument("--minutes", type=float, default=1e6, help="when to stop")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="number of confirming models per family"
+    )
+    parser.add_argument("--family", help="only this family")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit")
     arguments = parsed(parser)
     names = ("models", "moved", "rates", "limits")
     files = {name: arguments.out / f"{NAME}_{name}.csv" for name in names}

@@ -1,8 +1,7 @@
-"""What a family of learners is: a task and numbers at random, and a function of prompts that has them.
+"""Families of learners: a random task, random numbers, and a function of prompts that uses them.
 
-A function gives the prediction after every layer, [layer, batch, d_y], or the last one alone,
-[batch, d_y]. A number comes from between two ends, or from a list.
-"""
+A function gives the prediction after every layer, [layer, batch, d_y], or only the last one,
+[batch, d_y]. A number is drawn from an interval or from a list."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,13 +56,14 @@ def pooled(random: Random) -> TaskConfig:
 
 
 def noisy(random: Random) -> TaskConfig:
-    """Noise of at least .1, without which these learners are least squares."""
+    """Dense task with noise variance of at least 0.1; without noise these learners would be least
+    squares."""
     task = dense(random)
     return replace(task, noise_var=max(task.noise_var, 0.1))
 
 
 class Descent:
-    """Pairs of prompts with their second moments S and b, and the path w_0 = 0, w_1, ... so far."""
+    """State of a descent on prompts: their moments S and b, and the path w_0 = 0, w_1, ... so far."""
 
     def __init__(self, prompts: Prompts, etas: Sequence[float] = ()):
         self.x, self.y = prompts.x.double(), prompts.y.double()
@@ -78,12 +78,12 @@ class Descent:
 
     @property
     def n(self) -> int:
-        """The layer, from 0."""
+        """Number of the current layer, from 0."""
         return len(self.path) - 1
 
     @property
     def eta(self) -> float:
-        """The step size of the layer."""
+        """Step size of the current layer."""
         return self.etas[self.n]
 
     @property
@@ -93,18 +93,18 @@ class Descent:
 
     @property
     def moved(self) -> Tensor:
-        """w after a step of gradient descent."""
+        """w after one step of gradient descent."""
         return self.w + self.eta * self.gradient()
 
     def gradient(self, w: Tensor | None = None) -> Tensor:
         return self.b - self.S @ (self.w if w is None else w)
 
     def inertia(self) -> Tensor:
-        """The last step."""
+        """The previous step."""
         return self.w - self.path[-2] if self.n else torch.zeros_like(self.w)
 
     def along(self, rest: Tensor, x: Tensor | None = None) -> Tensor:
-        """w after a step with other residuals, or on other x."""
+        """w after a step with other residuals, or with other x."""
         x = self.x if x is None else x
         return self.w + self.eta * x.mT @ rest / x.shape[1]
 
@@ -112,13 +112,13 @@ class Descent:
         return (self.query[:, None] @ w)[:, 0]
 
     def solved(self, penalty: Tensor | float) -> Tensor:
-        """(S + penalty / L)^-1 b; of a matrix that multiplies w in the penalty, too."""
+        """(S + penalty / L)^-1 b; a matrix as penalty multiplies w."""
         scaled = torch.as_tensor(penalty).double() / self.x.shape[1]
         return torch.linalg.solve(self.S + scaled * torch.eye(self.S.shape[1]).double(), self.b)
 
 
 Step = Callable[..., Tensor]
-"""The next w, of a Descent and the family's numbers."""
+"""Function from a Descent and the family's numbers to the next w."""
 
 
 def walk(step: Step, prompts: Prompts, etas: Sequence[float], *numbers: float) -> Tensor:
@@ -154,7 +154,7 @@ def draw(random: Random, ranges: Sequence[Range]) -> list[float]:
 
 
 def alone(learner: Callable[..., Tensor], *ranges: Range, task: Tasks = dense) -> Family:
-    """Functions of prompts and numbers."""
+    """Family of functions of prompts and numbers."""
 
     def build(random: Random) -> Drawn:
         numbers = draw(random, ranges)
@@ -169,10 +169,10 @@ def layers(
     sizes: tuple[float, float] | None = (0.3, 0.6),
     task: Tasks = dense,
 ) -> Family:
-    """Functions of prompts, step sizes and numbers.
+    """Family of functions of prompts, step sizes and numbers.
 
     Args:
-        sizes: Ends of the step sizes; None if the learner needs none.
+        sizes: Interval of the step sizes; None if the learner needs none.
     """
 
     def build(random: Random) -> Drawn:
@@ -185,7 +185,7 @@ def layers(
 
 
 def descent(step: Step, *ranges: Range, **about) -> Family:
-    """Paths of a step; `about` as in `layers`."""
+    """Family of descents with a given step; `about` as in `layers`."""
 
     def learner(prompts: Prompts, etas: Sequence[float], *numbers: float) -> Tensor:
         return walk(step, prompts, etas, *numbers)
@@ -194,7 +194,7 @@ def descent(step: Step, *ranges: Range, **about) -> Family:
 
 
 def given(learner: Callable[..., Tensor], *ranges: Range, task: Tasks = pooled) -> Family:
-    """Functions of prompts, their task and numbers."""
+    """Family of functions of prompts, their task and numbers."""
 
     def build(random: Random) -> Drawn:
         own = task(random)
@@ -205,7 +205,7 @@ def given(learner: Callable[..., Tensor], *ranges: Range, task: Tasks = pooled) 
 
 
 def then(family: Family, change: Callable[..., Tensor], *ranges: Range) -> Family:
-    """Families whose predictions are changed."""
+    """Family with changed predictions."""
 
     def build(random: Random) -> Drawn:
         learner, task = family(random)
@@ -216,12 +216,12 @@ def then(family: Family, change: Callable[..., Tensor], *ranges: Range) -> Famil
 
 
 def last(family: Family) -> Family:
-    """Families whose last prediction alone is seen."""
+    """Family that shows only the last prediction."""
     return then(family, lambda path: path[-1])
 
 
 def on(family: Family, change: Callable[[Prompts], Prompts]) -> Family:
-    """Families on changed prompts."""
+    """Family on changed prompts."""
 
     def build(random: Random) -> Drawn:
         learner, task = family(random)

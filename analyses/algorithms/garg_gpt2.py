@@ -1,13 +1,16 @@
-"""A GPT-2 of the kind of Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is near to ridge.
+"""GPT-2 as in Garg et al. 2022 (arXiv 2208.01066), trained on linear regression until it is close
+to ridge.
 
-    python -m analyses.algorithms.garg_gpt2 --out FOLDER    (three quarters of an hour on one core; goes on where it was stopped)
-    python -m analyses.algorithms.garg_gpt2                 (seconds: the numbers of the shipped one on docs/results/algorithms.md)
+    python -m analyses.algorithms.garg_gpt2 --out FOLDER    (45 minutes on one core; resumes if
+    stopped) python -m analyses.algorithms.garg_gpt2                 (seconds: numbers of the
+    shipped model for docs/results/algorithms.md)
 
-x and y are tokens in turn; GPT-2 with learned positions, norms and MLPs stands between two linear maps, and predicts y at each x.
-The smallest size of their code (64 wide, 3 layers, 2 heads), their batch of 64 prompts and their loss, over all prefixes; d_x is
-4, responses have noise of standard deviation 1, as theirs, prompts have 2 d_x pairs and a query. The file has the names of their code:
-state.pt with the state dict of the model, and config.yaml beside it. checkpoints/garg-gpt2 holds what came out.
-"""
+x and y are alternating tokens. GPT-2 with learned positions, norms and MLPs stands between two
+linear maps and predicts y at each x. Size (64 wide, 3 layers, 2 heads), batches of 64 prompts and
+the loss over all prefixes follow the smallest model of their code. d_x is 4, responses have noise
+of standard deviation 1 as theirs, prompts have 2 d_x pairs and a query. The output uses the names
+of their code: state.pt with the state dict of the model, and config.yaml. checkpoints/garg-gpt2 has
+the result."""
 
 import argparse
 import math
@@ -40,8 +43,8 @@ DESCENTS = (
     (38_500, 20_000, 1e-3),
     (50_500, 12_000, 8e-4),
 )
-"""Last step, length and rate at its start of each time that the rate falls to 0 along a cosine. It rises linearly during
-the warm-up, and is constant until the first of them begins."""
+"""Cycles of the learning rate: last step, length, and rate at the start of each cosine decay to 0.
+The rate rises linearly during warm-up, and is constant until the first decay begins."""
 STEPS = DESCENTS[-1][0]
 LOG_EVERY = 500
 N_PROMPTS = 16_384
@@ -68,7 +71,7 @@ training:
 
 
 class GargModel(nn.Module):
-    """Their `TransformerModel`, by its names; y stands in the first entry of its token."""
+    """The paper's `TransformerModel` with its names; y is the first entry of its token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class GargModel(nn.Module):
         self._read_out = nn.Linear(64, 1)
 
     def forward(self, prompts: Prompts) -> Tensor:
-        """Predictions [batch, pair] at each x, the query's last."""
+        """Predictions [batch, pair] at each x; the query's comes last."""
         y = nn.functional.pad(prompts.y, (0, D_X - 1))
         pairs = torch.stack([prompts.x, y], 2).flatten(1, 2)
         tokens = torch.cat([pairs, prompts.x_query[:, None]], 1)
@@ -100,10 +103,10 @@ class GargModel(nn.Module):
 
 
 def rate(step: int) -> float:
-    """The learning rate of a step."""
+    """Learning rate of a step."""
     end, length, start = next(descent for descent in DESCENTS if step < descent[0])
-    left = min(1.0, (end - step) / length)
-    return start * min(1.0, (step + 1) / WARM_UP) * (1 - math.cos(math.pi * left)) / 2
+    remaining = min(1.0, (end - step) / length)
+    return start * min(1.0, (step + 1) / WARM_UP) * (1 - math.cos(math.pi * remaining)) / 2
 
 
 def train(
@@ -115,11 +118,11 @@ def train(
     seed: int = 0,
     kept: Collection[int] = (),
 ) -> None:
-    """Train a model until a step; what is in the folder is trained on.
+    """Train a model until a step; training resumes from the state in the folder.
 
     Args:
-        rate: The learning rate of a step.
-        kept: Steps whose weights are kept in steps/<step>.pt.
+        rate: Function from a step to its learning rate.
+        kept: Steps whose weights are saved in steps/<step>.pt.
     """
     torch.manual_seed(seed)
     model = GargModel()
@@ -151,14 +154,14 @@ def train(
 
 
 def keep(model: GargModel, folder: Path, step: int) -> None:
-    """Write the weights of a step."""
+    """Save the weights of a step."""
     file = folder / "steps" / f"{step}.pt"
     file.parent.mkdir(exist_ok=True)
     torch.save(model.state_dict(), file)
 
 
 def save(model: GargModel, optimizer: torch.optim.Adam, folder: Path, step: int) -> None:
-    """Write the state that training goes on from; a kill leaves the old one or the new one."""
+    """Write the state for resuming; if the process is killed, the old or the new state remains."""
     state = {"model_state_dict": model.state_dict(), "train_step": step}
     state["optimizer_state_dict"] = optimizer.state_dict()
     torch.save(state, folder / "state.tmp")
@@ -166,7 +169,8 @@ def save(model: GargModel, optimizer: torch.optim.Adam, folder: Path, step: int)
 
 
 def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
-    """Excess risk and risk over those of the best ridge on the same prompts with their standard errors, by number of pairs."""
+    """Excess risk and risk relative to the best ridge on the same prompts, with standard errors, by
+    number of pairs."""
     rows, task = [], checkpoint.task
     for length in LENGTHS:
         drawn = {"context_length": length, "dtype": torch.float64}
@@ -180,7 +184,7 @@ def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
 
 
 def nearest_ridge(checkpoint: Checkpoint) -> dict[str, float]:
-    """The penalty with which ridge regression is nearest to the model, and its R² on other prompts."""
+    """Penalty of the ridge regression closest to the model, and its R² on other prompts."""
     (algorithm,) = (one for one in ALGORITHMS if one.name == "ridge")
     fitted, scored = (sample_prompts(checkpoint.task, N_PROMPTS, seed=seed) for seed in (2, 3))
     moments, target = PromptMoments(fitted, checkpoint.task), checkpoint.predictor.predict
@@ -191,7 +195,9 @@ def nearest_ridge(checkpoint: Checkpoint) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="train here; else measure the shipped model")
+    parser.add_argument(
+        "--out", type=Path, help="folder to train in; without it, the shipped model is measured"
+    )
     folder = parser.parse_args().out
     torch.set_num_threads(1)
     if folder is not None:

@@ -23,11 +23,11 @@ Random = np.random.Generator
 
 
 def natural(name: str, task: TaskConfig, n_layers: int, random: Random) -> list[float]:
-    """Scalars that suit the task, each times a random factor."""
+    """Natural scalars for a task, each times a random factor."""
     drawn = sample_prompts(task, 128, seed=1, dtype=torch.float64)
     start = BY_NAME[name].start(PromptMoments(drawn, task), n_layers).numpy()
     if name == ALG1 and task.sparsity is None:
-        start = 0.4 * start  # Where b has heavy tails, its natural step is too long.
+        start = 0.4 * start  # If b has heavy tails, the natural step is too long.
     return (start * random.uniform(0.7, 1.3, len(start))).tolist()
 
 

@@ -1,10 +1,9 @@
 """Models of several layers whose right label is known, for analyses/algorithms/calibration.py.
 
-Weights built by hand in rotated streams, with noise on every matrix; algorithms as functions of prompts that
-predict after every layer, with noise on each step; and near misses that carry out no algorithm of the list: half of
-one and half of another, steps that are half of one and half of another, one algorithm after another, and the
-learners of near_misses.py and new_families.py.
-"""
+There are weights built by hand in rotated streams, with noise on every matrix, and algorithms as
+functions of prompts that predict after every layer, with noise on each step. Near misses follow no
+algorithm of the list: averages of two algorithms, steps that average two algorithms, one algorithm
+followed by another, and the learners of near_misses.py and new_families.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,18 +41,18 @@ class Case:
     seed: int
     truth: str
     demand: str
-    """"must" get its label, "may" get it, or must get "none"."""
+    """"must": has to get its label; "may": can get it; "none": must get no label."""
     source: object
     task: TaskConfig
     size: float
-    """Noise, as a share of the weights or of a step."""
+    """Size of the noise, relative to the weights or to a step."""
 
 
 Update = Callable[[PromptMoments, int, Tensor], Tensor]
 
 
 def update_of(name: str, task: TaskConfig, n_layers: int, random: Random) -> Update:
-    """One layer of an algorithm that starts each step from w."""
+    """One layer of an algorithm that computes each step from w alone."""
     scalars, descent = natural(name, task, n_layers, random), name == "gradient descent"
 
     def update(moments: PromptMoments, layer: int, w: Tensor) -> Tensor:
@@ -72,7 +71,7 @@ def update_of(name: str, task: TaskConfig, n_layers: int, random: Random) -> Upd
 
 
 def iterated(updates: Sequence[Sequence[Update]], task: TaskConfig) -> Callable[[Prompts], Tensor]:
-    """Each layer goes to the mean of what its updates say."""
+    """Function whose layers move to the mean of their updates."""
 
     def law(prompts: Prompts) -> Tensor:
         moments = PromptMoments(prompts, task)
@@ -100,7 +99,7 @@ def noisy(
     task: Tasks = dense,
     layers: tuple[int, int] = (2, 5),
 ) -> Build:
-    """Weights of a task and a number of layers, rotated and with noise."""
+    """Weights for a random task and number of layers, rotated and with noise."""
 
     def build(random: Random) -> Built:
         own, n_layers = task(random), int(random.integers(*layers))
@@ -111,7 +110,7 @@ def noisy(
 
 
 def steps(low: float, high: float) -> Callable[[TaskConfig, int, Random], Weights]:
-    """Gradient descent with step sizes in between."""
+    """Gradient descent with step sizes from this interval."""
     return lambda task, n, random: descent.gradient_descent_model(
         random.uniform(low, high, n).tolist(), d_x=task.d_x
     )
@@ -151,7 +150,8 @@ def random_preconditioners(task: TaskConfig, n_layers: int, random: Random) -> W
 
 
 def summed(task: TaskConfig, n_layers: int, random: Random) -> Weights:
-    """Linear scores that are summed over the pairs, with the step size over the length in the weights."""
+    """Linear scores summed over the pairs, with the division of the step size by the length in the
+    weights."""
     weights = steps(0.2, 0.6)(task, n_layers, random)
     model = replace(weights.model, score="linear")
     scaled = {"attn.W_O": weights.W_O / task.context_length}
@@ -174,7 +174,7 @@ def random_weights(random: Random) -> Built:
 
 
 def functions(*names: str, task: Tasks) -> Build:
-    """The mean of the predictions of algorithms, with noise on their steps."""
+    """Mean of the predictions of algorithms, with noise on their steps."""
 
     def build(random: Random) -> Built:
         own, n_layers, size = task(random), int(random.integers(3, 5)), float(random.choice(NOISE))
@@ -185,7 +185,8 @@ def functions(*names: str, task: Tasks) -> Build:
 
 
 def mixed_steps(first: str, second: str, task: Tasks, *, in_turn: bool = False) -> Build:
-    """Each step the mean of two algorithms' steps; or two steps of one, then two of the other."""
+    """Steps that average two algorithms' steps; or two steps of one algorithm, then two of the
+    other."""
 
     def build(random: Random) -> Built:
         own, n_layers = task(random), 4 if in_turn else int(random.integers(3, 5))
@@ -202,14 +203,14 @@ def exact_summed_scores(random: Random) -> Built:
 
 
 def slightly_scaled(random: Random) -> Built:
-    """Gradient descent times 1.05, which other step sizes take up."""
+    """Gradient descent times 1.05, which other step sizes can absorb."""
     task, n_layers = dense(random), int(random.integers(3, 5))
     exact = law_of(GD, task, n_layers, random)
     return lambda prompts: 1.05 * exact(prompts), task, 0.0
 
 
 def softmax_pairs(random: Random) -> Built:
-    """Two softmax heads of opposite scales in each layer, which read residuals and write into y."""
+    """Two softmax heads with opposite scales in each layer, which read residuals and write into y."""
     task, n_layers, omega = dense(random), 3, float(random.uniform(0.05, 0.6))
     plain = steps(0.3, 0.6)(task, n_layers, random)
     W_Q = torch.cat([plain.W_Q, -plain.W_Q], dim=1) / plain.d_model**0.5 * omega
@@ -295,13 +296,13 @@ FAMILIES: dict[str, tuple[str, str, Build]] = {
     },
 }
 CONFIRMED_ONLY = (*NEW_MISSES, *NEW_GUISES)
-"""Families that no rule and no limit was set on."""
+"""Families that were not used to set a rule or a limit."""
 LATER = (*LATER_MISSES, *LATER_GUISES)
 """Families written after the rules of `naming.py`."""
 
 
 def cases(seeds: Sequence[int]) -> list[Case]:
-    """One of every family for each seed, seed by seed."""
+    """One model of every family for each seed, seed by seed."""
     found = []
     for seed in seeds:
         for family, (truth, demand, build) in FAMILIES.items():

@@ -1,5 +1,5 @@
-"""Steps that are no algorithm of the list but come near to gradient descent: the next w, from the
-path so far and a family's numbers."""
+"""Steps that are close to gradient descent but are no algorithm of the list: functions from the
+path so far and the family's numbers to the next w."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ def centred_x(prompts: Prompts) -> Prompts:
 
 
 def unit_length(prompts: Prompts) -> Prompts:
-    """Pairs that are divided by the length of x."""
+    """Prompts whose pairs are divided by the length of x."""
     size = prompts.x.norm(dim=2, keepdim=True) / prompts.x.shape[2] ** 0.5
     return replace(prompts, x=prompts.x / size, y=prompts.y / size)
 
@@ -85,7 +85,7 @@ def hard_thresholding(random: Random) -> Drawn:
 
 
 def least(w: Tensor, count: int) -> Tensor:
-    """The size of the last of the largest entries."""
+    """Size of the smallest of the `count` largest entries."""
     return w.abs().topk(count, dim=1).values[:, -1:]
 
 
@@ -123,7 +123,7 @@ def diagonal_preconditioner(random: Random) -> Drawn:
 
 
 def other_axes_in_each_layer(random: Random) -> Drawn:
-    """Steps whose sizes differ by coordinate, otherwise in every layer."""
+    """Steps whose sizes differ by coordinate, with different sizes in every layer."""
     task, etas = dense(random), make.steps(random, 0.25, 0.45)
     d = torch.from_numpy(random.uniform(0.6, 1.4, (len(etas), task.d_x, 1)))
     return lambda p: make.walk(lambda c: c.w + c.eta * d[c.n] * c.gradient(), p, etas), task
@@ -150,13 +150,13 @@ def averaged(path: Tensor) -> Tensor:
 
 
 def extrapolated(prompts: Prompts, etas: Sequence[float], more: float) -> Tensor:
-    """Predictions that go on from the last two iterates of descent."""
+    """Predictions extrapolated from the last two iterates of descent."""
     path = make.walk(make.plain, prompts, etas)
     return path + more * (path - torch.cat([torch.zeros_like(path[:1]), path[:-1]]))
 
 
 def pairs_of_heads(low: float, high: float) -> Family:
-    """Layers of softmax attention with two heads each of opposite scales, on residuals."""
+    """Layers of softmax attention on residuals, with two heads of opposite scales each."""
 
     def learner(prompts: Prompts, etas: Sequence[float], omega: float) -> Tensor:
         x, query, y = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
@@ -189,7 +189,7 @@ def exponentiated(c: Descent) -> Tensor:
 
 
 def bounded_steps(c: Descent, limit: float) -> Tensor:
-    """Steps no longer than a limit."""
+    """Steps with a largest length."""
     move = c.eta * c.gradient()
     return c.w + move * (limit / move.norm(dim=1, keepdim=True)).clamp(max=1)
 
@@ -201,24 +201,24 @@ def few_pairs(c: Descent) -> Tensor:
 
 
 def elastic(c: Descent, limit: float) -> Tensor:
-    """Soft thresholds of the coordinates of w after the last step alone."""
+    """Soft thresholds of the coordinates of w, after the last step only."""
     return make.soft(c.moved, limit) / (1 + limit) if c.n == len(c.etas) - 1 else c.moved
 
 
 def blocks(c: Descent) -> Tensor:
-    """Steps on half of the coordinates in turn."""
+    """Steps on half of the coordinates, alternating."""
     own = (torch.arange(c.w.shape[1]) % 2 == c.n % 2).to(c.w)[:, None]
     return c.w + c.eta * own * c.gradient()
 
 
 def of_unit_length(c: Descent, size: float) -> Tensor:
-    """Steps along the gradient, of lengths that fall with the layer."""
+    """Steps along the gradient with lengths that decrease with the layer."""
     g = c.gradient()
     return c.w + size / (c.n + 1) * g / g.norm(dim=1, keepdim=True)
 
 
 def two_point_steps(c: Descent, first: float) -> Tensor:
-    """Steps of Barzilai and Borwein."""
+    """Barzilai-Borwein steps."""
     g = c.gradient()
     if c.n == 0:
         return c.w + first * g
@@ -227,7 +227,7 @@ def two_point_steps(c: Descent, first: float) -> Tensor:
 
 
 def halves_in_turn(c: Descent) -> Tensor:
-    """A step on the first half of the pairs, then one on the second, in every layer."""
+    """A step on the first half of the pairs and then one on the second half, in every layer."""
     w = c.w
     for x, y in zip(c.x.chunk(2, 1), c.y.chunk(2, 1), strict=True):
         w = w + c.eta * x.mT @ (y - x @ w) / x.shape[1]
@@ -235,13 +235,13 @@ def halves_in_turn(c: Descent) -> Tensor:
 
 
 def shrunk_moments(c: Descent, share: float) -> Tensor:
-    """Descent on S drawn towards its mean eigenvalue."""
+    """Descent on S shrunk towards its mean eigenvalue."""
     mean = c.S.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     return c.w + c.eta * (c.b - (1 - share) * c.S @ c.w - share * mean * c.w)
 
 
 def from_elsewhere(random: Random) -> Drawn:
-    """Descent from a fixed w that is not 0."""
+    """Descent from a fixed nonzero w."""
     task, etas = dense(random), make.steps(random)
     start = torch.from_numpy(random.normal(size=(task.d_x, 1))) * 0.3 / task.d_x**0.5
 
@@ -253,18 +253,18 @@ def from_elsewhere(random: Random) -> Drawn:
 
 
 def step_by_noise(c: Descent) -> Tensor:
-    """Steps that are shorter where the responses are larger."""
+    """Steps that are shorter for larger responses."""
     size = c.y.square().mean(1, keepdim=True)
     return c.w + c.eta / (1 + 0.5 * size) * c.gradient()
 
 
 def leverage(c: Descent, power: float) -> Tensor:
-    """Descent on pairs that weigh the less the longer x is."""
+    """Descent on pairs that have less weight for longer x."""
     return c.along(c.x.square().mean(2, keepdim=True) ** -power * c.rest)
 
 
 def wrong_covariance(random: Random) -> Drawn:
-    """Descent with the inverse covariance of a chain of another correlation."""
+    """Descent preconditioned by the inverse covariance of a chain with another correlation."""
     task, n_layers = correlated(random), make.depth(random)
     rho, eta = -task.covariance.rho / 2, float(random.uniform(0.1, 0.2))
     lag = torch.arange(task.d_x)[:, None] - torch.arange(task.d_x)
@@ -273,7 +273,7 @@ def wrong_covariance(random: Random) -> Drawn:
 
 
 def largest_entries(random: Random) -> Drawn:
-    """Steps on the coordinates of the largest gradients, twice the nonzero entries."""
+    """Steps on the coordinates with the largest gradients, twice as many as nonzero entries."""
     task, etas = sparse(random), make.steps(random, 0.5, 0.9)
 
     def step(c: Descent) -> Tensor:
@@ -284,13 +284,13 @@ def largest_entries(random: Random) -> Drawn:
 
 
 def rounded_steps(c: Descent, limit: float) -> Tensor:
-    """Shrinkage of the step and not of w."""
+    """Shrinkage of the step instead of w."""
     g = c.gradient()
     return c.w + c.eta * g.sign() * torch.relu(g.abs() - limit)
 
 
 def powers_of_b(c: Descent) -> Tensor:
-    """Algorithm 1 with the size of b in place of its square."""
+    """Algorithm 1 with the size of b instead of its square."""
     return c.w + (c.eta * c.b.abs() * c.gradient() if c.n else 0)
 
 
@@ -300,7 +300,7 @@ def clipped_x(c: Descent, limit: float) -> Tensor:
 
 
 def sampled_pairs(c: Descent) -> Tensor:
-    """Each layer reads every third pair no more than half."""
+    """Descent whose layers give half weight to every third pair, in turn."""
     weight = torch.ones(c.x.shape[1], 1).double()
     weight[c.n % 3 :: 3] = 0.5
     return c.along(weight * c.rest)
@@ -313,7 +313,7 @@ def fast_shrinkage(c: Descent, limit: float) -> Tensor:
 
 
 def two_descents(random: Random) -> Drawn:
-    """The longer of two descents where the responses are large, the shorter else."""
+    """Descent with a longer step if the responses are large, and a shorter one otherwise."""
     n_layers, fast = make.depth(random), float(random.uniform(0.5, 0.7))
 
     def step(c: Descent) -> Tensor:
@@ -324,7 +324,7 @@ def two_descents(random: Random) -> Drawn:
 
 
 ANY, SPARSE = {"sizes": None}, {"sizes": (0.5, 0.9), "task": sparse}
-"""Steps without a drawn size, and those on sparse tasks."""
+"""Arguments for steps without a drawn size, and for steps on sparse tasks."""
 HEAVY, NESTEROV = (make.descent(step, (0.3, 0.6)) for step in (heavy_ball, nesterov))
 DECAY = make.descent(lambda c, decay: (1 - decay) * c.w + c.eta * c.gradient(), (0.1, 0.3))
 SEARCH = make.descent(line_search, **ANY)

@@ -1,4 +1,4 @@
-"""Learners that are no algorithm of the list but come near to one, by name."""
+"""Learners that are close to an algorithm of the list but differ from it, by name."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def uneven_ridge(random: Random) -> Drawn:
 
 
 def shares(first: str, second: str, share: float) -> Family:
-    """A part of one algorithm, the rest of another."""
+    """Weighted mean of two algorithms."""
 
     def build(random: Random) -> Drawn:
         task, n_layers = dense(random), make.depth(random)
@@ -58,7 +58,7 @@ def shares(first: str, second: str, share: float) -> Family:
 
 
 def posterior(prompts: Prompts, task: TaskConfig, factor: float = 1, every: int = 1) -> Tensor:
-    """The posterior mean for noise that is some times as large, under some of the tasks."""
+    """Posterior mean for scaled noise, under every n-th task of the pool."""
     pool = task_pool(task)[::every]
     return dmmse(prompts, pool=pool, noise_var=factor * task.noise_var)
 
@@ -69,7 +69,7 @@ def pool_and_ridge(prompts: Prompts, task: TaskConfig, share: float) -> Tensor:
 
 
 def uneven_pool(prompts: Prompts, task: TaskConfig) -> Tensor:
-    """The posterior mean where half of the tasks count four times as much."""
+    """Posterior mean under a prior in which half of the tasks have four times the weight."""
     pool = task_pool(task).double()
     prior = torch.where(torch.arange(len(pool)) % 2 == 0, 4.0, 1.0).double().log()
     misfit = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
@@ -92,7 +92,7 @@ def filtered(phi, *ranges, n_layers: int | None = None) -> Family:
 
 
 def third_order(s: Tensor, n: int) -> Tensor:
-    """Iteration of third order for the inverse: M (3 - S M (3 - S M))."""
+    """Third-order iteration for the inverse: M (3 - S M (3 - S M))."""
     m = s / s.max() ** 2
     for _ in range(n):
         m = m * (3 - s * m * (3 - s * m))
@@ -115,14 +115,14 @@ def damped_newton(s: Tensor, n: int, damping: float) -> Tensor:
 
 
 def estimated_penalty(prompts: Prompts, factor: float) -> Tensor:
-    """Ridge whose penalty follows from the residuals of each prompt."""
+    """Ridge with a penalty estimated from the residuals of each prompt."""
     c = Descent(prompts)
     rest = c.y - c.x @ torch.linalg.solve(c.S + 0.01 * torch.eye(c.S.shape[1]).to(c.S), c.b)
     return c.read(c.solved(factor * rest.square().mean((1, 2))[:, None, None]))
 
 
 def shrunk_least_squares(prompts: Prompts) -> Tensor:
-    """Least squares times what James and Stein take of it."""
+    """Least squares times the James-Stein factor."""
     c = Descent(prompts)
     L, d = c.x.shape[1:]
     w = torch.linalg.solve(c.S, c.b)
@@ -132,14 +132,14 @@ def shrunk_least_squares(prompts: Prompts) -> Tensor:
 
 
 def standardised_ridge(prompts: Prompts, penalty: float) -> Tensor:
-    """Ridge on coordinates of unit variance in the prompt."""
+    """Ridge on coordinates with unit variance in the prompt."""
     size = prompts.x.std(1, keepdim=True)
     moved = replace(prompts, x=prompts.x / size, x_query=prompts.x_query / size[:, 0])
     return ridge(moved, penalty=penalty)
 
 
 def reweighted_ridge(prompts: Prompts, penalty: float) -> Tensor:
-    """Ridge, then once more on pairs that weigh less where it missed them."""
+    """Ridge, repeated with less weight for pairs that it missed."""
     c = Descent(prompts)
     eye = penalty / c.x.shape[1] * torch.eye(c.S.shape[1]).to(c.S)
     rest = (c.y - c.x @ torch.linalg.solve(c.S + eye, c.b)).square()
@@ -148,13 +148,13 @@ def reweighted_ridge(prompts: Prompts, penalty: float) -> Tensor:
 
 
 def penalty_by_query(prompts: Prompts, factor: float) -> Tensor:
-    """Ridge with more penalty where the query is long."""
+    """Ridge with a larger penalty for longer queries."""
     c = Descent(prompts)
     return c.read(c.solved(factor * prompts.x_query.square().mean(1)[:, None, None].double()))
 
 
 def two_penalties(prompts: Prompts, small: float, large: float) -> Tensor:
-    """The mean of two ridge regressions."""
+    """Mean of two ridge regressions."""
     return 0.5 * (ridge(prompts, penalty=small) + ridge(prompts, penalty=large))
 
 

@@ -1,7 +1,7 @@
-"""Families that no rule was set on: near misses, and algorithms in guises that the package does not have.
+"""Families that were not used to set a rule: near misses, and algorithms in forms that the package
+does not have.
 
-They were written after the last change of a rule and of a limit, and are counted as they came out.
-"""
+They were written after the last change of a rule or a limit, and are counted without selection."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,13 +32,13 @@ from mechinterp.models.run.predictor import predictor_of
 
 
 def adaptive(c: Descent, eta: float) -> Tensor:
-    """Steps over the root of the running mean square of the gradient, entry by entry."""
+    """Steps divided by the root of the running mean square of the gradient, entry by entry."""
     squares = torch.stack([c.gradient(each).square() for each in c.path]).mean(0)
     return c.w + eta * c.gradient() / (squares.sqrt() + 0.3)
 
 
 def secant(c: Descent, eta: float) -> Tensor:
-    """Anderson's acceleration from the last two iterates."""
+    """Anderson acceleration from the last two iterates."""
     g = c.gradient()
     if c.n == 0:
         return c.w + eta * g
@@ -52,31 +52,31 @@ def clipped_y(c: Descent, limit: float) -> Tensor:
 
 
 def in_a_ball(c: Descent, radius: float) -> Tensor:
-    """Descent that projects w on a ball."""
+    """Descent that projects w onto a ball."""
     return c.moved / (c.moved.norm(dim=1, keepdim=True) / radius).clamp(min=1)
 
 
 def stops_early(c: Descent, level: float) -> Tensor:
-    """Descent that stops in the prompts whose residuals are small."""
+    """Descent that stops on prompts with small residuals."""
     left, size = (one.square().mean(1, keepdim=True) for one in (c.rest, c.y))
     return c.w + c.eta * c.gradient() * (left > level * size)
 
 
 def median_of_blocks(c: Descent) -> Tensor:
-    """The median of the gradients of three blocks of pairs."""
+    """Steps along the median of the gradients of three blocks of pairs."""
     pairs = zip(c.x.chunk(3, 1), c.rest.chunk(3, 1), strict=True)
     blocks = torch.stack([x.mT @ rest / x.shape[1] for x, rest in pairs])
     return c.w + c.eta * blocks.median(0).values
 
 
 def restarted_inertia(c: Descent, eta: float) -> Tensor:
-    """Inertia that grows with the layer, dropped where it points against the gradient."""
+    """Inertia that grows with the layer and is dropped when it points against the gradient."""
     g, moved = c.gradient(), c.inertia()
     return c.w + eta * g + c.n / (c.n + 3) * moved * (make.inner(moved, g) > 0)
 
 
 def message_passing(prompts: Prompts, etas: Sequence[float], share: float) -> Tensor:
-    """Approximate message passing: soft thresholds, and residuals with Onsager's term."""
+    """Approximate message passing: soft thresholds, and residuals with the Onsager term."""
     c, path = Descent(prompts), []
     L, w, rest = c.x.shape[1], c.w, c.y
     for _ in etas:
@@ -88,17 +88,17 @@ def message_passing(prompts: Prompts, etas: Sequence[float], share: float) -> Te
 
 
 def denoised_steps(c: Descent, width: float) -> Tensor:
-    """Steps whose small entries a smooth curve takes back, in place of a soft threshold."""
+    """Smooth shrinkage of small entries, instead of a soft threshold."""
     return c.moved * c.moved.square() / (c.moved.square() + width**2)
 
 
 def thresholds_by_noise(c: Descent, share: float) -> Tensor:
-    """ISTA with thresholds by the residuals of each prompt."""
+    """ISTA with thresholds proportional to the residuals of each prompt."""
     return make.soft(c.moved, share * c.rest.square().mean(1, keepdim=True).sqrt())
 
 
 def left_out(prompts: Prompts, *factors: float) -> Tensor:
-    """Ridge with the penalty that predicts pairs left out best, prompt by prompt."""
+    """Ridge with the penalty that is best on left-out pairs, chosen for each prompt."""
     c, L = Descent(prompts), prompts.x.shape[1]
     errors, predictions = [], []
     for penalty in (p * factor for p, factor in zip((0.3, 1.0, 3.0, 10.0), factors, strict=True)):
@@ -112,7 +112,7 @@ def left_out(prompts: Prompts, *factors: float) -> Tensor:
 
 
 def likely_penalties(prompts: Prompts, factor: float, noise: float) -> Tensor:
-    """Ridge over several penalties, weighed by the evidence."""
+    """Mean of ridge regressions with several penalties, weighted by their evidence."""
     c, (L, d) = Descent(prompts), prompts.x.shape[1:]
     logs, predictions = [], []
     for variance in (0.2 * factor, 1.0, 5.0):
@@ -123,27 +123,28 @@ def likely_penalties(prompts: Prompts, factor: float, noise: float) -> Tensor:
 
 
 def total_least_squares(prompts: Prompts, share: float) -> Tensor:
-    """x has noise, too: ridge with a negative penalty, the least eigenvalue of the moments of (x, y)."""
+    """Total least squares (x has noise too): ridge with a negative penalty, the least eigenvalue of
+    the moments of (x, y)."""
     c = Descent(prompts)
     z = torch.cat([c.x, c.y], 2)
     return c.read(c.solved(1.0 - share * torch.linalg.eigvalsh(z.mT @ z)[:, 0, None, None]))
 
 
 def even_noisy(random: Random) -> TaskConfig:
-    """Tasks of an even number of pairs."""
+    """Tasks with an even number of pairs."""
     task = noisy(random)
     return replace(task, context_length=2 * (task.context_length // 2))
 
 
 def bagged(prompts: Prompts, penalty: float) -> Tensor:
-    """The mean of two ridge regressions, on one half of the pairs and the other."""
+    """Mean of two ridge regressions, one on each half of the pairs."""
     halves = zip(prompts.x.chunk(2, 1), prompts.y.chunk(2, 1), strict=True)
     each = [ridge(replace(prompts, x=x, y=y), penalty=penalty) for x, y in halves]
     return torch.stack(each).mean(0)
 
 
 def with_neighbours(prompts: Prompts, share: float, penalty: float) -> Tensor:
-    """Ridge, and a little of the three nearest pairs."""
+    """Ridge with a small part of the three nearest neighbours."""
     return (1 - share) * ridge(prompts, penalty=penalty) + share * neighbours(prompts)
 
 
@@ -155,14 +156,14 @@ def curved_kernel(prompts: Prompts, c: float, penalty: float) -> Tensor:
 
 
 def penalty_along_the_chain(prompts: Prompts, task: TaskConfig, penalty: float) -> Tensor:
-    """Ridge with a penalty on Sigma^-1 of correlated x."""
+    """Ridge with the penalty matrix Sigma^-1 for correlated x."""
     inverse = torch.linalg.inv(torch.from_numpy(covariance_matrix(task.covariance, task.d_x)))
     c = Descent(prompts)
     return c.read(torch.linalg.solve(c.S + penalty / c.x.shape[1] * inverse, c.b))
 
 
 def heavy_tails(prompts: Prompts, task: TaskConfig, freedom: float) -> Tensor:
-    """The posterior of the pool under Student's noise."""
+    """Posterior mean under the pool for Student's noise."""
     pool = task_pool(task).double()
     rest = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
     logs = -(freedom + 1) / 2 * torch.log1p(rest / (freedom * task.noise_var))
@@ -170,7 +171,7 @@ def heavy_tails(prompts: Prompts, task: TaskConfig, freedom: float) -> Tensor:
 
 
 def pool_or_none(prompts: Prompts, task: TaskConfig, odds: float) -> Tensor:
-    """The posterior mean of the pool, and a little of ridge."""
+    """Posterior mean under the pool with a small part of ridge."""
     return (1 - odds) * posterior(prompts, task) + odds * ridge(prompts, penalty=1.0)
 
 
@@ -204,7 +205,7 @@ NEW_MISSES: dict[str, Family] = {
 
 
 def by_residuals(prompts: Prompts, etas: Sequence[float]) -> Tensor:
-    """Gradient descent on the residuals of the pairs: no w anywhere."""
+    """Gradient descent on the residuals of the pairs, without any w."""
     x, q, rest = prompts.x.double(), prompts.x_query.double()[:, None], prompts.y.double()
     f, path, L = torch.zeros_like(rest[:, :1]), [], x.shape[1]
     for eta in etas:
@@ -228,7 +229,7 @@ def dual_ridge(prompts: Prompts, penalty: float) -> Tensor:
 
 
 def recursive_ridge(prompts: Prompts, penalty: float) -> Tensor:
-    """Ridge by recursive least squares, one pair after another."""
+    """Ridge by recursive least squares, pair by pair."""
     c = Descent(prompts)
     P, w = torch.eye(c.x.shape[2]).double().expand(len(c.x), -1, -1) / penalty, c.w
     for n in range(c.x.shape[1]):
@@ -239,7 +240,7 @@ def recursive_ridge(prompts: Prompts, penalty: float) -> Tensor:
 
 
 def pair_by_pair(prompts: Prompts, task: TaskConfig) -> Tensor:
-    """The posterior mean of the pool, updated one pair after another."""
+    """Posterior mean under the pool, updated pair by pair."""
     pool = task_pool(task).double()
     p = torch.full((len(prompts), len(pool)), 1 / len(pool)).double()
     for x, y in zip(prompts.x.unbind(1), prompts.y.unbind(1), strict=True):
@@ -250,7 +251,7 @@ def pair_by_pair(prompts: Prompts, task: TaskConfig) -> Tensor:
 
 
 def whitened(random: Random) -> Drawn:
-    """Preconditioned descent as plain descent on x times a root of the preconditioner."""
+    """Preconditioned descent, written as plain descent on x times a root of the preconditioner."""
     task, n_layers = correlated(random), make.depth(random)
     c, eta = float(random.uniform(0.15, 0.4)), float(random.uniform(0.3, 0.5))
     values, V = torch.linalg.eigh(torch.from_numpy(covariance_matrix(task.covariance, task.d_x)))
@@ -264,7 +265,8 @@ def whitened(random: Random) -> Drawn:
 
 
 def explicit_shrinkage(random: Random) -> Drawn:
-    """ISTA whose every step is the least of its quadratic bound, found among -, 0 and +."""
+    """ISTA whose steps minimise the quadratic bound by comparing three cases: negative, zero and
+    positive."""
     etas, task = make.steps(random, 0.5, 0.9), sparse(random)
     weight = float(random.uniform(0.05, 0.15))
 
@@ -289,7 +291,7 @@ def inverse_by_newton(prompts: Prompts, etas: Sequence[float], alpha: float) -> 
 
 
 def wrapped(random: Random) -> Drawn:
-    """A model of descent with noise on its weights, as a function."""
+    """Function of a descent model with noise on its weights."""
     task = dense(random)
     etas, seed = random.uniform(0.3, 0.6, 3).tolist(), int(random.integers(1000))
     size = float(random.choice([0.01, 0.02, 0.05]))
@@ -312,7 +314,7 @@ def noisy_steps(name: str, draw: make.Tasks, size: float) -> Family:
 
 
 def split_heads(random: Random) -> Drawn:
-    """Weights of descent with three heads for one, a part of its output each, and the last dropped in one layer."""
+    """Weights of descent with each head split into three; the last part is dropped in one layer."""
     task, n_layers = dense(random), make.depth(random)
     plain = descent.gradient_descent_model(
         random.uniform(0.25, 0.45, n_layers).tolist(), d_x=task.d_x

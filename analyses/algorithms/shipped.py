@@ -1,11 +1,10 @@
-"""Which algorithm the shipped models of several layers carry out, over seeds of the prompts.
+"""Algorithms of the shipped models of several layers, over seeds of the prompts.
 
     python -m analyses.algorithms.shipped --seeds 10    (about ten minutes on one core)
 
-Writes analyses/results/algorithms/algorithm_shipped.csv, a row per model and seed: the label, the function, the share of
-resamples with the label, the prompts that it took, and the reason. Models and seeds that the file has
-already are not asked again. docs/results/algorithms.md shows it by model.
-"""
+Writes analyses/results/algorithms/algorithm_shipped.csv, one row per model and seed: label,
+function, share of resamples with the label, number of prompts, and reason. Models and seeds that
+the file already has are skipped. docs/results/algorithms.md shows the table by model."""
 
 import argparse
 from collections.abc import Iterator
@@ -26,11 +25,11 @@ from mechinterp.icl.prompts import Prompts
 ROOT = Path(__file__).parents[2]
 FILE = "algorithms/algorithm_shipped.csv"
 N_PROMPTS = 256
-"""Prompts to begin with, as `classify` has it."""
+"""Number of prompts of the first stage, as in `classify`."""
 
 
 def deep_checkpoints() -> dict[str, Checkpoint]:
-    """The shipped models of several layers, by name."""
+    """Shipped models of several layers, by name."""
     folders = sorted(folder for folder in (ROOT / "checkpoints").iterdir() if folder.is_dir())
     known = {folder.name: load(folder) for folder in folders}
     return {name: each for name, each in known.items() if each.predictor.n_layers > 1}
@@ -38,7 +37,7 @@ def deep_checkpoints() -> dict[str, Checkpoint]:
 
 @contextmanager
 def same_last_prompts() -> Iterator[None]:
-    """The numbers on the last prompts, which are the same for every seed, are taken once; of one model."""
+    """Reuse the numbers of one model on the last prompts, which are the same for every seed."""
     named, last = naming._named, {}
 
     def once(subject: object, prompts: Prompts, *rest: object) -> Naming:
@@ -54,7 +53,7 @@ def same_last_prompts() -> Iterator[None]:
 
 
 def row_of(name: str, checkpoint: Checkpoint, seed: int) -> dict[str, object]:
-    """The label of a model on the prompts of a seed, with the numbers behind it."""
+    """Label of a model on the prompts of a seed, with the numbers behind it."""
     found = naming.name_algorithm(checkpoint, n_prompts=N_PROMPTS, seed=seed)
     return {
         "checkpoint": name,
@@ -72,7 +71,7 @@ def shipped_table(results: Path) -> str:
     """Table by model on docs/results/algorithms.md."""
     rows = pd.read_csv(results / FILE)
     lines = [
-        "| checkpoint | label | seeds | least share of resamples | prompts | what decided, of the first seed |",
+        "| checkpoint | label | seeds | least share of resamples | prompts | reason, of the first seed |",
         "|---|---|---|---|---|---|",
     ]
     for name, each in rows.sort_values(["checkpoint", "seed"]).groupby("checkpoint"):
@@ -91,9 +90,9 @@ def shipped_table(results: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
-    parser.add_argument("--seeds", type=int, default=10, help="seeds of the prompts of each model")
-    parser.add_argument("--minutes", type=float, default=1e6, help="when to stop")
-    parser.add_argument("--only", help="models whose names begin so, for a trial")
+    parser.add_argument("--seeds", type=int, default=10, help="number of prompt seeds per model")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit")
+    parser.add_argument("--only", help="only models whose names start with this, for a trial")
     arguments = parser.parse_args()
     (arguments.out / FILE).parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -1,13 +1,12 @@
-"""How often the assumed task is doubted: under a shipped model's own task, and under one that is off by two, and how often with
-random weights.
+"""Rate of doubts about the assumed task, under a shipped model's own task, under changed tasks, and
+with random weights.
 
     python -m analyses.algorithms.task_doubt    (about four minutes on one core)
 
-A model is asked on prompts whose noise, task vectors, length or covariates are not those it was trained on, as if they
-were assumed of its file: as many prompts as `classify` takes, with several seeds. Writes
-analyses/results/algorithms/task_doubt.csv, a row per kind of model and change: how many are doubted, and the best
-factor on their predictions. docs/trust.md shows the counts.
-"""
+A model runs on prompts whose noise, task vectors, length or covariates differ from those of its
+training, as if they were assumed for its file. Number of prompts as in `classify`, several seeds.
+Writes analyses/results/algorithms/task_doubt.csv, one row per kind of model and change: number of
+doubts, and the best factor on the predictions. docs/trust.md shows the counts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ CHANGES = {"own task": {}} | {
     for name in ("noise_var", "beta_var", "context_length", "covariance")
     for factor in (2.0, 0.5)
 }
-"""Factors on what the prompts are drawn from."""
+"""Factors on the variances and the length of the prompts."""
 
 
 def changed(
@@ -73,7 +72,7 @@ def kind_of(checkpoint: Checkpoint) -> str:
 
 
 def rows_of(folder: Path) -> list[dict[str, object]]:
-    """A row per change and seed of a model."""
+    """One row per change and seed of a model."""
     checkpoint, rows = load(folder), []
     model, length = checkpoint.config.model, checkpoint.task.context_length
     n_prompts = N_PROMPTS if model.one_attention else N_LAYERED_PROMPTS
@@ -92,7 +91,7 @@ def rows_of(folder: Path) -> list[dict[str, object]]:
 
 
 def rows_of_random_weights(folder: Path) -> list[dict[str, object]]:
-    """A row per model of one layer with its initial weights, under its own task."""
+    """One row per set of initial weights of a one-layer model, under its own task."""
     checkpoint = load(folder)
     if not checkpoint.config.model.one_attention:
         return []
@@ -106,7 +105,7 @@ def rows_of_random_weights(folder: Path) -> list[dict[str, object]]:
 
 
 def judged(prediction: Tensor, prompts: Prompts) -> dict[str, object]:
-    """The best factor, and whether the task is doubted by it."""
+    """Best factor of a prediction, and whether it raises a doubt about the task."""
     factor = best_factor(prediction, prompts.y_query_clean)
     loss = task_loss(prediction, torch.zeros_like(prompts.y_query), prompts)
     doubt = task_doubt(factor, (loss.scaled_r2, loss.scaled_r2_sem))
@@ -114,7 +113,7 @@ def judged(prediction: Tensor, prompts: Prompts) -> dict[str, object]:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """How many are doubted, by kind and change."""
+    """Number of doubts, by kind and change."""
     grouped = rows.groupby(["kind", "change"], sort=False)
     return grouped.agg(
         models=("checkpoint", "nunique"),
@@ -128,7 +127,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def doubt_table(results: Path) -> str:
-    """Number of doubted tasks of each change, by kind of model."""
+    """Number of doubts for each change, by kind of model."""
     found = pd.read_csv(results / "algorithms" / FILE)
     found["cell"] = [f"{row.doubted} of {row.asked:,}" for row in found.itertuples()]
     wide = found.pivot(index="change", columns="kind", values="cell").fillna("")
@@ -139,7 +138,7 @@ def doubt_table(results: Path) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, out=RESULTS / "algorithms")
-    parser.add_argument("--only", nargs="*", help="names of models, for a trial")
+    parser.add_argument("--only", nargs="*", help="only these models, for a trial")
     arguments = parsed(parser)
     names = arguments.only or [f.name for f in (ROOT / "checkpoints").iterdir() if f.is_dir()]
     folders = [ROOT / "checkpoints" / name for name in sorted(names)]

@@ -1,12 +1,12 @@
-"""Labels of models that are trained from scratch, over seeds of the weights and of the prompts.
+"""Labels of models trained from scratch, over seeds of the weights and of the prompts.
 
     python -m analyses.algorithms.trained    (about ten minutes on one core)
 
-Two and three layers of linear and of softmax attention, three models of each, 3,000 updates of 64 prompts, asked with
-three seeds. Nobody knows the right label of them: what is counted is whether a model's label is the same for every seed
-of the prompts. Models that the file has already are not trained again. Writes
-analyses/results/algorithms/algorithm_trained.csv, a row per model and seed of the prompts; docs/results/algorithms.md shows it.
-"""
+Two and three layers of linear and of softmax attention, three models of each, 3,000 updates of 64
+prompts, labelled with three seeds. Their right labels are unknown: the analysis checks whether a
+model gets the same label for every seed of the prompts. Models that the file already has are not
+trained again. Writes analyses/results/algorithms/algorithm_trained.csv, one row per model and seed
+of the prompts; docs/results/algorithms.md shows it."""
 
 import argparse
 from pathlib import Path
@@ -45,7 +45,7 @@ def config_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> Exper
 
 
 def rows_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> list[dict[str, object]]:
-    """The labels of a model, by seed of the prompts."""
+    """Labels of a model, by seed of the prompts."""
     with TemporaryDirectory() as folder:
         checkpoint = train(config_of(score, n_layers, seed, steps), out=Path(folder) / "model")
         found = [name_algorithm(checkpoint, seed=each) for each in PROMPT_SEEDS]
@@ -66,7 +66,7 @@ def rows_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> list[di
 
 
 def trained_table(results: Path) -> str:
-    """Table with a row per model on docs/results/algorithms.md."""
+    """Table with one row per model on docs/results/algorithms.md."""
     rows = pd.read_csv(results / FILE)
     lines = ["| model | seed of its weights | excess risk | labels over 3 seeds of the prompts |"]
     lines.append("|---|---|---|---|")
@@ -80,7 +80,7 @@ def trained_table(results: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results")
-    parser.add_argument("--minutes", type=float, default=1e6, help="when to stop")
+    parser.add_argument("--minutes", type=float, default=1e6, help="time limit")
     arguments = parser.parse_args()
     (arguments.out / FILE).parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""How often the classifier's labels are wrong: on models whose right label is known.
+"""Error rates of the classifier's labels, on models whose right label is known.
 
-    python -m analyses.calibration.errors               (about a minute on one core)
-    python -m analyses.calibration.errors --thresholds  (two minutes more)
+    python -m analyses.calibration.errors               (about a minute on one core) python -m
+    analyses.calibration.errors --thresholds  (two minutes more)
 
-Models are built with noise or faults of known size, drawn at random, or snapshots of training (analyses/calibration/models.py).
-The confirming models were drawn after the rules and thresholds were settled; their labels are counted at the defaults. With
-`--thresholds`, every threshold is moved on earlier models, the others at their defaults, and the cost is counted: five for
-a wrong label, one for an undetermined model that must get its label. Writes analyses/results/calibration_*.csv.
-"""
+Models are built with noise or faults of known size, drawn at random, or are snapshots of training
+(analyses/calibration/ models.py). The confirming models were drawn after the rules and thresholds
+were fixed; their labels are counted at the defaults. `--thresholds` moves every threshold on
+earlier models, with the others at their defaults, and counts the cost: five for a wrong label, one
+for an undetermined model that must get its label. Writes analyses/results/calibration_*.csv."""
 
 import tomllib
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ ABOUT = ("source", "truth", "size", "demand")
 
 
 def verdict(case: Case, label: str) -> str:
-    """What a label is worth: right, wrong, missed (it must have been found) or undetermined."""
+    """Verdict on a label: right, wrong, missed (it should have been found) or undetermined."""
     if label in ("undetermined", "unstructured"):
         return "missed" if case.demand == "must" else "undetermined"
     return "right" if label == case.truth and case.demand != "none" else "wrong"
@@ -41,7 +41,7 @@ def labels_of(cases: Iterable[Case], thresholds: Thresholds) -> list[str]:
 
 
 def labelled(cases: list[Case]) -> pd.DataFrame:
-    """One row per model: what it is, its label under the defaults, and the verdict on it."""
+    """One row per model: its properties, its label under the defaults, and the verdict."""
     frame = pd.DataFrame([[getattr(case, name) for name in ABOUT] for case in cases])
     frame.columns = ABOUT
     frame["label"] = labels_of(cases, Thresholds())
@@ -50,7 +50,7 @@ def labelled(cases: list[Case]) -> pd.DataFrame:
 
 
 def changed_labels(results: Path) -> list[str]:
-    """A line for each confirming model whose label is not the stored one, all computed anew."""
+    """A line for each confirming model whose recomputed label differs from the stored one."""
     stored = pd.read_csv(results / "calibration_models.csv")
     again = labelled(confirming())
     if len(again) != len(stored):
@@ -64,7 +64,7 @@ def changed_labels(results: Path) -> list[str]:
 
 
 def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
-    """One row per threshold and value: verdicts with the others at their defaults."""
+    """One row per threshold and value: verdicts with the other thresholds at their defaults."""
     standard = Thresholds()
     rows = [{"threshold": "defaults", "value": np.nan, **counts(cases, standard)}]
     for name, values in MOVED.items():
@@ -75,14 +75,15 @@ def moved_thresholds(cases: list[Case]) -> pd.DataFrame:
 
 
 def counts(cases: list[Case], thresholds: Thresholds) -> dict[str, int]:
-    """Verdicts and their cost."""
+    """Number of each verdict, and the cost."""
     verdicts = list(map(verdict, cases, labels_of(cases, thresholds)))
     found = {name: verdicts.count(name) for name in COST}
     return found | {"cost": sum(COST[name] for name in verdicts)}
 
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
-    """Verdicts by source and truth, and the share of the named models that are wrong, with Wilson's interval."""
+    """Verdicts by source and truth, and the fraction of wrong labels among named models, with
+    Wilson's interval."""
     rows = []
     for keys, group in frame.groupby(["source", "truth"]):
         row = dict(zip(("source", "truth"), keys, strict=True)) | {"models": len(group)}
@@ -98,7 +99,7 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--thresholds", action="store_true", help="move thresholds, too")
+    parser.add_argument("--thresholds", action="store_true", help="also move the thresholds")
     arguments = parsed(parser)
     frame = labelled(confirming())
     tables = {"models": frame, "errors": errors(frame)}

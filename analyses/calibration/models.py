@@ -1,5 +1,5 @@
-"""Models whose right label is known, for analyses/calibration/errors.py: built, disturbed by a known
-amount, random or trained."""
+"""Models whose right label is known, for analyses/calibration/errors.py: built, disturbed by a
+known amount, random or trained."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -38,14 +38,14 @@ class Case:
     weights: AttentionWeights
     task: TaskConfig
     size: float
-    """Size of the disturbance, relative to what is disturbed; NaN where there is none."""
+    """Relative size of the disturbance; NaN if there is none."""
     demand: str
-    """"must" get its label, "may" get it, or must get "none"; undetermined is never wrong but a
-    miss."""
+    """"must": has to get its label; "may": can get it; "none": must get no label. Undetermined is
+    never wrong, but it is a miss if the label is a must."""
 
 
 def split(total: float, parts: int, random: np.random.Generator) -> np.ndarray:
-    """A total in random positive parts, none below a tenth of the even one."""
+    """A total in random positive parts, none below a tenth of the even part."""
     shares = random.dirichlet(np.full(parts, 2.0)) + 0.1 / parts
     return total * shares / shares.sum()
 
@@ -95,7 +95,7 @@ def task_heads(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfi
 
 
 def superposition(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
-    """Three heads with sum mu = 0 and theta_n = 0.91 on the supports, otherwise at random."""
+    """Three heads with sum mu = 0 and theta_n = 0.91 on the supports, otherwise random."""
     theta = np.zeros((2, 6))
     for response, support in enumerate(SUPPORTS):
         theta[response, list(support)] = 0.91
@@ -148,8 +148,8 @@ def disturbed(
 
 
 def built(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
-    """Every pattern with noise on its circuits: up to a tenth must be seen through, more than all
-    is no pattern."""
+    """Every pattern with noise on its circuits. Up to 10% noise the label is a must; above 100%
+    there is no pattern."""
     for truth, builder in BUILDERS.items():
         for size in NOISE:
             demand = "must" if size <= 0.1 else "none" if size > 1 else "may"
@@ -188,7 +188,8 @@ def leaking(per_cell: int, random: np.random.Generator) -> Iterator[Case]:
 
 
 def untrained(count: int, random: np.random.Generator, *, first: int) -> Iterator[Case]:
-    """Random initial weights of many shapes, the default law and a normal one, from the seed `first` on."""
+    """Random initial weights of many shapes, from the default law and a normal law, with seeds from
+    `first` on."""
     for seed in range(count):
         d_y = int(random.choice([1, 1, 2]))
         task = TaskConfig(d_x=int(random.choice([2, 5, 10])) if d_y == 1 else 6, d_y=d_y)
@@ -204,7 +205,7 @@ def untrained(count: int, random: np.random.Generator, *, first: int) -> Iterato
 
 
 def pair_of(ratio: float, second_mu: float) -> Callable[[np.random.Generator], AttentionWeights]:
-    """A pair whose second omega is this often the negative first; the first mu is 3.4."""
+    """A pair with omega_2 = -ratio omega_1; the first mu is 3.4."""
 
     def draw(random: np.random.Generator) -> AttentionWeights:
         gamma = random.uniform(0.08, 0.15)
@@ -224,19 +225,20 @@ def turned_apart(random: np.random.Generator) -> AttentionWeights:
     return with_blocks(blocks * torch.tensor([1.0, -1.0])[:, None, None], [3.4, -3.4])
 
 
-# One sign of mu, lopsided mu, unequal omega, and two more.
+# One sign of mu, unbalanced mu, unequal omega, and two more.
 MISSES = (pair_of(1, 3.4), pair_of(1, -0.4 * 3.4), pair_of(2.5, -3.4), mixed_signs, turned_apart)
 
 
 def near_misses(count: int, random: np.random.Generator) -> Iterator[Case]:
-    """Structured circuits that are none of the patterns."""
+    """Structured circuits that have none of the patterns."""
     for number in range(count):
         weights = MISSES[number % len(MISSES)](random)
         yield Case("near miss", NONE, weights, ONE, float("nan"), "none")
 
 
 def random_steps(count: int, random: np.random.Generator) -> Iterator[Case]:
-    """Steps of linear attention by random matrices at right angles to I: on average they descend in no direction."""
+    """Steps of linear attention by random matrices orthogonal to I: on average they descend in no
+    direction."""
     for _ in range(count):
         M = random.uniform(0.05, 0.6) * random.normal(size=(5, 5))
         M -= np.trace(M) / 5 * np.eye(5)
@@ -246,7 +248,8 @@ def random_steps(count: int, random: np.random.Generator) -> Iterator[Case]:
 
 
 def snapshots(weights: Iterable[AttentionWeights], steps: Iterable[int]) -> Iterator[Case]:
-    """Snapshots of training, judged by their predictions alone: a fit with R^2 of 0.98 is the truth."""
+    """Snapshots of training, whose truth is decided by their predictions: a fit with R^2 of at
+    least 0.98."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
     for heads, step in zip(weights, steps, strict=True):
         fits = fit_learners(heads, ONE, context_lengths=[40], n_prompts=2000)
@@ -257,14 +260,15 @@ def snapshots(weights: Iterable[AttentionWeights], steps: Iterable[int]) -> Iter
 
 
 def earlier() -> list[Case]:
-    """Every eighth of the built and drawn models that thresholds were set on or compared with, until November 2026."""
+    """Every eighth of the built and drawn models on which thresholds were set or compared, until
+    November 2026."""
     random = np.random.default_rng(0)
     drawn = built(20, random), leaking(20, random), untrained(400, random, first=100_000)
     return [*chain(*drawn, near_misses(200, random))][::8]
 
 
 def confirming() -> list[Case]:
-    """Models that no rule or threshold had seen when they were drawn; README.md says when to draw again."""
+    """Models that were drawn after all rules and thresholds; README.md says when to draw new ones."""
     random = np.random.default_rng(SEED)
     drawn = built(20, random), leaking(20, random), untrained(400, random, first=200_000)
     others = near_misses(200, random), random_steps(60, random)
@@ -272,7 +276,8 @@ def confirming() -> list[Case]:
 
 
 def trained() -> tuple[list[AttentionWeights], list[int]]:
-    """Heads and step of every snapshot of eight softmax models, which analyses/calibration/train.py trained."""
+    """Heads and step of every snapshot of the eight softmax models of
+    analyses/calibration/train.py."""
     tensors = load_file(TRAINED)
     names = sorted({name.rpartition("/")[0] for name in tensors})
     weights = [from_circuits(tensors[f"{n}/QK"], tensors[f"{n}/OV"]) for n in names]

@@ -1,9 +1,10 @@
-"""Whether the best factor on the output of a model of one layer tells the attention score it was trained with.
+"""Test whether the best factor on the output of a one-layer model reveals the attention score of
+its training.
 
-The factor c that minimises E (c f - y)^2 is 1 under a model's own score, were it trained to the end. Each shipped model
-is run on 16,384 prompts of its own task under its own score and under those that a file of weights leaves open.
-Run: python -m analyses calibration/scores (half a minute).
-"""
+The factor c that minimises E (c f - y)^2 is 1 under a fully trained model's own score. Each shipped
+model runs on 16,384 prompts of its own task under its own score, and under the scores that a file
+of weights leaves open.
+Run: python -m analyses calibration/scores (half a minute)."""
 
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ OPEN = ("softmax", "linear/L")
 
 
 def off_one(heads: AttentionWeights, prompts: Prompts) -> float:
-    """By how many of its standard errors the best factor is off 1."""
+    """Distance of the best factor from 1, in standard errors."""
     factor, sem = best_factor(predict(heads, prompts), prompts.y_query)
     return abs(factor - 1) / sem
 

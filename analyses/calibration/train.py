@@ -1,6 +1,7 @@
-"""Train the softmax models whose snapshots are among the confirming models, and keep their circuits.
+"""Train the softmax models whose snapshots are among the confirming models, and store their
+circuits.
 
-python -m analyses.calibration.train  (some minutes on one core); writes analyses/calibration/trained.safetensors.
+python -m analyses.calibration.train  (a few minutes on one core); writes analyses/calibration/trained.safetensors.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from mechinterp import load, override, preset
 from mechinterp.training.train import train_models
 
 SEEDS = {1: [1000], 2: [1000, 1001], 3: [1000, 1001], 4: [1000, 1001], 8: [1000]}
-"""Seeds of weights and of prompts, by number of heads; no shipped model has them."""
+"""Seeds of weights and of prompts, by number of heads; no shipped model uses them."""
 FIELDS = ("train.steps=30000", "train.log_every=5000")
 
 
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def keep(folder: Path, names: list[str]) -> None:
-    """Circuits of all snapshots of these models, in double precision."""
+    """Store the circuits of all snapshots of these models, in double precision."""
     tensors = {}
     for name in names:
         for step, weights in load(folder / name).snapshots.items():

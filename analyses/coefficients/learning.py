@@ -1,16 +1,16 @@
-"""The local learning coefficient of the shipped models: at the end of training, on the plateaus of linear attention,
-and of softmax heads.
+"""Local learning coefficients of the shipped models: at the end of training, on the plateaus of
+linear attention, and for softmax heads.
 
-Lau et al. 2023, arXiv 2308.12108, by Hamiltonian Monte Carlo at n_beta 30,000. Linear attention has the exact loss of
-its population; softmax models the loss on 512 prompts, at the minimum of that loss next to the weights.
-Run: python -m analyses coefficients/learning (a quarter of an hour; --quick: one model, short chains)
-"""
+Lau et al. 2023, arXiv 2308.12108, by Hamiltonian Monte Carlo at n_beta 30,000. Linear attention has
+the exact loss of its population. Softmax models have the loss on 512 prompts, at the minimum of
+that loss next to the weights.
+Run: python -m analyses coefficients/learning (15 minutes; --quick: one model, short chains)"""
 
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, shipped
+from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp import local_learning_coefficient
-from mechinterp.analysis.training.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.training.learning_coefficient import LearningCoefficient
 from mechinterp.analysis.training.sampler import Chains
 
@@ -27,20 +27,20 @@ COLUMNS += ("n_beta", "loss", "fall", "moved")
 
 
 def row(part: str, name: str, step: int, found: LearningCoefficient, **more: object) -> dict:
-    """One line of the data."""
+    """One row of the data."""
     measured = {column: getattr(found, column) for column in COLUMNS}
     where = {"entries": int(found.sampled.split(" ")[0]), "over": found.over}
     return {"part": part, "model": name, "step": step, **measured, **where, **more}
 
 
 def ends(names: list[str], chains: Chains | None) -> list[dict]:
-    """Linear models at the end of their training."""
+    """Rows of linear models at the end of training."""
     found = {name: local_learning_coefficient(checkpoint(name), chains=chains) for name in names}
     return [row("end", name, checkpoint(name).step, one) for name, one in found.items()]
 
 
 def staircase(name: str, steps: tuple[int, ...], chains: Chains | None) -> list[dict]:
-    """All heads, and those that have learned something, at kept steps."""
+    """Rows for all heads, and for the heads that have learned something, at saved steps."""
     kept = list(checkpoint(name).snapshots)
     nearest = sorted({min(kept, key=lambda at: abs(at - step)) for step in steps})
     found = coefficient_snapshots(checkpoint(name), steps=nearest, chains=chains)
@@ -56,7 +56,8 @@ def staircase(name: str, steps: tuple[int, ...], chains: Chains | None) -> list[
 
 
 def softmax(name: str, chains: Chains | None, n_prompts: int) -> list[dict]:
-    """A softmax model as it is, and at the nearest minimum of the loss on the prompts."""
+    """Rows of a softmax model at its own weights, and at the nearest minimum of the loss on the
+    prompts."""
     model, rows, law = checkpoint(name), [], {"chains": chains, "n_prompts": n_prompts}
     for part, settle in (("softmax", False), ("softmax settled", True)):
         found = local_learning_coefficient(model, settle=settle, **law)

@@ -1,10 +1,11 @@
-"""In how many directions is the loss of softmax heads curved, and does that change where their pattern forms?
+"""Number of directions in which the loss of softmax heads is curved, and its change while the
+pattern forms.
 
-A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d + 1 numbers. Half the number of
-directions in which the loss is curved there is the learning coefficient of a minimum. In the paper's approximate loss
-two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and it can be drawn from.
-Run: python -m analyses coefficients/pairs (a minute; --quick: one step, few prompts)
-"""
+A head without biases is its two circuits: the x rows of QK and the y column of OV, d (d + 1) + d +
+1 numbers. At a minimum, half the number of curved directions is the learning coefficient. In the
+paper's approximate loss two heads are four numbers, omega_1, omega_2, mu_1, mu_2, and can be
+sampled.
+Run: python -m analyses coefficients/pairs (a minute; --quick: one step, few prompts)"""
 
 import numpy as np
 import pandas as pd
@@ -23,19 +24,20 @@ from mechinterp.training.one_layer.pack import Pack
 
 STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}
 EARLY = range(0, 1001, 100)
-"""Steps before the first kept one, trained anew: batches are a function of (data seed, step)."""
+"""Steps before the first saved one, trained anew: batches depend on (data seed, step) only."""
 DRAWN = (500_000,)
-"""Steps whose omega the approximate loss is drawn at."""
+"""Steps whose omega are used to sample the approximate loss."""
 N_PROMPTS, N_SETS = 2048, 3
-"""Prompts of a set, and sets that the curvatures are measured on."""
+"""Number of prompts in a set, and number of sets for the curvatures."""
 RESOLVED = 100 / N_BETA
-"""Curvature above which a direction counts 1/2 to within a percent, at n_beta 30,000 and a pull of 1."""
+"""Curvature above which a direction counts as 1/2 to within 1%, at n_beta 30,000 and a pull of 1.
+"""
 CHAINS = Chains(n_chains=8, n_draws=1000, n_warmup=300, n_leapfrog=60)
 SHORT = Chains(n_chains=2, n_draws=20, n_warmup=10, n_leapfrog=10)
 
 
 def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
-    """Eigenvalues of the second derivative of the loss in the circuits of all heads, smallest first."""
+    """Eigenvalues of the Hessian of the loss in the circuits of all heads, smallest first."""
     heads = weights.circuits.to(torch.float64)
     QK = (heads.scale * heads.W_Q @ heads.W_K.mT)[:, : heads.d_x]
     OV = (heads.W_V @ heads.W_O)[:, :, 0]
@@ -57,7 +59,7 @@ def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
 def circuits(
     name: str, step: int, weights: Weights, n_sets: int, n_prompts: int
 ) -> dict[str, object]:
-    """Curved directions of a model's circuits, over sets of prompts of their own."""
+    """Number of curved directions of a model's circuits, on independent sets of prompts."""
     task = checkpoint(name).task
     sets = [
         curvatures(weights, sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64))
@@ -74,7 +76,7 @@ def circuits(
 
 
 def early(name: str, steps: range, n_sets: int, n_prompts: int) -> list[dict[str, object]]:
-    """Curved directions while the pattern forms, with how far it is formed."""
+    """Number of curved directions while the pattern forms, with the state of the pattern."""
     settings = ("steps", steps[-1]), ("snapshot_every", steps.step), ("log_every", steps.step)
     config = override(checkpoint(name).config, *(f"train.{key}={value}" for key, value in settings))
     pack = Pack({name: config})
@@ -94,7 +96,8 @@ def early(name: str, steps: range, n_sets: int, n_prompts: int) -> list[dict[str
 
 
 def closed_form(omega: np.ndarray, *, held: bool) -> LocalLoss:
-    """The approximate loss of two heads, from the best mu for these omega; with omega_1 held or all four free."""
+    """Approximate loss of two heads at the best mu for these omega; omega_1 is fixed if `held`,
+    else all four are free."""
     first = 1 if held else 0
     mu = optimal_mu(omega, **SETTING)
 
@@ -109,7 +112,8 @@ def closed_form(omega: np.ndarray, *, held: bool) -> LocalLoss:
 
 
 def pairs(name: str, step: int, chains: Chains) -> list[dict[str, object]]:
-    """The coefficient of the approximate loss at the omega of a step, as it is and with omega_1 held."""
+    """Coefficient of the approximate loss at the omega of a step, with all four numbers and with
+    omega_1 fixed."""
     history = checkpoint(name).history
     omega = history[history.step == step].sort_values("head").omega.to_numpy(np.float64)
     rows = []

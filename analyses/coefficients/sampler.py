@@ -1,9 +1,10 @@
-"""Does the sampler of learning coefficients meet known values, and how far off are mini-batches without rejection?
+"""Check of the sampler of learning coefficients against exact values, and bias of mini-batches
+without rejection.
 
-Minima made by hand, d 3 to 6, every number of heads, tasks of distinct and of equal variances; a shipped model by stochastic
-gradient Langevin dynamics; and that model over n_beta. Lau et al. 2023, arXiv 2308.12108.
-Run: python -m analyses coefficients/sampler (ten minutes; --quick: few of each, short chains)
-"""
+Minima built by hand with d from 3 to 6, every number of heads, and tasks of distinct and of equal
+variances; a shipped model by stochastic gradient Langevin dynamics; and the same model over n_beta.
+Lau et al. 2023, arXiv 2308.12108.
+Run: python -m analyses coefficients/sampler (ten minutes; --quick: a few cases, short chains)"""
 
 import numpy as np
 import pandas as pd
@@ -35,7 +36,8 @@ SHORT = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=10)
 
 
 def moments_of(d_x: int, spectrum: str) -> Moments:
-    """Of x ~ N(0, I), 20 pairs and noise variance 0.1, with tasks of distinct or equal variances."""
+    """Moments for x ~ N(0, I), 20 pairs, noise variance 0.1, and tasks of distinct or equal
+    variances."""
     variances = np.linspace(1, 0.3, d_x) if spectrum == "distinct" else np.full(d_x, 0.6)
     if spectrum == "distinct" and d_x == 4:
         variances = np.array([1, 0.7, 0.5, 0.3])
@@ -47,8 +49,8 @@ def moments_of(d_x: int, spectrum: str) -> Moments:
 def heads_at(
     moments: Moments, n_heads: int, rank: int = 1, *, M: np.ndarray | None = None
 ) -> SeparateHeads:
-    """Heads at the minimum, or at a matrix: M = A C cut into heads. Heads that are left over have random keys and no
-    queries."""
+    """Heads at the minimum or at a given matrix, M = A C cut into heads. Unused heads have random
+    keys and zero queries."""
     d_x, rng = len(moments.yz), np.random.default_rng(0)
     rows = n_heads * rank
     m = min(rows, d_x)
@@ -64,13 +66,13 @@ def heads_at(
 
 
 def at_minimum(d_x: int, n_heads: int, spectrum: str, chains: Chains) -> LearningCoefficient:
-    """The estimate at a minimum that is made by hand."""
+    """Estimate at a minimum built by hand."""
     moments = moments_of(d_x, spectrum)
     return coefficient_of_loss(population_loss(heads_at(moments, n_heads), moments), chains=chains)
 
 
 def row(part: str, found: LearningCoefficient, **where: object) -> dict[str, object]:
-    """One line of the data."""
+    """One row of the data."""
     names = ("estimate", "sem", "exact", "r_hat", "effective_draws", "acceptance", "n_beta")
     return {"part": part, **where, **{name: getattr(found, name) for name in names}}
 

@@ -1,5 +1,5 @@
-"""Tables of the page on the local learning coefficient that are more than rows of a CSV file (analyses/tables.toml has the
-others)."""
+"""Tables of the page on the local learning coefficient that need more than a CSV file;
+analyses/tables.toml has the other tables."""
 
 from pathlib import Path
 
@@ -11,7 +11,8 @@ ESTIMATE = ["is_minimum", "{0.estimate:.2f} ± {0.sem:.2f}", "no minimum"]
 
 
 def staircase(results: Path) -> str:
-    """Learning coefficients on the plateaus of linear attention: all heads, and the live ones alone."""
+    """Learning coefficients on the plateaus of linear attention: for all heads, and for the live
+    heads alone."""
     found = pd.read_csv(results / "coefficients_learning.csv").set_index(["model", "step"])
     whole, live = (found[found.part == f"{heads} heads"] for heads in ("all", "live"))
     of_all = [f"whole_{ESTIMATE[0]}", ESTIMATE[1].replace("0.", "0.whole_"), ESTIMATE[2]]
@@ -22,13 +23,13 @@ def staircase(results: Path) -> str:
         "live heads": "{0.live:.0f}",
         "λ̂ of all heads": of_all,
         "λ̂ of live heads alone": ESTIMATE,
-        "λ of so many heads": "{0.exact:g}",
+        "exact λ for live heads": "{0.exact:g}",
     }
     return table(live.join(whole.add_prefix("whole_")).reset_index(), columns)
 
 
 def grid(results: Path) -> str:
-    """Learning coefficients at minima that are made by hand, a line for each d_x and law of the tasks."""
+    """Learning coefficients at minima built by hand, one line for each d_x and law of the tasks."""
     every = pd.read_csv(results / "coefficients_sampler.csv").query("part == 'grid'")
     every = every.assign(off=abs(every.estimate - every.exact))
     every["errors"], every["relative"] = every.off / every["sem"], every.off / every.exact

@@ -1,4 +1,4 @@
-"""What every script of a figure or table imports."""
+"""Common imports of the scripts for figures and tables."""
 
 from analyses.lib.measured import RESULTS, SETTING, Measured, checkpoint, failures, shipped, trained
 from analyses.lib.records import Record, claims, record, records

@@ -1,4 +1,5 @@
-"""The model cards of the shipped models: `python -m analyses.lib.cards` writes README.md into every folder of checkpoints/."""
+"""Model cards of the shipped models: `python -m analyses.lib.cards` writes README.md into every
+folder of checkpoints/."""
 
 from pathlib import Path
 

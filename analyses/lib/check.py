@@ -1,10 +1,10 @@
-"""All records that take few seconds, measured again from the shipped checkpoints, and the labels of all models of
-the calibration, computed anew. Both are compared with what is stored.
+"""Measures all fast records again from the shipped checkpoints, and computes all calibration labels
+anew.
 
 python -m analyses.lib.check  (two minutes)
 
-Numbers must agree within their standard errors, labels exactly. Fails with a line for each record or label that does not.
-"""
+Both are compared with the stored results: numbers must agree within their standard errors, labels
+exactly. Prints a line for each record or label that differs, and then fails."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ from analyses.calibration.errors import changed_labels
 from analyses.lib.measured import RESULTS, module_of
 from analyses.lib.records import Record, agree, load
 
-SLOWEST = 8  # seconds of processor time
+SLOWEST = 8  # largest processor time of a fast script, in seconds
 
 
 def fast(results: Path) -> list[str]:
-    """Scripts with records that take few seconds, the fastest first."""
+    """Scripts that take at most SLOWEST seconds, the fastest first."""
     files = [json.loads(file.read_text("utf-8")) for file in results.glob("*.records.json")]
     timed = [one for one in files if one["records"] and one["seconds"]]
     timed.sort(key=lambda one: (one["seconds"], one["script"]))
@@ -28,7 +28,7 @@ def fast(results: Path) -> list[str]:
 
 
 def differences(stored: list[Record], again: list[Record]) -> list[str]:
-    """A line for each record that was not measured again, or not as it is stored."""
+    """A line for each record that was not measured again, or that differs from the stored one."""
     new = {record.id: record for record in again}
     lines = []
     for record in stored:

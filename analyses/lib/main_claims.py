@@ -1,7 +1,7 @@
-"""Tables of main claims, of one paper or of all: analyses/claims/main.toml with measured numbers.
+"""Tables of main claims of one paper or of all papers: analyses/claims/main.toml with measured
+numbers.
 
-A row is one clause, so that its count, its number and its bound agree.
-"""
+A row is one clause, so that its count, number and bound belong together."""
 
 import os
 import re
@@ -20,7 +20,7 @@ KEYS = NEEDED | {"show", "of", "code", "lead"}
 
 @cache
 def main() -> dict[str, list[dict]]:
-    """The rows of each paper's page."""
+    """Rows of the page of each paper."""
     every = tomllib.loads((CLAIMS / "main.toml").read_text(encoding="utf-8"))
     for row in (row for rows in every.values() for row in rows):
         check(row)
@@ -28,16 +28,17 @@ def main() -> dict[str, list[dict]]:
 
 
 def check(row: dict) -> None:
-    """Refuses a row that is not one clause."""
+    """Refuse a row that is not one clause."""
     if not NEEDED <= set(row) <= KEYS:
         raise ValueError(
-            f"a row of main.toml must have {', '.join(sorted(NEEDED))}, and may have "
+            f"a row of main.toml must have {', '.join(sorted(NEEDED))}; optional are "
             f"{', '.join(sorted(KEYS - NEEDED))}; got {', '.join(sorted(row))}."
         )
 
 
 def holds_in(record: Record, of: str) -> str:
-    """Number of models, seeds or other units for which a claim holds, and of failed trainings."""
+    """Number of models, seeds or other units for which a claim holds, and number of failed
+    trainings."""
     if "seeds" in record.over and "share" in record.values:
         seeds = int(record.over["seeds"])
         return f"{seeds - round(record.values['share'] * seeds)} of {seeds} seeds"
@@ -48,7 +49,7 @@ def holds_in(record: Record, of: str) -> str:
 
 
 def bound(record: Record, show: str) -> str:
-    """The relation and its bound, in the form of the number."""
+    """Relation and bound as text, in the format of the number."""
     form = show if "%" in show else ".4g"
     ends = record.bound if isinstance(record.bound, tuple) else (record.bound,)
     texts = [re.sub(r"\.0+%$", "%", f"{end:{form}}") for end in ends]
@@ -57,17 +58,18 @@ def bound(record: Record, show: str) -> str:
 
 
 def measured(record: Record, show: str) -> str:
-    """The range of a record's values."""
+    """Range of a record's values, as text."""
     return minus(re.sub(r"^0e\+00 to ", "up to ", span(record.values.values(), show)))
 
 
 def minus(text: str) -> str:
-    """The text with minus signs in place of hyphens before digits."""
+    """The text with minus signs instead of hyphens before digits."""
     return re.sub(r"(?<!\w)-(?=\d)", "−", text)
 
 
 def cells(row: dict, record: Record) -> tuple[str, ...]:
-    """Count, number and bound of a row, all of its one clause, and whose claim and bound they are."""
+    """Cells of a row: count, number and bound of its clause, source of the claim and source of the
+    bound."""
     number = row["what"]
     if "show" in row:
         number += f": {measured(record, row['show'])} ({bound(record, row['show'])})"
@@ -75,7 +77,7 @@ def cells(row: dict, record: Record) -> tuple[str, ...]:
 
 
 def rows(results: Path, page: str, paper: str = "") -> list[tuple[str, ...]]:
-    """Rows for a page: all of one paper, or of all papers those that lead."""
+    """Rows of a page: all rows of one paper, or the leading rows of all papers."""
     found = {record.id: (script, record) for script, record in all_records(results)}
 
     def link(text: str, file: str) -> str:

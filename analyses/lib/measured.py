@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "analyses" / "results"
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 ROSE = 1.5
-"""A training failed if its last evaluation loss is above this many times the least it had reached."""
+"""A training failed if its last evaluation loss exceeds this multiple of the smallest one."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 def shipped(pattern: str) -> list[str]:
-    """Names of the shipped checkpoints that match, sorted by number of heads and by seed."""
+    """Names of the shipped checkpoints that match the pattern, sorted by number of heads and by
+    seed."""
     found = (file.parent.name for file in (ROOT / "checkpoints").glob(f"{pattern}/config.json"))
     return sorted(found, key=lambda name: (checkpoint(name).config.model.n_heads, len(name), name))
 
 
 def losses(name: str) -> pd.Series:
-    """Evaluation loss of a shipped model by step; empty where the checkpoint has no history."""
+    """Evaluation loss of a shipped model by step; empty without a history."""
     history = checkpoint(name).history
     if history is None:
         return pd.Series(dtype=float)
@@ -60,18 +61,19 @@ def losses(name: str) -> pd.Series:
 
 
 def failed(name: str) -> bool:
-    """Whether the training of a shipped model failed: its loss had been far lower."""
+    """True if the training of a shipped model failed: its loss had been much lower before."""
     loss = losses(name)
     return len(loss) > 0 and bool(loss.iloc[-1] > ROSE * loss.min())
 
 
 def trained(pattern: str) -> list[str]:
-    """Shipped checkpoints that match, without failed trainings; claims count these."""
+    """Shipped checkpoints that match the pattern, without failed trainings; claims use these."""
     return [name for name in shipped(pattern) if not failed(name)]
 
 
 def failures(pattern: str) -> pd.DataFrame:
-    """Failed trainings among the shipped checkpoints that match: first, least and last loss."""
+    """Failed trainings among the shipped checkpoints that match the pattern: first, smallest and
+    last loss."""
     paths = {name: losses(name) for name in shipped(pattern) if failed(name)}
     rows = [
         {"model": name, "first": loss.iloc[0], "least": loss.min(), "at": loss.idxmin()}
@@ -82,19 +84,19 @@ def failures(pattern: str) -> pd.DataFrame:
 
 
 def scripts() -> list[str]:
-    """The scripts that measure, such as softmax/patterns."""
+    """Names of the scripts with a `measure` function, such as softmax/patterns."""
     files = sorted((ROOT / "analyses").glob("*/*.py"))
     found = [file for file in files if "\ndef measure(" in file.read_text(encoding="utf-8")]
     return [f"{file.parent.name}/{file.stem}" for file in found]
 
 
 def module_of(script: str) -> ModuleType:
-    """The module of a script."""
+    """Module of a script."""
     return import_module(f"analyses.{script.replace('/', '.')}")
 
 
 def parser_of(doc: str, *, quick: str = "", out: Path = RESULTS) -> argparse.ArgumentParser:
-    """Options of a script that is run by hand: --out and, where its help says something, --quick."""
+    """Options of a script that is run by hand: --out and, if it has a help text, --quick."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=out)
     if quick:
@@ -103,7 +105,7 @@ def parser_of(doc: str, *, quick: str = "", out: Path = RESULTS) -> argparse.Arg
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What is given, with the folder there and one thread."""
+    """Parsed options; creates the output folder and limits torch to one thread."""
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -119,7 +121,7 @@ def write(
     seconds: float | None = None,
     note: str = "",
 ) -> None:
-    """The files of one script; a note says if its results are those of an earlier run."""
+    """Write the files of one script; `note` marks results of an earlier run."""
     out.mkdir(parents=True, exist_ok=True)
     measured.data.to_csv(out / f"{name}.csv", index=False, float_format="%.6g")
     records = list(measured.claims)
@@ -138,8 +140,8 @@ def write(
 
 
 def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | None) -> dict:
-    """Where results come from: version, commit, ids and seeds of the checkpoints named in them, and
-    the processor time they took."""
+    """Origin of results: version, commit, ids and seeds of the checkpoints that they name, and
+    processor time."""
     commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     return {
         "version": mechinterp.__version__,
@@ -150,8 +152,7 @@ def provenance(data: pd.DataFrame, records: Iterable[Record], seconds: float | N
 
 
 def checkpoint_ids(data: pd.DataFrame, records: Iterable[Record]) -> dict[str, dict]:
-    """Id and seed of every shipped checkpoint that is named in the data or among the records'
-    values."""
+    """Id and seed of every shipped checkpoint that is named in the data or in the records' values."""
     texts = data.select_dtypes(exclude="number")
     words = {str(value) for _, column in texts.items() for value in column}
     words |= set(map(str, data.columns)) | {name for record in records for name in record.values}
@@ -163,5 +164,5 @@ def checkpoint_ids(data: pd.DataFrame, records: Iterable[Record]) -> dict[str, d
 
 
 def shipped_config(file: Path) -> ExperimentConfig:
-    """The config of a checkpoint, its weights left alone."""
+    """Config of a checkpoint, without reading its weights."""
     return from_dict(json.loads(file.read_text(encoding="utf-8"))["experiment"])

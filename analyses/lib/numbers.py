@@ -1,11 +1,11 @@
-"""Numbers in prose: a page marks each, `<!-- v: start.ridge_helped -->0.667 ± 0.014<!-- /v -->`, and
-what stands in between comes from the results.
+"""Numbers in prose. A page marks each number, `<!-- v: start.ridge_helped -->0.667 ± 0.014<!-- /v
+-->`, and the text between the marks comes from the results.
 
-analyses/numbers.toml says by group and name where a number is found: a `record` and one of its
-models, the `value` of a `table` of results (a column, or a formula of columns) in the rows that pass
-all of `where`, the ratio of a row of what `make bench` wrote, or how many `files` there are; and how
-it is to `show`. A fast test fills every page anew, so that a changed digit is seen.
-"""
+analyses/numbers.toml names the source of each number by group and name: a `record` and one of its
+models; the `value` of a `table` of results (a column or a formula of columns) in the rows that
+satisfy all conditions of `where`; the ratio in a row of the output of `make bench`; or the number
+of `files`. `show` is its format. A fast test fills every page anew, so that a changed digit is
+noticed."""
 
 import re
 import tomllib
@@ -43,14 +43,14 @@ def records() -> dict:
 
 @cache
 def ratios() -> dict[str, float]:
-    """How much faster than plain counterparts the package is, by the first column of the page."""
+    """Speed of the package relative to plain code, by the first column of the page."""
     text = BENCH.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \|.*\| ([0-9.]+) \|$", text, re.MULTILINE)
     return {what: float(ratio) for what, ratio in rows}
 
 
 def chosen(source: dict) -> pd.DataFrame:
-    """The rows of a table that pass; the name of a filter stands for its condition."""
+    """Rows of a table that satisfy all conditions; a filter's name is replaced by its condition."""
     rows, filters = table(source["table"]), sources()["filters"]
     for condition in source.get("where", ()):
         rows = rows.query(filters.get(condition, condition))
@@ -58,7 +58,7 @@ def chosen(source: dict) -> pd.DataFrame:
 
 
 def measured(source: dict) -> tuple[np.ndarray, np.ndarray | None]:
-    """The values of a number's source, and their standard errors where they are asked for."""
+    """Values of a number's source, and their standard errors if `show` needs them."""
     if "record" in source:
         record = records()[source["record"]]
         names = [source["model"]] if "model" in source else list(record.values)
@@ -81,17 +81,18 @@ def measured(source: dict) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def number(name: str) -> str:
-    """A number as text, with a minus sign where it is negative."""
+    """A number as text, with a minus sign if it is negative."""
     return re.sub(r"(?<!\w)-(?=\d)", "−", _number(name))
 
 
 def _number(name: str) -> str:
     """A number as Python formats it.
 
-    `show` is a format for a single value. A word before it takes several: "range" from least to
-    most, "each" and "list" all, "sorted" all in order, "most", "least", "sum", "mean" or "median"
-    one of these. "count" is their number, "holding" the number that satisfies the record's bound.
-    "±" adds the standard error, with a format of its own if there is a second one.
+    `show` is a format for a single value. A word before the format takes several values: "range"
+    from smallest to largest, "each" and "list" all, "sorted" all in order; "most", "least", "sum",
+    "mean" and "median" reduce them to one. "count" is the number of values, "holding" the number
+    that satisfies the record's bound. "±" adds the standard error, with its own format if there is
+    a second one.
     """
     group, _, key = name.partition(".")
     source = sources()[group][key]
@@ -120,12 +121,12 @@ def _number(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """A page with every marked number as it is in the results."""
+    """A page with every marked number filled in from the results."""
     return MARK.sub(lambda mark: f"<!-- v: {mark[1]} -->{number(mark[1])}<!-- /v -->", text)
 
 
 def pages() -> list[Path]:
-    """The pages that hold marks."""
+    """Pages with marks."""
     every = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("analyses/**/*.md")]
     return [page for page in sorted(every) if MARK.search(page.read_text(encoding="utf-8"))]
 

@@ -1,8 +1,8 @@
-"""Tables made from the results of all scripts: those of pages (tables.toml), and all claims as a CSV
-file and as a page with a search.
+"""Tables made from the results of all scripts: tables of pages (tables.toml), and all claims as a
+CSV file and as a page with a search field.
 
-python -m analyses.lib.pages  (at once; every script of a figure or table must have run)
-"""
+python -m analyses.lib.pages  (takes seconds; every script of a figure or table must have run
+before)"""
 
 import html
 import tomllib
@@ -23,7 +23,7 @@ HEADER += ("bound", "bound by", "measured", "verdict", "changed")
 
 
 def row(script: str, record: Record) -> tuple[str, ...]:
-    """The cells of one record."""
+    """Cells of one record."""
     claim = f"{record.statement}: {record.quantity}" if record.quantity else record.statement
     bound = (record.criterion, record.bound_by, record.measured, record.judged, record.moves)
     return (record.id, claim, record.source, f"{script}.py", record.models, *bound)
@@ -39,7 +39,7 @@ def claims_csv(results: Path) -> str:
 
 
 def claims_page(results: Path) -> str:
-    """A page with a row per record and a field that hides those without its words."""
+    """A page with one row per record and a search field."""
     cells = [[html.escape(cell) for cell in one] for one in all_claims(results).to_numpy()]
     body = "\n".join("<tr><td>" + "<td>".join(one) for one in cells)
     head = "<th>".join(HEADER)
@@ -48,7 +48,8 @@ def claims_page(results: Path) -> str:
 
 
 def main_table(results: Path, *, page: str, paper: str) -> str:
-    """The main claims of a paper, or where it is "all" those that lead, with links from a page."""
+    """Main claims of one paper, or the leading claims of all papers ("all"), with links from a
+    page."""
     chosen = "" if paper == "all" else paper
     return markdown(main_claims.HEADER, main_claims.rows(results, page, chosen))
 
@@ -57,12 +58,12 @@ FILES: dict[Path, Callable[[Path], str]] = {
     HERE / "claims.csv": claims_csv,
     HERE / "claims.html": claims_page,
 }
-"""What is made whole."""
+"""Files that are written as a whole."""
 
 
 @cache
 def tables() -> dict[Path, dict[str, Callable[[Path], str]]]:
-    """The functions of results that make the tables of each page, by the name of their marks."""
+    """Functions from results to the tables of each page, by the name of their marks."""
     every = tomllib.loads((HERE / "tables.toml").read_text(encoding="utf-8"))
     return {
         HERE.parent / page: {name: made_by(source, page) for name, source in sources.items()}
@@ -71,7 +72,7 @@ def tables() -> dict[Path, dict[str, Callable[[Path], str]]]:
 
 
 def made_by(source: str | dict, page: str) -> Callable[[Path], str]:
-    """The function of results that makes one table of a page."""
+    """Function from results to one table of a page."""
     if isinstance(source, str):
         module, _, name = source.partition(":")
         return getattr(import_module(f"analyses.{module}"), name)
@@ -83,7 +84,7 @@ def made_by(source: str | dict, page: str) -> Callable[[Path], str]:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """The text with this table between the marks of that name.
+    """The text with a new table between the marks of this name.
 
     Example:
         >>> replaced("<!-- a: begin --><!-- a: end -->", "a", "| x |").splitlines()
@@ -95,7 +96,7 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    """Writes all of it, and the numbers in prose."""
+    """Write all tables, files and numbers in prose."""
     for file, made in tables().items():
         text = file.read_text(encoding="utf-8")
         for name, make in made.items():

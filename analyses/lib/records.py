@@ -1,10 +1,9 @@
-"""Claims from analyses/claims/*.toml, and records: measured values, from which a verdict follows.
+"""Claims from analyses/claims/*.toml, and records: measured values that decide the verdicts.
 
-The script F/S.py writes its records into results/F_S.records.json: ids and measured values, without
+The script F/S.py writes its records to results/F_S.records.json: ids and measured values, without
 statements and bounds. The file also has their origin: script, version and commit of the package,
 ids and seeds of the checkpoints, and the sha256 of the script's CSV files and of the records.
-`pages.py` makes all tables from these files.
-"""
+`pages.py` makes all tables from these files."""
 
 import hashlib
 import json
@@ -18,7 +17,7 @@ from pathlib import Path
 
 Bound = float | tuple[float, float]
 Values = Mapping[str, float | tuple[float, float]]
-"""What was measured, by model; with its standard error where it has one."""
+"""Measured values by model, each with its standard error if it has one."""
 
 # A value holds if `RELATIONS[relation](value, bound)`.
 RELATIONS = {
@@ -35,7 +34,7 @@ PAPERS = ("softmax", "linear", "sparse")
 
 
 def rounded(value: float) -> float:
-    """Six digits, as in the CSV files."""
+    """The value rounded to six digits, as in the CSV files."""
     return float(f"{value:.6g}")
 
 
@@ -56,10 +55,10 @@ class Claim:
     """One claim, or one clause of a claim."""
 
     id: str
-    """The claim's id and, for a clause, a suffix: softmax-O1a-diagonal."""
+    """Id of the claim; a clause adds a suffix: softmax-O1a-diagonal."""
     statement: str
     quantity: str = ""
-    """What is measured, with its unit."""
+    """Measured quantity, with its unit."""
     relation: str
     """A key of RELATIONS."""
     bound: Bound
@@ -67,17 +66,19 @@ class Claim:
     margin: float = 0
     """Number of standard errors by which a value must hold."""
     said_by: str
-    """Who makes the claim: the paper, somebody's account of the paper, or this project."""
+    """Source of the claim: the paper, an account of the paper by others ("second hand"), or this
+    project."""
     where: str = ""
-    """Section, equation, figure or table of the paper, where it is known."""
+    """Section, equation, figure or table of the paper, if known."""
     bound_by: str
-    """Whose number the bound is: the paper's, or this project's."""
+    """Source of the bound: the paper, or this project."""
     changed: tuple[Mapping[str, str], ...] = ()
-    """What moved after a measurement: `when`, what it `was`, what it is `now`, and `why`."""
+    """Changes after a measurement: `when`, the old value (`was`), the new one (`now`), and `why`.
+    """
     paper: str = ""
-    """The paper's own number, where it has one."""
+    """The paper's own number, if it has one."""
     models: str = ""
-    """Checkpoints, or "closed form"."""
+    """Names of checkpoints, or "closed form"."""
 
     def __post_init__(self) -> None:
         if isinstance(self.bound, list | tuple):
@@ -99,7 +100,7 @@ class Claim:
                 )
 
     def holds(self, value: float, error: float = 0.0) -> bool:
-        """Whether a value satisfies the relation, by the margin. NaN never does."""
+        """True if a value satisfies the relation by the margin; False for NaN."""
         compare = RELATIONS[self.relation]
         return all(compare(value + side * self.margin * error, self.bound) for side in (-1, 1))
 
@@ -112,30 +113,30 @@ class Claim:
 
     @property
     def source(self) -> str:
-        """Who makes the claim, and where in the paper, as text."""
+        """Source of the claim, and its place in the paper, as text."""
         return f"{self.said_by}, {self.where}" if self.where else self.said_by
 
     @property
     def moves(self) -> str:
-        """What moved after a measurement, as text."""
+        """Changes after a measurement, as text."""
         return "; ".join("{when}: {was} -> {now} ({why})".format(**one) for one in self.changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Claim):
-    """A claim with what was measured."""
+    """A claim with its measured values."""
 
     values: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, by model. Empty if the claim was not tested."""
+    """Measured values by model; empty if the claim was not tested."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Standard errors of those values that have one."""
+    """Standard errors of the values that have one."""
     over: Mapping[str, int | str] = field(default_factory=dict)
-    """What the standard errors are over: prompts, seeds, and how models or heads were selected. `failed`
-    is the number of failed trainings, which have no value."""
+    """Source of the standard errors: prompts, seeds, and how models or heads were selected.
+    `failed` is the number of failed trainings, which have no value."""
     text: str = ""
-    """What was measured in words, where `values` do not say it."""
+    """Result in words, if `values` do not show it."""
     note: str = ""
-    """Remark that belongs to the verdict, such as too few seeds."""
+    """Remark on the verdict, such as too few seeds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,7 +153,7 @@ class Record(Claim):
 
     @property
     def holding(self) -> list[str]:
-        """Models that the claim holds for."""
+        """Models for which the claim holds."""
         errors = self.errors
         return [name for name, one in self.values.items() if self.holds(one, errors.get(name, 0.0))]
 
@@ -184,7 +185,7 @@ class Record(Claim):
         return f"{ends} ± {max(self.errors.values()):.1g}" if self.errors else ends
 
     def to_json(self) -> dict:
-        """What was measured, with the claim's id; the claim itself stands in analyses/claims."""
+        """Measured values with the id of the claim; the claim itself is in analyses/claims."""
         return {name: getattr(self, name) for name in ("id", *MEASURED)}
 
 
@@ -213,11 +214,11 @@ def record(
     text: str = "",
     note: str = "",
 ) -> Record:
-    """A record of the claim with this id.
+    """Record of the claim with this id.
 
     Args:
-        values: By model, a number or a number and its standard error.
-        errors: Standard errors of values that are numbers alone.
+        values: A number, or a pair of a number and its standard error, by model.
+        errors: Standard errors of values that are single numbers.
     """
     pairs = {name: one for name, one in values.items() if isinstance(one, tuple)}
     found = {name: error for name, (_, error) in pairs.items()}
@@ -234,7 +235,8 @@ def record(
 
 
 def records(prefix: str, measured: Mapping[str, Values], **about) -> list[Record]:
-    """Records of several claims, by their ids without the prefix; `about` as in `record`."""
+    """Records of several claims, by their ids without the prefix; `about` has the arguments of
+    `record`."""
     return [record(f"{prefix}{name}", values, **about) for name, values in measured.items()]
 
 
@@ -243,15 +245,15 @@ def digest(data: bytes) -> str:
 
 
 def seal(records: Iterable[dict]) -> str:
-    """The sha256 of records, so that a digit changed by hand is seen."""
+    """The sha256 of records, so that a digit changed by hand is noticed."""
     return digest(json.dumps(list(records), sort_keys=True).encode())
 
 
 def save(folder: Path, name: str, records: Iterable[Record], provenance: Mapping) -> None:
-    """Write the records of a script beside its CSV files, whose digests go with them.
+    """Write the records of a script, with the digests of its CSV files.
 
     Args:
-        name: Of the results: softmax_patterns for softmax/patterns.py.
+        name: Name of the results: softmax_patterns for softmax/patterns.py.
     """
     found = [record.to_json() for record in records]
     files = sorted(file for file in folder.glob("*.csv") if written_by(file.name) == name)
@@ -263,7 +265,7 @@ def save(folder: Path, name: str, records: Iterable[Record], provenance: Mapping
 
 
 def script_of(name: str) -> str:
-    """The script whose results have a name, without its ending.
+    """Script that wrote results of this name, without its ending.
 
     Example:
         >>> script_of("softmax_patterns")
@@ -274,7 +276,8 @@ def script_of(name: str) -> str:
 
 
 def written_by(file: str) -> str:
-    """The name of the results that a CSV file is of: its own, but where a script writes several."""
+    """Name of the results that a CSV file belongs to: its own name, unless a script writes several
+    files."""
     name = file.removesuffix(".csv")
     several = {
         "softmax_emergence_seeds": "softmax_emergence",
@@ -288,13 +291,13 @@ def written_by(file: str) -> str:
 
 
 def load(file: Path) -> list[Record]:
-    """Records of a file, each joined with its claim."""
+    """Records of a file, each with its claim."""
     rows = json.loads(file.read_text(encoding="utf-8"))["records"]
     return [record(row["id"], **{name: row[name] for name in MEASURED}) for row in rows]
 
 
 def all_records(folder: Path) -> list[tuple[str, Record]]:
-    """Every script, without its ending, with its records, in the order of the scripts' names."""
+    """Records with their script (without ending), in the order of the scripts' names."""
     suffix = ".records.json"
     files = sorted(folder.glob(f"*{suffix}"))
     return [
@@ -303,10 +306,10 @@ def all_records(folder: Path) -> list[tuple[str, Record]]:
 
 
 def agree(stored: Record, again: Record, *, z: float = 4) -> bool:
-    """Whether two measurements of a record agree within their standard errors.
+    """True if two measurements of a record agree within their standard errors.
 
-    Numbers without a standard error are determined by the weights: they agree to the rounding of
-    float32 sums and of integration, or to a thousandth of what they are asked to be within.
+    Numbers without a standard error are determined by the weights. They must agree to the rounding
+    of float32 sums and of integration, or to a thousandth of their bound.
     """
     if not stored.n:
         return stored.verdict == again.verdict

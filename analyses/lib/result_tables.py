@@ -1,8 +1,6 @@
-"""Tables of the pages that are made from the CSV files of results: the shipped models, emergence
-and calibration.
+"""Tables of pages made from the CSV files of results: shipped models, emergence and calibration.
 
-`lib/pages.py` writes them; a fast test compares them with the files.
-"""
+`lib/pages.py` writes them; a fast test compares them with the files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +12,8 @@ from analyses.lib.records import span
 
 Row = tuple[str, ...]
 Cell = str | list[str]
-"""A format of a row, such as "{0.loss:.2f}"; or the column that decides, and the formats where it is true and where not."""
+"""Format of a cell, such as "{0.loss:.2f}"; or a column of booleans and the formats for True and
+for False."""
 
 
 def markdown(header: Row, rows: list[Row]) -> str:
@@ -25,7 +24,7 @@ def markdown(header: Row, rows: list[Row]) -> str:
 
 
 def table(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
-    """A Markdown table with a line for each row of a frame; columns by their headers.
+    """A Markdown table with one line per row of a frame; columns by their headers.
 
     Example:
         >>> table(pd.DataFrame({"x": [0.125], "odd": [False]}), {"x": "{0.x:.2f}", "is": ["odd", "odd", "even"]})
@@ -38,7 +37,7 @@ def table(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
 
 
 def cell(how: Cell, row: tuple) -> str:
-    """A cell of a row."""
+    """Text of one cell."""
     if isinstance(how, str):
         return how.format(row)
     decides, yes, no = how
@@ -46,13 +45,13 @@ def cell(how: Cell, row: tuple) -> str:
 
 
 def from_csv(results: Path, csv: str, columns: Mapping[str, Cell], where: str = "") -> str:
-    """A table of the rows of a CSV file that pass."""
+    """A table of the rows of a CSV file that satisfy `where`."""
     rows = pd.read_csv(results / f"{csv}.csv")
     return table(rows.query(where) if where else rows, columns)
 
 
 def shipped(results: Path) -> str:
-    """The softmax models at the paper's setting, by number of heads and pattern."""
+    """Softmax models in the paper's setting, by number of heads and pattern."""
     found = pd.read_csv(results / "softmax_shipped_models.csv")
     found["heads"] = found.model.str.extract(r"-h(\d+)-")[0].astype(int)
     found["mu"] = found[["positive_mu", "negative_mu"]].abs().max(axis=1)
@@ -72,12 +71,12 @@ ARMS = {
     "adam": "Adam, as the paper",
     "small init": "Adam, a tenth of the initial weights",
     "sgd": "plain SGD, rate 0.1",
-    "stuck": "Adam, 16 of one sign trained on",
+    "stuck": "Adam, 16 models of one sign trained further",
 }
 
 
 def emergence(results: Path) -> str:
-    """How many seeds end as what, by training and number of heads."""
+    """Number of seeds that end in each outcome, by training and number of heads."""
     last = pd.read_csv(results / "softmax_emergence.csv")
     last = last.groupby(["arm", "n_heads", "what"], sort=False).last()
     rows = []
@@ -94,7 +93,7 @@ def emergence(results: Path) -> str:
 
 
 def calibration_labels(results: Path) -> str:
-    """Truth by label, of the confirming models."""
+    """Table of true pattern and label, for the confirming models."""
     found = pd.read_csv(results / "calibration_labels.csv").set_index("truth")
     rows = [(truth, *(f"{count}" for count in row)) for truth, row in found.iterrows()]
     return markdown(("truth", *found.columns), rows)
@@ -111,7 +110,8 @@ SOURCES = {
 
 
 def calibration_errors(results: Path) -> str:
-    """Verdicts on the models of each source, and the share of wrong labels among those with a pattern's name."""
+    """Verdicts on the models of each source, and the fraction of wrong labels among the named
+    models."""
     found = pd.read_csv(results / "calibration_errors.csv")
     found["source"] = found.source.str.split(":").str[0].map(SOURCES)
     columns = ["models", "right", "undetermined", "missed", "wrong"]
@@ -121,17 +121,17 @@ def calibration_errors(results: Path) -> str:
         (source, *(f"{row[name]}" for name in columns), of_the_named(row.wrong, row.right))
         for source, row in counts.iterrows()
     ]
-    header = ("source", "models", "right", "undetermined, as it may be", "missed", "wrong")
-    return markdown((*header, "wrong, of those with a pattern's name (95% interval)"), rows)
+    header = ("source", "models", "right", "undetermined (allowed)", "missed", "wrong")
+    return markdown((*header, "wrong, among named models (95% interval)"), rows)
 
 
 def two_by_two(results: Path) -> str:
-    """Models whose pattern is plain, disturbed more or absent, by whether they got a pattern's name."""
+    """Models with a clear, a disturbed or no pattern, and how many of them were named."""
     found = pd.read_csv(results / "calibration_models.csv")
     plain, without = found.demand == "must", found.truth == "no pattern"
     kinds = {
-        "whose pattern is plain": plain,
-        "whose pattern is disturbed more": ~plain & ~without,
+        "with a clear pattern": plain,
+        "with a strongly disturbed pattern": ~plain & ~without,
         "without a pattern": without,
     }
     rows = []
@@ -146,11 +146,11 @@ def two_by_two(results: Path) -> str:
                 f"{chosen.sum() - right - wrong}",
             )
         )
-    return markdown((f"{len(found):,} models", "named", "of these wrong", "not named"), rows)
+    return markdown((f"{len(found):,} models", "named", "wrong among these", "not named"), rows)
 
 
 def of_the_named(wrong: int, right: int) -> str:
-    """Wrong labels among the named models, with Wilson's interval of 95%.
+    """Wrong labels among the named models, with Wilson's 95% interval.
 
     Example:
         >>> of_the_named(0, 50), of_the_named(0, 0)
@@ -164,7 +164,7 @@ def of_the_named(wrong: int, right: int) -> str:
 
 
 def attack(results: Path) -> str:
-    """What became of spoilt files, by seed, and the sums."""
+    """Outcomes of damaged files, by seed, and their sums."""
     found = pd.read_csv(results.parents[1] / "tests" / "attack" / "outcomes.csv", index_col="seed")
     found.loc["all"] = found.sum()
     rows = [(f"{seed}", *(f"{count:,}" for count in counts)) for seed, counts in found.iterrows()]
@@ -172,7 +172,7 @@ def attack(results: Path) -> str:
 
 
 def trained(results: Path) -> str:
-    """The trained models of sparse regression, a column per number of heads and noise variance."""
+    """Trained models of sparse regression, one column per number of heads and noise variance."""
     tables = {part: pd.read_csv(results / f"sparse_{part}.csv") for part in PARTS}
     settings = [(heads, noise) for noise in (0.1, 0.4) for heads in (1, 4, 8)]
     rows = [
@@ -184,8 +184,8 @@ def trained(results: Path) -> str:
         ("one head per later layer: risk / the whole model's", "pruning", "ratio", 2),
         ("the same with a new read-out", "pruning", "refit_ratio", 2),
         ("the same trained for 5,000 more steps", "fine_tuning", "ratio", 2),
-        ("R² of what the first layer writes, (S − 1) x", "probes", "(S - 1) x", 3),
-        ("R² of what the first layer writes, R x", "probes", "R x", 3),
+        ("R² of a probe of the first layer's output for (S − 1) x", "probes", "(S - 1) x", 3),
+        ("R² of a probe of the first layer's output for R x", "probes", "R x", 3),
     ]
     header = ("", *(f"{heads} head{'s' * (heads > 1)}, noise {noise}" for heads, noise in settings))
     cells = [
@@ -201,7 +201,7 @@ PARTS = ("risk", "heads", "pruning", "fine_tuning", "probes")
 def trained_cell(
     table: pd.DataFrame, part: str, column: str, digits: int, heads: int, noise: float
 ) -> str:
-    """A number of the models of all seeds with its largest standard error."""
+    """A number for the models of all seeds, with its largest standard error."""
     if heads == 1 and (part in PARTS[1:4] or column == "to_single"):
         return ""
     if part == "risk":

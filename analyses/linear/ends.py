@@ -1,8 +1,9 @@
-"""What training conserves, and the losses at which merged heads and separate ones of any rank end.
+"""Quantities that training conserves, and final losses of merged heads and of separate heads of any
+rank.
 
 Zhang et al. 2025, arXiv 2501.16265, section 4 and appendix E.8: heads and ranks on four directions,
-N(0, 0.01^2). Run: python -m analyses linear/ends (half a minute; --quick 1 seed)
-"""
+N(0, 0.01^2).
+Run: python -m analyses linear/ends (half a minute; --quick 1 seed)"""
 
 from collections.abc import Iterable
 
@@ -14,13 +15,13 @@ from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
 
-# Heads and rank.
+# Number of heads and rank.
 SHAPES = (*((n, 1) for n in range(1, 6)), *((n, 2) for n in range(1, 4)))
 SHAPES += ((1, 3), (3, 3), (1, 4), (2, 4))
 
 
 def ends(seed: int) -> list[dict[str, float | str]]:
-    """Where heads of all shapes end, and the level of their number."""
+    """Final losses of heads of all shapes, with the level of their number."""
     law, made = {"std": 1e-2, "seed": seed}, {}
     for n, rank in SHAPES:
         made[f"{n} of rank {rank}"] = separate_heads(n, 4, rank=rank, **law), min(n * rank, 4)
@@ -34,7 +35,7 @@ def ends(seed: int) -> list[dict[str, float | str]]:
 
 
 def drift(kept: Iterable[np.ndarray]) -> float:
-    """Largest change of conserved quantities."""
+    """Largest change of the conserved quantities."""
     return max(np.abs(quantity - quantity[0]).max() for quantity in kept)
 
 

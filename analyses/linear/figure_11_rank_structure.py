@@ -1,20 +1,20 @@
-"""Figure 11: what heads of rank R hold: R neighbouring directions each, in one value weight and
+"""Figure 11: heads of rank R learn R neighbouring directions each, with one value weight and
 orthogonal keys.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 11: 9 heads in eight dimensions, as figure 4. Rows of K
-and Q may be rotated together, so that structure is read from norms and from v K^T Q, a head's share
-in every direction. Run: python -m analyses linear/figure_11_rank_structure (half a minute; --quick 1 seed)
-"""
+and Q are defined up to a common rotation. The structure is therefore read from norms and from v K^T
+Q, a head's share in every direction.
+Run: python -m analyses linear/figure_11_rank_structure (half a minute; --quick 1 seed)"""
 
 import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, record
+from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import residence_in_head, settled_head
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import figures
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import separate_heads
 
 RANKS, INIT = (2, 4, 8), 1e-3
@@ -24,9 +24,8 @@ def weights(rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys at the end of training in the eigenbasis, [head, rank, mode], and shares of heads in
     directions.
 
-    Two more columns of shares are the errors of |v| and of |K e_d| and |Q e_d|, relative to what a
-    head with these shares must have.
-    """
+    Two more columns of shares are the errors of |v| and of |K e_d| and |Q e_d|, relative to the
+    values that follow from these shares."""
     heads = trained(separate_heads(9, 8, std=INIT, seed=seed, rank=rank), EIGHT).heads
     v, K, Q = heads.v[-1], heads.K[-1] @ MODES.vectors, heads.Q[-1] @ MODES.vectors
     share, off = v[:, None] * (K * Q).sum(1) / MODES.targets, np.zeros((9, 2))
@@ -39,13 +38,15 @@ def weights(rank: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def neighbours(share: np.ndarray, rank: int) -> bool:
-    """Whether heads hold directions 1 to R, R + 1 to 2 R and so on, each more than 0.9 of them."""
+    """True if the heads hold directions 1 to R, R + 1 to 2 R and so on, with a share above 0.9
+    each."""
     blocks = sorted(tuple(np.flatnonzero(row > 0.9)) for row in share if (row > 0.9).any())
     return blocks == [tuple(range(first, first + rank)) for first in range(0, 8, rank)]
 
 
 def stays(seed: int) -> np.ndarray:
-    """[init, level]: stays at the levels of four dimensions with three heads of rank two."""
+    """Residence times at the levels, [init, level], in four dimensions with three heads of rank
+    two."""
     runs = [trained(separate_heads(3, 4, std=init, seed=seed, rank=2)) for init in INITS]
     return np.array([np.diff(crossings(one, FOUND.levels), prepend=0.0) for one in runs])
 

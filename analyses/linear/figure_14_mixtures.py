@@ -1,11 +1,10 @@
 """Figure 14: merged heads trained on a mixture of in-context and in-weight sequences.
 
-Zhang et al. 2025, arXiv 2501.16265, figure 14, in the published code's setting: 8 heads with all
-their weights, x ~ N(0, I/4), 5,000 sequences, full-batch descent at rate 0.0005 without 1/N,
-weights from N(0, 1e-6^2). In-weight sequences share one task vector of norm 2; with none in
-context, and in the in-weight test, their context labels are noise. Its numbers are read off an
-image. Run: python -m analyses linear/figure_14_mixtures (half a minute; --quick 1 set)
-"""
+Zhang et al. 2025, arXiv 2501.16265, figure 14, in the setting of the published code: 8 heads with
+all their weights, x ~ N(0, I/4), 5,000 sequences, full-batch descent at rate 0.0005 without 1/N,
+weights from N(0, 1e-6^2). In-weight sequences share one task vector of norm 2. If no sequence is in
+context, and in the in-weight test, their context labels are noise. The paper's numbers are read
+from an image. Run: python -m analyses linear/figure_14_mixtures (half a minute; --quick 1 set)"""
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from analyses.linear.setting import page
 FRACTIONS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 D, N, HEADS, SIZE, RATE, STEPS, EVERY = 4, 31, 8, 5000, 5e-4, 5000, 10
 LOSSES = ("training", "in_context", "in_weight")
-# What the image shows by fraction in context, and how well it can be read.
+# Numbers read from the image by fraction in context, with the reading error.
 READ = {
     "lowest in-weight loss": ({0.2: 0.26, 0.4: 0.35, 0.6: 0.46, 0.8: 0.64}, 0.02),
     "step of the lowest in-weight loss": ({0.2: 950, 0.4: 1200, 0.6: 1650, 0.8: 2250}, 50),
@@ -30,8 +29,8 @@ READ = {
 
 
 def sequences(rng: np.random.Generator, fraction: float, *, noise: bool) -> tuple[np.ndarray, ...]:
-    """Moments of a set: E y^2, E y phi and E phi phi^T, phi = X X^T (x) x_query; the first part is
-    in context."""
+    """Moments of a set: E y^2, E y phi and E phi phi^T with phi = X X^T (x) x_query; the first part
+    is in context."""
     x, labels = rng.standard_normal((SIZE, N + 1, D)) / D**0.5, rng.standard_normal((SIZE, N))
     w, inside = rng.standard_normal((SIZE, D)), int(fraction * SIZE)
     w[inside:] = 2 * np.eye(D)[0]
@@ -45,8 +44,8 @@ def sequences(rng: np.random.Generator, fraction: float, *, noise: bool) -> tupl
 
 
 def descent(fraction: float, seed: int) -> pd.DataFrame:
-    """Losses of heads a_i^T X X^T B_i x_query, a_i and B_i holding all that the output depends
-    on."""
+    """Losses of heads a_i^T X X^T B_i x_query, where a_i and B_i are all weights that affect the
+    output."""
     rng, rows = np.random.default_rng(seed), []
     a, B = (1e-6 * rng.standard_normal((HEADS, *shape)) for shape in ((D + 1,), (D + 1, D)))
     train = sequences(rng, fraction, noise=fraction == 0)
@@ -61,7 +60,7 @@ def descent(fraction: float, seed: int) -> pd.DataFrame:
 
 
 def summary(one: pd.DataFrame) -> list[float]:
-    """What READ names of a run."""
+    """The numbers of READ for one run."""
     lowest, end = one.loc[one.in_weight.idxmin()], one.iloc[-1]
     half = one.step[(one.training < (one.training.iloc[0] + end.training) / 2).idxmax()]
     return [lowest.in_weight, lowest.step, one.in_context.max(), half, *end.iloc[1:]]

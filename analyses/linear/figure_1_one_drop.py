@@ -1,20 +1,21 @@
-"""Figure 1: merged heads drop once, as the two-layer network on z = vec(b x_query^T) that they are.
+"""Figure 1: the loss of merged heads drops once, as in the equivalent two-layer network on z =
+vec(b x_query^T).
 
-Zhang et al. 2025, arXiv 2501.16265, figure 1, in the published code's setting: 8 heads, 5,000
-sequences, full-batch descent at rate 0.001 without 1/N, weights from N(0, 1e-6^2). Its numbers are
-read off an image. Run: python -m analyses linear/figure_1_one_drop (seconds; --quick 4 flows instead of 40)
-"""
+Zhang et al. 2025, arXiv 2501.16265, figure 1, in the setting of the published code: 8 heads, 5,000
+sequences, full-batch descent at rate 0.001 without 1/N, weights from N(0, 1e-6^2). The paper's
+numbers are read from an image.
+Run: python -m analyses linear/figure_1_one_drop (seconds; --quick 4 flows instead of 40)"""
 
 import numpy as np
 import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import drops
 from analyses.lib.records import span
 from analyses.lib.theory.linear_dynamics import learning_rate_time
 from analyses.linear import setting as at
 from mechinterp import Prompts
-from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 
@@ -29,7 +30,7 @@ def products(prompts: Prompts) -> torch.Tensor:
 
 
 def explicit(prompts: Prompts, heads: MergedHeads) -> torch.Tensor:
-    """Last entry of sum_i W_V X X^T W_KQ X / N, from whole token matrices."""
+    """Last entry of sum_i W_V X X^T W_KQ X / N, computed from whole token matrices."""
     X, y_hat = prompts.tokens.mT, torch.zeros(len(prompts), dtype=torch.float64)
     for v, U in zip(heads.v, heads.U, strict=True):
         W_V, W_KQ = torch.zeros(2, 5, 5, dtype=torch.float64)
@@ -52,7 +53,7 @@ def network(prompts: Prompts, heads: MergedHeads) -> np.ndarray:
 
 
 def published(name: str, paper: float, ours: list[float], show: str) -> Record:
-    """Whether a number that was read off a figure lies among those of our training sets."""
+    """Record that compares a number read from a figure with those of our training sets."""
     part = {"part": float(np.mean(np.array(ours) < paper))}
     return record(f"linear-merged-{name}", part, text=f"{paper} among {span(ours, show)}")
 

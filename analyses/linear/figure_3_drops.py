@@ -1,29 +1,32 @@
-"""Figure 3: separate rank-one heads learn one eigenvector per drop; value weights beside eq. (21);
+"""Figure 3: separate rank-one heads learn one eigenvector per drop; value weights follow eq. (21);
 alignment.
 
-Zhang et al. 2025, arXiv 2501.16265, figure 3: 5 heads. Its losses are in the published code's
-setting, rate 0.02 without 1/N and value weights of 0.01; claims by number are on flows from N(0,
-init^2), as are the other two pages. Run: python -m analyses linear/figure_3_drops (seconds; --quick 2
-seeds)
-"""
+Zhang et al. 2025, arXiv 2501.16265, figure 3: 5 heads. The losses use the setting of the published
+code, rate 0.02 without 1/N and value weights of 0.01. The numbered claims and the other two pages
+use flows from N(0, init^2).
+Run: python -m analyses linear/figure_3_drops (seconds; --quick 2 seeds)"""
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import Plateaus, crossings
 from analyses.linear import setting as at
 from mechinterp import figures
-from mechinterp.analysis.training.plateaus import Plateaus, crossings
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
 from mechinterp.training.linear.flow import Flow, flow
 
-READ = ((400, 600), (600, 1150), (1000, 1900))  # Steps of drops, off an image of six seeds.
+READ = (
+    (400, 600),
+    (600, 1150),
+    (1000, 1900),
+)  # Steps of the drops, read from an image of six seeds.
 
 
 def holder(found: Flow, mode: int) -> tuple[int, int]:
-    """The row at which a direction is learned, and the head that holds it then."""
+    """Row at which a direction is learned, and the head that holds it then."""
     row, heads = int(np.flatnonzero(found.learned[:, mode] > 0.999)[0]), found.heads
     return row, int(np.abs(heads.v[row] * heads.K[row, :, 0, mode]).argmax())
 
@@ -90,7 +93,7 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
 
 
 def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
-    """Claims 5 and 10, from weights of one size."""
+    """Claims 5 and 10, for initial weights of one scale."""
     gaps = [
         np.abs(one.loss - at.FOUND.levels).max() if len(one.loss) == 5 else np.inf for one in found
     ]
@@ -102,7 +105,7 @@ def drop_records(init: float, found: list[Plateaus]) -> list[Record]:
 
 
 def growth_records(init: float, errors: np.ndarray) -> list[Record]:
-    """Claim 12, from weights of one size: errors by seed and direction."""
+    """Claim 12, for initial weights of one scale: errors by seed and direction."""
     asked = {f"median-init{init:g}": {"median": float(np.median(errors))}}
     asked[f"single-init{init:g}"] = at.named(errors, "seed", "direction")
     return records("linear-12-", asked)

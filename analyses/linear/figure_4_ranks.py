@@ -1,17 +1,17 @@
-"""Figure 4: heads of rank 1, 2, 4, 8 in eight dimensions rest long at every R-th level.
+"""Figure 4: heads of rank 1, 2, 4 and 8 in eight dimensions have long plateaus at every R-th level.
 
-Zhang et al. 2025, arXiv 2501.16265, figure 4: 9 heads, eigenvalues 8 to 1 over 36. A long rest is
-told from a short one by how it grows when initial weights shrink from 1e-2 to 1e-3: by ten, or by a
-constant that few decades show. Run: python -m analyses linear/figure_4_ranks (a minute; --quick 1 seed)
-"""
+Zhang et al. 2025, arXiv 2501.16265, figure 4: 9 heads, eigenvalues 8 to 1 over 36. Long and short
+plateaus differ in their growth when the initial weights shrink from 1e-2 to 1e-3: long ones by a
+factor of ten, short ones by a constant that a few decades hardly show. Run: python -m analyses
+linear/figure_4_ranks (a minute; --quick 1 seed)"""
 
 import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record
+from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import long_levels
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import separate_heads
 
@@ -25,7 +25,7 @@ def measure(quick: bool) -> Measured:
 
 
 def ranks(chosen: tuple[int, ...], n_seeds: int) -> Measured:
-    """Stays at every level for several ranks, and one run's loss of each."""
+    """Residence times at every level for several ranks, and the loss of one run for each rank."""
     stays, claims, shown = [], [], {}
     for rank in chosen:
         for init in INITS:

@@ -1,12 +1,11 @@
-"""Figure 5: with softmax in place of the linear scores, merged heads still drop once and separate
-ones several times.
+"""Figure 5: with softmax instead of linear scores, the loss of merged heads still drops once, and
+that of separate heads several times.
 
-Zhang et al. 2025, arXiv 2501.16265, figure 5, that names neither rates nor steps. The setting is
+Zhang et al. 2025, arXiv 2501.16265, figure 5, which states neither rates nor steps. The setting is
 ours: full-batch descent on 1,000 sequences, scores x^T U x_query without a scale, the query among
-the keys, value weights on y alone; 8 merged heads from N(0, 0.001^2) at rate 0.1, 5 separate ones
-of rank one from N(0, 0.05^2) at rate 0.3. Run: python -m analyses linear/figure_5_softmax (two minutes;
---quick 1 seed)
-"""
+the keys, value weights on y only; 8 merged heads from N(0, 0.001^2) at rate 0.1, and 5 separate
+heads of rank one from N(0, 0.05^2) at rate 0.3.
+Run: python -m analyses linear/figure_5_softmax (two minutes; --quick 1 seed)"""
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from mechinterp.training.linear.descent import training_set
 
 
 def descent(start: Heads, *, rate: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Losses of softmax heads, and their last value weights."""
+    """Losses of softmax heads, and their final value weights."""
     (found,) = training_set(task(), 1000, seed=1)
     found = found.to(torch.float32)
     x, y = found.tokens.split([4, 1], dim=-1)
@@ -42,7 +41,7 @@ def descent(start: Heads, *, rate: float, steps: int) -> tuple[np.ndarray, np.nd
 
 
 def drops(losses: np.ndarray) -> tuple[np.ndarray, float]:
-    """Steps at which the loss falls fastest, above 5% of the fastest, and the slowest fall between
+    """Steps at which the loss falls fastest (above 5% of the maximum), and the slowest fall between
     the first two."""
     fall = -np.gradient(losses)
     middle = fall[1:-1]

@@ -1,31 +1,31 @@
-"""Figure 6: larger initial weights shorten the plateaus of separate heads until there are none.
+"""Figure 6: larger initial weights shorten the plateaus of separate heads until they vanish.
 
 Zhang et al. 2025, arXiv 2501.16265, figure 6 and section 4.3: 5 heads of rank one, D = 4, weights
-from N(0, init^2). Run: python -m analyses linear/figure_6_initial_scale (seconds; --quick 2 seeds)
-"""
+from N(0, init^2).
+Run: python -m analyses linear/figure_6_initial_scale (seconds; --quick 2 seeds)"""
 
 import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
+from analyses.lib.plateaus import crossings
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
-from mechinterp.analysis.training.plateaus import crossings
 from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
 from mechinterp.training.linear.flow import Flow, flow
 
 SCALES = (1e-3, 1e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
-# Times to a loss of 0.9 of seed 0, from an integration of its own.
+# Times at which seed 0 reaches a loss of 0.9, from an independent integration.
 TIMES = (10737, 1066, 207, 99.1, 45.1, 11.4, 2.16)
 
 
 def start_time(found: Flow) -> float:
-    """When a tenth of the variance is learned."""
+    """Time at which a tenth of the variance is learned."""
     return float(np.interp(-0.9, -found.loss, found.time))
 
 
 def growth_times() -> np.ndarray:
-    """lambda_m^2 times when a head that starts on e_m, with v = |k| = |q| = 0.02, reaches half of
-    its v."""
+    """lambda_m^2 times the time at which a head that starts on e_m, with v = |k| = |q| = 0.02,
+    reaches half of its v."""
     scaled = []
     for mode in range(4):
         one = 0.02 * np.eye(4)[mode].reshape(1, 1, 4)
@@ -37,7 +37,7 @@ def growth_times() -> np.ndarray:
 
 
 def first_jump(init: float, seed: int) -> float:
-    """init times the first jump."""
+    """init times the time of the first jump."""
     heads = separate_heads(5, 4, std=init, seed=seed)
     found = flow(heads, MOMENTS, duration=1e9, until_loss=FOUND.levels[1] + 1e-3)
     return init * crossings(found, FOUND.levels)[0]

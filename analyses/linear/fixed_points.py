@@ -1,9 +1,9 @@
-"""The 2^D functions at which training can rest: their losses, the force on heads there, and a
-search for others.
+"""The 2^D fixed points of training: their losses, the force on heads there, and a search for
+others.
 
-Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for no force on any
-weight, from random ones. Run: python -m analyses linear/fixed_points (a minute; --quick 40 starts)
-"""
+Zhang et al. 2025, arXiv 2501.16265, section 4.2 and eq. (19). The search solves for zero force on
+all weights, from random weights. Run: python -m analyses linear/fixed_points (a minute; --quick 40
+starts)"""
 
 from itertools import combinations
 
@@ -16,13 +16,12 @@ from analyses.linear.setting import LENGTH, NORMS, TURNED
 from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
-SHAPES = ((2, 3, 1), (2, 2, 2), (3, 4, 1))  # D, with eigenvalues D/5 to 1/5, heads, rank
+SHAPES = ((2, 3, 1), (2, 2, 2), (3, 4, 1))  # D (eigenvalues D/5 to 1/5), number of heads, rank
 TIGHT = {"method": "lm", "max_nfev": 100, "xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}
 
 
 def subset_row(subset: tuple[int, ...]) -> dict[str, float | str]:
-    """The loss at M(S), its formula, and the largest force on heads that hold S, one direction
-    each."""
+    """Loss at M(S), its formula, and the largest force on heads that hold one direction of S each."""
     found, rows = modes(TURNED), list(subset)
     M, keys = fixed_point(found, subset), (NORMS[rows, None] * found.vectors[:, rows].T)[:, None]
     pull = SeparateHeads(v=NORMS[rows], K=keys, Q=keys).velocity(TURNED.gradient(M))
@@ -33,7 +32,7 @@ def subset_row(subset: tuple[int, ...]) -> dict[str, float | str]:
 
 
 def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
-    """f_d and the largest entry off the diagonal of M wherever a search ends, [end, D + 1]."""
+    """f_d and the largest off-diagonal entry of M at the end of each search, [end, D + 1]."""
     moments = population_moments(np.arange(d_x, 0, -1) / 5, context_length=LENGTH)
     found, rng, ends = modes(moments), np.random.default_rng(0), []
     zz, cuts = moments.zz.reshape(d_x**2, -1), n_heads * np.array([1, 1 + rank * d_x])
@@ -60,7 +59,7 @@ def search(d_x: int, n_heads: int, rank: int, n_starts: int) -> np.ndarray:
 
 
 def miss(ends: np.ndarray) -> float:
-    """Largest distance of the ends of a search from a function that holds a subset."""
+    """Largest distance of the search's ends from a function that holds a subset of directions."""
     learned = ends[:, :-1]
     off = np.minimum(np.abs(learned), np.abs(learned - 1))
     return float(max(off.max(), ends[:, -1].max()))

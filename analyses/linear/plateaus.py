@@ -1,30 +1,29 @@
-"""At the rests of separate heads: alignment, principal component regression, and the jumps foretold
-before training.
+"""Plateaus of separate heads: alignment, principal component regression, and jumps predicted before
+training.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (20) and (22); jump times from the initial weights are
-derived here. Run: python -m analyses linear/plateaus (seconds; --quick 2 seeds)
-"""
+derived here.
+Run: python -m analyses linear/plateaus (seconds; --quick 2 seeds)"""
 
 import numpy as np
 import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import Plateaus
 from analyses.lib.theory.learners import one_step_pcr
 from analyses.lib.theory.linear_jumps import first_jump_bound
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
-from mechinterp.analysis.training.plateaus import Plateaus
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import training_set
 from mechinterp.training.linear.flow import Flow
 
 
 def held(found: Flow, rests: Plateaus) -> np.ndarray:
-    """Of the head that holds the newest direction at each rest: alignment and norms.
+    """Alignment and norms of the head that holds the newest direction at each plateau.
 
     Columns: 1 - |cos| of key and of query with the eigenvector, | |k| / |v| - 1 | of both, | |v| /
-    v_inf - 1 |.
-    """
+        v_inf - 1 |."""
     rows = []
     for mode, place in enumerate(np.searchsorted(found.time, rests.time[1:])):
         v, K, Q = found.heads.v[place], found.heads.K[place, :, 0], found.heads.Q[place, :, 0]
@@ -78,7 +77,7 @@ def head_records(init: float, heads: np.ndarray) -> list[Record]:
 
 
 def jump_records(init: float, found: list[Plateaus]) -> list[Record]:
-    """Claim 13: when the initial weights say that jumps come, and when they do."""
+    """Claim 13: times of the jumps predicted from the initial weights, and actual times."""
     errors = np.abs([rest.predicted.time / rest.crossing_time - 1 for rest in found])
     order = [rest.predicted.mode.tolist() == [0, 1, 2, 3] for rest in found]
     firsts = [
@@ -94,7 +93,7 @@ def jump_records(init: float, found: list[Plateaus]) -> list[Record]:
 
 
 def regression_records(init: float, distance: np.ndarray) -> list[Record]:
-    """Claim 15: relative squared distance of rests from eq. (22), by seed and level."""
+    """Claim 15: relative squared distance of the plateaus from eq. (22), by seed and level."""
     return [
         record(f"linear-15-median-init{init:g}", {"median": float(np.median(distance))}),
         record(f"linear-15-largest-init{init:g}", named(distance, "seed", "level")),

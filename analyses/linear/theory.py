@@ -1,9 +1,8 @@
-"""Moments, loss and force of linear attention in closed form, beside samples and automatic
+"""Moments, loss and force of linear attention in closed form, compared with samples and automatic
 differentiation.
 
 Zhang et al. 2025, arXiv 2501.16265, eq. (15) and section 3; no figure shows them.
-Run: python -m analyses linear/theory (half a minute; --quick fewer sequences)
-"""
+Run: python -m analyses linear/theory (half a minute; --quick fewer sequences)"""
 
 import numpy as np
 import pandas as pd
@@ -40,8 +39,8 @@ def loss_errors(M: np.ndarray, n_sequences: int) -> dict[str, float]:
 
 
 def autograd_error(M: np.ndarray) -> float:
-    """Largest distance of the force from minus half of the derivative of the loss, in axes that mix
-    directions."""
+    """Largest difference between the force and minus half the derivative of the loss, in axes that
+    mix directions."""
     weight = torch.tensor(M, requires_grad=True)
     yz, zz = torch.from_numpy(TURNED.yz), torch.from_numpy(TURNED.zz)
     loss = TURNED.yy - 2 * (yz * weight).sum() + torch.einsum("ij,ijkl,kl->", weight, zz, weight)

@@ -1,9 +1,9 @@
-"""Merged heads in time: eq. (10) for a white covariance, the escape time, and D + 1 numbers for any
-covariance.
+"""Merged heads over time: eq. (10) for a white covariance, the escape time, and D + 1 numbers for
+any covariance.
 
-Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity of
-four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights. Run: python -m analyses linear/time_course (seconds; --quick 1 seed)
-"""
+Zhang et al. 2025, arXiv 2501.16265, eq. (10) and section 3. The white covariance is the identity in
+four dimensions; w_eff is |W_1 e + w_2| / 2, the growing part of random initial weights.
+Run: python -m analyses linear/time_course (seconds; --quick 1 seed)"""
 
 from functools import partial
 
@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
+from analyses.lib.plateaus import drops
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, trained
-from mechinterp.analysis.training.plateaus import drops
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads
 from mechinterp.training.linear.flow import Flow, flow
@@ -30,7 +30,8 @@ def aligned() -> MergedHeads:
 
 
 def white(heads: MergedHeads) -> tuple[Flow, np.ndarray, float, float]:
-    """A run, eq. (10), its largest error in loss over the first loss, and in the half-time."""
+    """A run, the loss of eq. (10), its largest error relative to the first loss, and the error of
+    the half-time."""
     scale = dynamics.effective_scale(heads, MODES)
     half = dynamics.white_half_time(MODES, scale=scale)
     found = flow(heads, WHITE, duration=4 * half, times=np.linspace(0, 4 * half, 2001))
@@ -41,7 +42,7 @@ def white(heads: MergedHeads) -> tuple[Flow, np.ndarray, float, float]:
 
 
 def reduced(seed: int) -> float:
-    """Largest difference in loss between eight heads and D + 1 numbers, init 1e-3."""
+    """Largest difference in loss between eight heads and the D + 1 numbers, for init 1e-3."""
     heads, times = merged_heads(8, 4, std=1e-3, seed=seed), np.linspace(0, 400, 2001)
     found = flow(heads, MOMENTS, duration=400.0, times=times)
     scale = dynamics.effective_scale(heads, FOUND)
@@ -50,7 +51,7 @@ def reduced(seed: int) -> float:
 
 
 def random_starts(init: float, n_seeds: int) -> list[Record]:
-    """Eq. (10) from random weights: with w_eff, and with the norm of a layer in its place."""
+    """Errors of eq. (10) from random weights: with w_eff, and with the norm of a layer instead."""
     drawn = [merged_heads(8, 4, std=init, seed=seed) for seed in range(n_seeds)]
     errors = np.array([white(heads)[2:] for heads in drawn])
     half = partial(dynamics.white_half_time, MODES)

@@ -1,17 +1,16 @@
-"""Finite training sets: descent rests near the levels of the population, and nearer to those of the
-set itself.
+"""Finite training sets: descent has plateaus close to the levels of the population, and closer to
+those of the set.
 
-Zhang et al. 2025, arXiv 2501.16265, section 4, in the published code's setting of figure 3: 5
+Zhang et al. 2025, arXiv 2501.16265, section 4, in the setting of the published code for figure 3: 5
 separate heads of rank one from N(0, 0.01^2), full-batch descent at rate 0.02 without 1/N on 80,000
-sequences; then on 5,000. A set's own levels are its losses at the rests M_m of the population. Run:
-python -m analyses linear/training_set (a minute; --quick 2 sets of each size)
-"""
+and on 5,000 sequences. The levels of a set are its losses at the plateaus M_m of the population.
+Run: python -m analyses linear/training_set (a minute; --quick 2 sets of each size)"""
 
 import pandas as pd
 
 from analyses.lib import Measured, records
+from analyses.lib.plateaus import plateaus
 from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, named, set_moments
-from mechinterp import plateaus
 from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import full_batch_descent
@@ -27,7 +26,7 @@ def descent(size: int, seed: int) -> Flow:
 
 
 def rests(found: Flow, size: int, seed: int) -> pd.DataFrame:
-    """Where the loss rests, its distance from the population's levels and from the set's."""
+    """Losses of the plateaus, and their distances from the levels of the population and of the set."""
     own = [set_moments(size, seed).loss(fixed_point(FOUND, range(count))) for count in range(5)]
     loss = plateaus(found, MOMENTS).loss
     columns = {"level": range(5), "loss": loss, "off": loss - FOUND.levels, "off_own": loss - own}

@@ -1,4 +1,5 @@
-"""The figure of the map: relative distance and risk over the size of the pool, and the path of the GPT-2s; an SVG file.
+"""Figure of the map: relative distance and risk over the size of the pool, and the GPT-2s during
+training; an SVG file.
 
 python -m analyses.pools.figure [--out FILE]    (from results/pools/*.csv; needs a browser)
 """
@@ -28,7 +29,8 @@ TITLES = (
 
 
 def over_pools(rows: pd.DataFrame, value: str) -> list[go.Scatter]:
-    """A column over the size of the pool, a colour for each kind of model; further seeds are points."""
+    """A column over the size of the pool, one colour per kind of model; further seeds are single
+    points."""
     rows = rows.assign(pool=rows.n_tasks.map("{:.0f}".format).replace("nan", "none"))
     drawn = []
     for kind, (color, name) in KINDS.items():
@@ -41,7 +43,7 @@ def over_pools(rows: pd.DataFrame, value: str) -> list[go.Scatter]:
 
 
 def on_the_way(steps: pd.DataFrame) -> list[go.Scatter]:
-    """Relative distance over the steps of the GPT-2s with a pool, a colour for each size."""
+    """Relative distance over the training steps of the GPT-2s with a pool, one colour per size."""
     drawn = []
     for (n_tasks, rows), color in zip(steps.groupby("n_tasks"), PATHS, strict=False):
         for seed, one in rows.groupby("seed"):
@@ -53,7 +55,7 @@ def on_the_way(steps: pd.DataFrame) -> list[go.Scatter]:
 
 def figure() -> go.Figure:
     table = pd.read_csv(RESULTS / "pool_map.csv")
-    # Models without a pool are drawn by the comparison that the plan names.
+    # Models without a pool are drawn with the comparison named in the plan.
     table = table[~(table.n_tasks.isna() & (table.compared_with != 1024))]
     pooled, new = table[table.tasks == "pool"], table[table.tasks == "new"]
     steps = pd.read_csv(RESULTS / "pool_steps.csv").query("kind == 'gpt2' and tasks == 'pool'")

@@ -1,11 +1,13 @@
-"""The map of plan.md: which models memorise a pool of M tasks, which learn ridge, on what path, and by which heads.
+"""The map of plan.md: models that memorise a pool of M tasks, models that learn ridge, their path
+and their heads.
 
     python -m analyses.pools.map RUNS [--out DIR] [--n-prompts N] [--models DIR]
 
-RUNS holds gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pools/train.py and linear/linear-l3-m16-s0, ... of sweeps/pool_linear.json. Rows of
-models that are not there stay as they are. It writes results/pool_map.csv (the last step), pool_steps.csv (every kept step), pool_heads.csv (each head masked),
-pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of this package, with their snapshots.
-"""
+RUNS contains gpt2-m16, gpt2-mnone, gpt2-m16-s1, ... of pools/train.py and linear/linear-l3-m16-s0,
+... of sweeps/pool_linear.json. Rows of missing models stay as they are. Writes results/pool_map.csv
+(the last step), pool_steps.csv (every saved step), pool_heads.csv (each head masked),
+pool_probes.csv (linear probes for the posterior) and, with --models, the GPT-2s as checkpoints of
+this package, with snapshots."""
 
 import re
 import tempfile
@@ -13,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -20,21 +23,27 @@ from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import compare_priors, load, prior_heads, prior_snapshots, task_pool
+from mechinterp import compare_priors, load, over_steps, prior_heads, task_pool
+from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
+from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.pools import Pool
 
 OTHERS = (16, 1024)
-"""Tasks of the pools that models without one are compared with; the plan names the largest, which lies near to ridge."""
+"""Numbers of tasks of the pools that models without a pool are compared with; the plan names the
+largest, which is close to ridge."""
 MOST_PROBED = 16
-"""Tasks of a pool whose posterior is probed for."""
+"""Largest number of tasks of a pool whose posterior is probed."""
 ONLY_FULL = 8
 """Pairs at which linear stacks are compared."""
+EARLIEST = 1000
+"""Step from which a stretch near to ridge counts."""
 ORIGIN = {"trained by": "analyses/pools/train.py", "loss": "all prefixes, 0 to 8 pairs"}
 
 
 def as_checkpoint(run: Path, out: Path) -> Checkpoint:
-    """A run of pools/train.py as a checkpoint of this package, with the weights of every kept step."""
+    """A run of pools/train.py as a checkpoint of this package, with the weights of every saved
+    step."""
     pool, _, seed = run.name.removeprefix("gpt2-m").partition("-s")
     task = pool_task(None if pool == "none" else int(pool))
     with tempfile.TemporaryDirectory() as folder:
@@ -55,11 +64,11 @@ def as_checkpoint(run: Path, out: Path) -> Checkpoint:
 
 
 def models(runs: Path, out: Path) -> dict[str, Checkpoint]:
-    """Every model that is there, by name: size of the pool and kind."""
+    """All available models, by name: size of the pool and kind."""
     found = {}
     for run in sorted(runs.glob("gpt2-m*")):
         if not (run / "steps" / f"{STEPS}.pt").exists():
-            print(f"{run.name} is not trained to the end, and left out.")
+            print(f"{run.name} is left out: its training is not complete.")
             continue
         target = out / run.name
         found[run.name] = load(target) if target.exists() else as_checkpoint(run, target)
@@ -70,7 +79,7 @@ def models(runs: Path, out: Path) -> dict[str, Checkpoint]:
 
 
 def about(name: str, checkpoint: Checkpoint) -> dict[str, object]:
-    """What a row says of its model."""
+    """Columns that identify the model of a row."""
     kind = re.split(r"-m(?:\d|none)|-none", name)[0]
     config = checkpoint.config
     return {
@@ -100,22 +109,48 @@ def tables_of(
         "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
     last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
-    path = prior_snapshots(checkpoint, **given, n_prompts=n_prompts // 4)
+    path = over_steps(checkpoint, "priors", **given, n_prompts=n_prompts // 4)
     print(name, last, path, sep="\n  ", flush=True)
     found = {
-        "pool_map": last.summary_frame().assign(strategy=last.strategy, transient=path.transient),
-        "pool_steps": path.to_frame(),
+        "pool_map": _of_trimmed(last).assign(transient=transient(path)),
+        "pool_steps": pd.concat(
+            [
+                each.trimmed.frame().assign(step=step)
+                for step, each in zip(path.step, path.results, strict=True)
+            ]  # type: ignore[attr-defined]
+        ),
     }
     if own:
         found |= inside(checkpoint, pool, given, n_prompts)
-    told = about(name, checkpoint) | {"compared_with": len(pool)}
-    return {table: frame.assign(**told) for table, frame in found.items()}
+    identity = about(name, checkpoint) | {"compared_with": len(pool)}
+    return {table: frame.assign(**identity) for table, frame in found.items()}
+
+
+def _of_trimmed(found: PriorComparison) -> pd.DataFrame:
+    """The means that decide, and what they decide; rows of before have no `prompts` and are means over all."""
+    return found.summary_frame().query("prompts == 'trimmed'").assign(strategy=found.strategy)
+
+
+def transient(path: OverSteps) -> int | None:
+    """The first step clearly nearer to ridge on new tasks, of a model that ends clearly nearer to dMMSE there; else None.
+
+    "Clearly" is by two standard errors from 0.5. Steps before `EARLIEST` do not count: predictions near 0 are nearer to
+    ridge, which shrinks too.
+    """
+    new = [each.trimmed for each in path.results]  # type: ignore[attr-defined]
+    relative, sem = (
+        np.array([getattr(each, name)[1] for each in new]) for name in ("relative", "relative_sem")
+    )
+    above = (relative - CLEAR * sem > 0.5) & (path.step >= EARLIEST)
+    if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
+        return None
+    return int(path.step[above.argmax()])
 
 
 def inside(
     checkpoint: Checkpoint, pool: Pool, given: dict[str, Any], n_prompts: int
 ) -> dict[str, pd.DataFrame]:
-    """What masking heads and probing say."""
+    """Tables of masked heads and of probes."""
     heads = prior_heads(checkpoint, **given, n_prompts=n_prompts // 4)
     print(f"  {heads}", flush=True)
     rows = heads.to_frame()

@@ -1,10 +1,11 @@
-"""One layer of attention on a pool of M tasks: closed form of linear attention, trained layers, softmax beside it.
+"""One layer of attention on a pool of M tasks: closed form of linear attention, trained layers, and
+softmax.
 
     python -m analyses.pools.one_layer RUNS [--out DIR] [--n-prompts N]
 
-RUNS holds one-linear-m1, one-softmax-m1, ... of sweeps/pool_one_layer.json (d_x 5, 20 pairs, noise variance 0.25, four heads, 20,000 steps
-of Adam). Excess risks on tasks of the pool and on new ones go to results/pools/pool_one_layer.csv.
-"""
+RUNS contains one-linear-m1, one-softmax-m1, ... of sweeps/pool_one_layer.json (d_x 5, 20 pairs,
+noise variance 0.25, four heads, 20,000 steps of Adam). Excess risks on tasks of the pool and on new
+tasks go to results/pools/pool_one_layer.csv."""
 
 from dataclasses import replace
 from pathlib import Path

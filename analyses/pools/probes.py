@@ -1,9 +1,9 @@
 """Linear probes for the posterior under a pool in the stream of a model, layer by layer.
 
-log p_i = -(beta_i^T G beta_i - 2 b^T beta_i) / (2 s^2) + const is linear in the moments G = X^T X and b = X^T y of the context: a model
-that holds these for ridge gives log p_i to a linear probe without knowing the pool. The p_i themselves are no linear function
-of the moments. So both are probed, the moments too, and prompts of new tasks stand beside those of the pool.
-"""
+log p_i = -(beta_i^T G beta_i - 2 b^T beta_i) / (2 s^2) + const is linear in the moments G = X^T X
+and b = X^T y of the context. A model that has these moments for ridge therefore passes a linear
+probe for log p_i without knowing the pool. The p_i themselves are not linear in the moments. So
+both are probed, and the moments too, on prompts of the pool and of new tasks."""
 
 import numpy as np
 import pandas as pd
@@ -15,11 +15,11 @@ from mechinterp.icl.pools import Pool, log_posterior
 from mechinterp.models.run.predictor import Predictor
 
 PENALTY = 1e-3
-"""Of the ridge regression behind a probe, per prompt and unit of variance."""
+"""Penalty of the ridge regression behind a probe, per prompt and unit of variance."""
 
 
 def targets_of(prompts: Prompts, pool: Pool, noise_var: float) -> dict[str, Tensor]:
-    """What is probed for, [prompt, entry]."""
+    """Targets of the probes, [prompt, entry]."""
     logs = log_posterior(prompts, pool=pool, noise_var=noise_var)
     moments = prompts.x.mT @ torch.cat([prompts.x, prompts.y], 2)
     return {
@@ -30,19 +30,20 @@ def targets_of(prompts: Prompts, pool: Pool, noise_var: float) -> dict[str, Tens
 
 
 def r2(features: Tensor, target: Tensor) -> float:
-    """Share of the variance that a probe fitted on the first half explains on the second."""
+    """Fraction of the variance of the second half that a probe fitted on the first half explains."""
     half = len(features) // 2
     mean, scale = features[:half].mean(0), features[:half].std(0) + 1e-12
     features = torch.cat([(features - mean) / scale, torch.ones(len(features), 1)], 1).double()
     center = target[:half].mean(0)
     gram = features[:half].mT @ features[:half] + PENALTY * half * torch.eye(features.shape[1])
     found = features @ torch.linalg.solve(gram, features[:half].mT @ (target - center)[:half])
-    left = (target - center - found)[half:].square().sum()
-    return float(1 - left / (target - center)[half:].square().sum())
+    residual = (target - center - found)[half:].square().sum()
+    return float(1 - residual / (target - center)[half:].square().sum())
 
 
 def probes(predictor: Predictor, pool: Pool, *, n_prompts: int, seed: int = 1) -> pd.DataFrame:
-    """One row per kind of tasks, target, position and layer; beside it the same from the moments themselves."""
+    """One row per kind of tasks, target, position and layer, with the R² of a probe on the moments
+    themselves."""
     task = predictor.task
     assert task is not None
     generator = np.random.default_rng(seed)

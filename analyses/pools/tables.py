@@ -15,7 +15,8 @@ PREDICTORS = ("linear, trained", "softmax, trained", "dMMSE", "ridge")
 
 
 def pool_map(results: Path) -> str:
-    """Every model of the map and what it is by the rules of the plan, a line for each pool that it is compared with."""
+    """All models of the map with their strategy by the rules of the plan, one line per pool of
+    comparison."""
     found = pd.read_csv(results / "pools" / "pool_map.csv")
     order = found.kind.map(list(KINDS).index)
     found = found.assign(order=order).sort_values(["order", "n_tasks", "seed", "compared_with"])
@@ -42,10 +43,13 @@ def _row(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def seeds(results: Path) -> str:
-    """The shipped stacks over seeds of the prompts: strategies, and how far each estimate moves."""
+    """Stacks over seeds of the prompts: strategies, and how far each estimate moves."""
     found = pd.read_csv(results / "pools" / "pool_seeds.csv")
+    found = found.sort_values(
+        ["layers", "n_tasks", "seed"], kind="stable", ascending=[False, True, True]
+    )
     header = (
-        "M",
+        "stack",
         "tasks",
         "strategy",
         "relative (trimmed)",
@@ -54,12 +58,12 @@ def seeds(results: Path) -> str:
         "risk, all",
     )
     rows = []
-    for (n_tasks, kind), one in found.groupby(["n_tasks", "tasks"], sort=False):
+    for (_, kind), one in found.groupby(["model", "tasks"], sort=False):
         counts = one.strategy.value_counts()
         few = f"{one.carried_by_few.sum()} of {len(one)} by few"
         rows.append(
             (
-                f"{n_tasks}",
+                _stack(one.iloc[0]),
                 kind,
                 ", ".join(f"{name} {count}" for name, count in counts.items()),
                 _spread(one.relative),
@@ -69,6 +73,15 @@ def seeds(results: Path) -> str:
             )
         )
     return markdown(header, rows)
+
+
+def _stack(row: pd.Series) -> str:
+    shipped = "" if row.model.startswith("pool-") else ", trained again"
+    pool = (
+        f"none (the first {row.compared_with})" if pd.isna(row.n_tasks) else f"{row.n_tasks:,.0f}"
+    )
+    seed = f", seed {row.seed}" if row.seed else ""
+    return f"{row.layers} layers, M = {pool}{seed}{shipped}"
 
 
 def _spread(values: pd.Series) -> str:

@@ -1,12 +1,14 @@
-"""A GPT-2 of the kind of Garg et al. 2022, trained on a pool of M tasks as Raventos et al. 2023 do (arXiv 2306.15063).
+"""GPT-2 as in Garg et al. 2022, trained on a pool of M tasks as in Raventos et al. 2023 (arXiv
+2306.15063).
 
-    python -m analyses.pools.train 16 --out FOLDER --steps 20000 [--until 5000]    (goes on where it was stopped)
+    python -m analyses.pools.train 16 --out FOLDER --steps 20000 [--until 5000]    (resumes if
+    stopped)
 
-The smallest size of Garg's code, as in algorithms/garg_gpt2.py: d_x 4, 64 wide, 3 layers, 2 heads, 8 pairs and a query, 64 prompts in a
-step, the loss over all prefixes. The noise has variance 0.25. `plan.md` says which pools, how long and what is asked. The
-step size rises over 500 steps and falls to 0 along half a cosine. FOLDER holds state.pt and config.yaml, by the names of their
-code, and steps/<step>.pt, the weights on the way.
-"""
+The smallest size of Garg's code, as in algorithms/garg_gpt2.py: d_x 4, 64 wide, 3 layers, 2 heads,
+8 pairs and a query, 64 prompts per step, the loss over all prefixes. The noise variance is 0.25.
+`plan.md` states the pools, the training length and the questions. The step size rises over 500
+steps and falls to 0 along half a cosine. FOLDER has state.pt and config.yaml, with the names of
+their code, and steps/<step>.pt, the weights during training."""
 
 import argparse
 import math
@@ -22,18 +24,18 @@ NOISE_VAR = 0.25
 RATE = 1e-3
 STEPS = 20_000
 KEPT = (0, 250, 500, 1000, 1500)
-"""Early steps whose weights are kept; after them every 1,000th."""
+"""Early steps whose weights are saved; later every 1,000th step is."""
 
 
 def pool_task(n_tasks: int | None) -> TaskConfig:
-    """The task with a pool of so many, or with fresh task vectors."""
+    """Task with a pool of this size, or with fresh task vectors."""
     return TaskConfig(
         d_x=D_X, context_length=2 * D_X, noise_var=NOISE_VAR, beta_var=1.0, n_tasks=n_tasks
     )
 
 
 def rate(step: int, steps: int) -> float:
-    """The step size of a step."""
+    """Learning rate of a step."""
     return RATE * min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -42,7 +44,9 @@ def main() -> None:
     parser.add_argument("pool", help='number of tasks, or "none"')
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--until", type=int, help="stop there; the rates stay those of --steps")
+    parser.add_argument(
+        "--until", type=int, help="stop at this step; learning rates follow --steps"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     task = pool_task(None if given.pool == "none" else int(given.pool))

@@ -1,16 +1,15 @@
-"""What random seeds end as: the probability of each pattern at the end of training, with its 95%
-interval.
+"""Probability of each pattern at the end of training over random seeds, with its 95% interval.
 
-    python -m analyses.softmax.emergence          (two hours on one core; goes on where it was stopped)
-    python -m analyses.softmax.emergence --quick  (about a minute, 16 seeds, a tenth of the steps)
+    python -m analyses.softmax.emergence          (two hours on one core; resumes if stopped) python
+    -m analyses.softmax.emergence --quick  (about a minute, 16 seeds, a tenth of the steps)
 
-Trains the softmax paper's setting from many seeds, in packs of 128 heads, classifies each model at
-several steps and writes results/softmax_emergence_seeds.csv (a row per arm, seed and step, added
-pack by pack) and softmax_emergence.csv (the fractions). Arms: "adam" is the paper's training, 30,000 steps
-of it; "small init" starts from a tenth of the initial weights, "sgd" takes plain gradient steps;
-"stuck" trains the first 16 two-head seeds that have one sign after 30,000 steps to 500,000. The
-paper (He et al. 2025, arXiv 2503.12734) says its pattern consistently appears.
-"""
+Trains the softmax paper's setting from many seeds, in packs of 128 heads, and classifies each model
+at several steps. Writes results/softmax_emergence_seeds.csv (one row per arm, seed and step,
+appended pack by pack) and softmax_emergence.csv (the fractions). Arms: "adam" is the paper's
+training for 30,000 steps; "small init" starts from a tenth of the initial weights; "sgd" takes
+plain gradient steps; "stuck" continues the first 16 two-head seeds that have one sign after 30,000
+steps to 500,000 steps. The paper (He et al. 2025, arXiv 2503.12734) says that its pattern
+consistently appears."""
 
 import numpy as np
 import pandas as pd
@@ -46,7 +45,7 @@ class PlainDescent(Pack):
 
 
 def pack_rows(pack: Pack, arm: str) -> list[dict]:
-    """One row per model: what it is at this step."""
+    """One row per model with its state at this step."""
     task, n_heads = pack.config.task, pack.config.model.n_heads
     rows = []
     for index, (name, config) in enumerate(pack.models.items()):
@@ -63,14 +62,14 @@ def pack_rows(pack: Pack, arm: str) -> list[dict]:
 
 
 def one_sign(weights: AttentionWeights, labels: tuple[str, ...]) -> bool:
-    """Whether omega and mu of all heads in use have one sign, whatever else the heads look like."""
+    """True if omega and mu of all active heads have one sign, whatever their structure."""
     used = torch.tensor([label != "dummy" for label in labels])
     omega, mu = weights.omega.mean(1)[used], weights.mu[used, 0]
     return bool(used.any()) and len({*omega.sign().tolist(), *mu.sign().tolist()}) == 1
 
 
 def fractions(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fraction of seeds that are each pattern, have one sign, or have a dummy, with Wilson
+    """Fraction of seeds with each pattern, with one sign, or with a dummy head, with Wilson
     intervals."""
     patterns = ("debiased_gd", "kernel_regression", "undetermined", "unstructured")
     kinds = {name: rows.pattern == name for name in patterns}
@@ -87,7 +86,7 @@ def fractions(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def train(configs: list[ExperimentConfig], arm: str, at: list[int]) -> pd.DataFrame:
-    """The rows of one pack."""
+    """Rows of one pack."""
     pack = (PlainDescent if arm == "sgd" else Pack)({str(c.seed): c for c in configs})
     if arm == "small init":
         pack.flat.mul_(0.1)
@@ -100,7 +99,7 @@ def train(configs: list[ExperimentConfig], arm: str, at: list[int]) -> pd.DataFr
 
 
 def seeds_of(arm: str, count: int, rows: pd.DataFrame) -> list[int]:
-    """The seeds of an arm: from 0 on, or the first that had one sign after 30,000 steps."""
+    """Seeds of an arm: 0, 1, ...; or for "stuck" the first ones with one sign after 30,000 steps."""
     if arm != "stuck":
         return list(range(count))
     ended = rows[(rows.arm == "adam") & (rows.n_heads == 2) & (rows.step == AT[-1])]
@@ -108,7 +107,7 @@ def seeds_of(arm: str, count: int, rows: pd.DataFrame) -> list[int]:
 
 
 def records(table: pd.DataFrame) -> list[Record]:
-    """How often seeds end as the paper says, in every arm that has run."""
+    """Records of how often seeds end as the paper says, for every arm that has run."""
     last = table.groupby(["arm", "n_heads", "what"], sort=False).last()
     found = []
     for arm, n_heads in last.index.droplevel("what").unique():
@@ -141,14 +140,17 @@ def main() -> None:
             preset(f"softmax-h{n_heads}"), f"train.steps={at[-1]}", f"train.log_every={every}"
         )
         done = set(rows.seed[(rows.arm == arm) & (rows.n_heads == n_heads)])
-        left = [seed for seed in seeds_of(arm, count, rows) if seed not in done]
+        remaining = [seed for seed in seeds_of(arm, count, rows) if seed not in done]
         size = HEADS // n_heads
-        for start in range(0, len(left), size):
-            seeds = left[start : start + size]
+        for start in range(0, len(remaining), size):
+            seeds = remaining[start : start + size]
             found = train([override(base, f"seed={seed}") for seed in seeds], arm, at)
             rows = pd.concat([rows, found]) if len(rows) else found
             rows.to_csv(file, index=False, float_format="%.6g")
-            print(f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(left)} seeds", flush=True)
+            print(
+                f"{arm}, {n_heads} heads: {start + len(seeds)} of {len(remaining)} seeds",
+                flush=True,
+            )
     table = fractions(rows.reset_index(drop=True))
     write(Measured(table, claims=records(table)), "softmax_emergence", arguments.out)
 

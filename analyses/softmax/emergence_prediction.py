@@ -1,12 +1,11 @@
-"""What in the initial weights of two heads says how they will end: fitted on half of the seeds,
-tried on the other.
+"""Prediction of the outcome of two heads from their initial weights, fitted on half of the seeds
+and tested on the other.
 
 Run: python -m analyses softmax/emergence_prediction (seconds; --quick changes nothing). Reads
-results/softmax_emergence_seeds.csv and makes the initial weights from the seeds. Near zero a head grows
-along g = mu + c omega, with its sign; two heads whose g have one sign are those in danger. The
-weight c is chosen on the even seeds, and the odd ones say how well sign(g_0 g_1) and the product
-itself predict which pairs keep one sign.
-"""
+    results/softmax_emergence_seeds.csv and recomputes the initial weights from the seeds. Near zero
+    a head grows along g = mu + c omega, with its sign; two heads whose g have the same sign are at
+    risk. The weight c is chosen on the even seeds. The odd seeds measure how well sign(g_0 g_1) and
+    the product itself predict which pairs keep one sign."""
 
 import numpy as np
 import pandas as pd

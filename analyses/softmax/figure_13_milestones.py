@@ -1,16 +1,15 @@
-"""Figure 13: omega and mu during training for two, three and four heads; when each part of the
-pattern holds.
+"""Figure 13: omega and mu during training for two, three and four heads, and the steps from which
+the pattern holds.
 
-He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses softmax/figure_13_milestones (seconds)
-"""
+He et al. 2025, arXiv 2503.12734, figure 13. Run: python -m analyses softmax/figure_13_milestones
+(seconds)"""
 
 import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
+from analyses.lib.milestones import PATTERNS, milestones
 from analyses.softmax.setting import BOTH_SIGNS, active, dynamics, ends, gamma, paired, scale_pages
-from mechinterp import milestones
-from mechinterp.analysis.training.milestones import PATTERNS
 
 LEAST, MOST = 1000, 300_000
 
@@ -41,7 +40,7 @@ def row(name: str) -> dict:
 
 
 def signs_from(name: str) -> float:
-    """The first logged step from which omega and mu of every active head have one sign."""
+    """First logged step from which omega and mu of every active head have the same sign."""
     logged = dynamics(name)
     matches = (logged.omega * logged.mu > 0)[:, active(name)].all(1)
     broken = np.flatnonzero(~matches)
@@ -49,21 +48,21 @@ def signs_from(name: str) -> float:
 
 
 def signs_at(name: str, step: int) -> float:
-    """Whether the active heads' signs of omega at a step are those of the end."""
+    """1.0 if the signs of omega of the active heads at a step are those at the end."""
     logged, heads = dynamics(name), active(name)
     early = logged.omega[logged.step == step][0]
     return float((early * logged.omega[-1] > 0)[heads].all())
 
 
 def diagonal_at(name: str, step: int) -> float:
-    """Least cosine of an active head with its diagonal at a step."""
+    """Smallest cosine of an active head with its diagonal at a step."""
     logged = dynamics(name)
     return logged.qk_diagonal[logged.step == step][0, active(name)].min()
 
 
 def dip(name: str, sign: int) -> float:
-    """How far the sum of mu of one sign fell below what it had reached between LEAST and MOST
-    steps."""
+    """Largest relative fall of the sum of mu of one sign below its earlier maximum, between LEAST
+    and MOST steps."""
     logged = dynamics(name)
     sums = abs(logged.group_mu[(logged.step >= LEAST) & (logged.step <= MOST), sign])
     highest = np.maximum.accumulate(sums).clip(min=1e-9)

@@ -1,8 +1,8 @@
-"""Figure 20: how concentrated attention is: the norm of softmax(s <x_l, x_query>) by scale, length
-and dimension.
+"""Figure 20: concentration of attention: norm of softmax(s <x_l, x_query>) by scale, length and
+dimension.
 
-He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each. Run: python -m analyses softmax/figure_20_concentration (seconds)
-"""
+He et al. 2025, arXiv 2503.12734, figure 20; 10,000 draws each.
+Run: python -m analyses softmax/figure_20_concentration (seconds)"""
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ PANELS = {
 
 
 def norms(scale: float, context_length: int, d_x: int, n_prompts: int) -> np.ndarray:
-    """||softmax(scale X x_query)|| of every prompt."""
+    """||softmax(scale X x_query)|| for every prompt."""
     task = TaskConfig(d_x=d_x, context_length=context_length)
     found = []
     for prompts in prompt_chunks(task, n_prompts, seed=0, size=500):

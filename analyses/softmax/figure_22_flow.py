@@ -1,8 +1,8 @@
-"""Figure 22: two opposite heads under gradient flow: growth, overshoot, slow drift.
+"""Figure 22: two opposite heads under gradient flow: growth, overshoot and slow drift.
 
-He et al. 2025, arXiv 2503.12734, figure 22 and appendix B; start 0.001. The second case's
-parameters are not known. Run: python -m analyses softmax/figure_22_flow (seconds)
-"""
+He et al. 2025, arXiv 2503.12734, figure 22 and appendix B; start 0.001. The parameters of the
+second case are unknown.
+Run: python -m analyses softmax/figure_22_flow (seconds)"""
 
 import numpy as np
 import pandas as pd
@@ -14,8 +14,8 @@ from mechinterp import figures
 from mechinterp.theory.two_heads import two_head_flow
 
 START, SCALES, TIMES = 1e-3, ("mu", "omega"), (6.0, 8.0, 12.0, 30.0, 100.0)
-# The published trajectory, Euler with step 0.01, at those times; the exact one grows 2% faster
-# up to t = 6.
+# The published trajectory, Euler with step 0.01, at these times; the exact one grows 2% faster up
+# to t = 6.
 EULER = {
     "omega": (0.3374, 0.5742, 0.5046, 0.3979, 0.3106),
     "half_loss": (None, 0.1404, 0.1267, 0.1163, 0.1126),

@@ -1,9 +1,8 @@
-"""Figure 4: loss over the context length, by number of heads and beside closed-form learners.
+"""Figure 4: loss over the context length, by number of heads and next to closed-form learners.
 
-He et al. 2025, arXiv 2503.12734, figure 4. All curves share 20,000 prompts per length;
-observation 3 is measured on all models of one head and of both signs.
-Run: python -m analyses softmax/figure_4_losses (five minutes; --quick 1,000 prompts)
-"""
+He et al. 2025, arXiv 2503.12734, figure 4. All curves share 20,000 prompts per length. Observation
+3 is measured on all one-head models and all models of both signs.
+Run: python -m analyses softmax/figure_4_losses (five minutes; --quick 1,000 prompts)"""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +36,7 @@ def measure(quick: bool) -> Measured:
 
 
 def figure(n_prompts: int) -> SharedLosses:
-    """The curves of figure 4."""
+    """Curves of figure 4."""
     models = {name: checkpoint(name) for name in NAMES.values()}
     eta = float(classify(models[NAMES[2]]).scales.eta[0])
     one_head = circuits(models[NAMES[1]])
@@ -53,7 +52,7 @@ def figure(n_prompts: int) -> SharedLosses:
 
 
 def observed(n_prompts: int) -> SharedLosses:
-    """Losses of all models of one head and of both signs, and of the Bayes predictor."""
+    """Losses of all one-head models, all models of both signs, and the Bayes predictor."""
     models = {name: checkpoint(name) for name in single() + paired()}
     models["ridge (Bayes)"] = partial(ridge, penalty=0.5)
     shared = {"context_lengths": LENGTHS, "n_prompts": n_prompts, "seed": 3}
@@ -61,7 +60,7 @@ def observed(n_prompts: int) -> SharedLosses:
 
 
 def step_gaps(name: str, n_prompts: int) -> dict[str, float | str]:
-    """How far a pair is from a debiased and from a vanilla step of its own size."""
+    """Difference of a pair's losses from those of a debiased and of a vanilla step of its own size."""
     eta = float(label(name).scales.eta[0])
     steps = {"debiased": partial(debiased_gd, eta=eta), "vanilla": partial(vanilla_gd, eta=eta)}
     found = {"model": name, "rms": rms(name, steps["debiased"])}
@@ -105,7 +104,7 @@ def loss_records(found: SharedLosses) -> list[Record]:
 
 
 def step_records(gaps: pd.DataFrame, n_prompts: int) -> list[Record]:
-    """O3c, with the step that a pair's own omega and mu name."""
+    """O3c, with the step given by a pair's own omega and mu."""
     rows = gaps.set_index("model")
     over = {"prompts": n_prompts, "prompts' seed": 4} | BOTH_SIGNS
     return [

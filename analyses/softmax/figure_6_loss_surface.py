@@ -1,9 +1,8 @@
-"""Figure 6: the loss of two opposite heads over omega and mu, its approximation, and the
-difference.
+"""Figure 6: loss of two opposite heads over omega and mu, its approximation, and the difference.
 
-He et al. 2025, arXiv 2503.12734, figure 6. The grid's cells share 10,000 prompts.
-Run: python -m analyses softmax/figure_6_loss_surface (half a minute; --quick a coarser grid, 1,000 prompts)
-"""
+He et al. 2025, arXiv 2503.12734, figure 6. All cells of the grid share 10,000 prompts.
+Run: python -m analyses softmax/figure_6_loss_surface (half a minute; --quick a coarser grid, 1,000
+    prompts)"""
 
 import numpy as np
 import pandas as pd
@@ -33,8 +32,8 @@ def measure(quick: bool) -> Measured:
 
 
 def loss_records(n_prompts: int) -> list[Record]:
-    """T1: the true loss, by its difference from the zero predictor's on the same prompts, and
-    L~."""
+    """T1: the true loss, from its difference to the zero predictor on the same prompts, and the
+    approximate loss."""
     zero = 1 + SETTING["noise_var"]
     pairs = {
         f"omega {omega}, mu {mu}": (np.array([omega, -omega]), np.array([mu, -mu]))

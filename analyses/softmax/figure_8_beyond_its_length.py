@@ -1,8 +1,8 @@
-"""Figure 8: softmax and linear attention, trained at 40 pairs, tested at 10 to 400.
+"""Figure 8: softmax and linear attention, trained at 40 pairs and tested at 10 to 400.
 
 He et al. 2025, arXiv 2503.12734, figure 8. Linear attention has the fixed factor 1/40 in its
-scores. All curves share 20,000 prompts per length. Run: python -m analyses softmax/figure_8_beyond_its_length (a minute; --quick 1,000 prompts)
-"""
+scores. All curves share 20,000 prompts per length. Run: python -m analyses
+softmax/figure_8_beyond_its_length (a minute; --quick 1,000 prompts)"""
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ from analyses.lib.theory.softmax import linear_attention_risk
 from mechinterp import TaskConfig
 from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 
-# Near 40 in single steps, so that the least loss is found.
+# Single steps near 40, to find the smallest loss.
 NEAR = (*range(36, 40), *range(41, 50))
 LENGTHS = tuple(sorted({*range(10, 101, 10), *NEAR, 150, 200, 300, 400}))
 NAMES = ("softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0", "linear-h1-s0", "linear-h2-s0")

@@ -1,10 +1,10 @@
 """Figures 12 and 15: pairs of heads trained on correlated covariates take a preconditioned step.
 
-He et al. 2025, arXiv 2503.12734, figures 12 and 15: QK circuits beside the inverse covariance and the
-best preconditioner, and the inverse of a pair's step, the covariance plus a multiple of the identity.
-Sigma_ij = rho^|i-j|; the paper's d, L and rho are not known: here d_x 5, L 40 and rho 0.3, 0.5, 0.8.
-Run: python -m analyses softmax/figures_12_and_15_correlated (half a minute)
-"""
+He et al. 2025, arXiv 2503.12734, figures 12 and 15. QK circuits are compared with the inverse
+covariance and the best preconditioner. The inverse of a pair's step is compared with the covariance
+plus a multiple of the identity. Sigma_ij = rho^|i-j|. The paper's d, L and rho are unknown; here
+d_x 5, L 40 and rho 0.3, 0.5, 0.8.
+Run: python -m analyses softmax/figures_12_and_15_correlated (half a minute)"""
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ ASKED = {
     "vanilla": "to_vanilla",
     "inverse": "times_nearer",
 }
-"""Columns of the clauses of N1."""
+"""Data columns of the clauses of N1."""
 
 
 def distance(matrix: np.ndarray, other: np.ndarray) -> float:
@@ -35,7 +35,7 @@ def distance(matrix: np.ndarray, other: np.ndarray) -> float:
 
 
 def off_tridiagonal(QK: np.ndarray) -> float:
-    """The largest entry off the three middle diagonals, of the head where it is least."""
+    """Largest entry outside the three middle diagonals, for the head where it is smallest."""
     row, column = np.indices(QK.shape[1:])
     far = abs(row - column) > 1
     return min(float(abs(one[far]).max()) for one in QK)
@@ -49,13 +49,13 @@ def step_of(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def grown(sigma: np.ndarray) -> np.ndarray:
-    """Sigma + (tr Sigma + d s²) / L, whose inverse the best step nearly is."""
+    """Sigma + (tr Sigma + d s²) / L, which is close to the inverse of the best step."""
     return sigma + (5 + 5 * 0.1) / 40 * np.eye(5)
 
 
 def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
-    """What a pair is, how far its step is from the closed forms, and its loss beside that of the
-    best step."""
+    """Label of a pair, distances of its step from the closed forms, and its loss next to that of
+    the best step."""
     model, (QK, step, sigma) = checkpoint(name), step_of(name)
     debiased, inverse = theory.debiased_preconditioner(sigma, **SETTING), np.linalg.inv(sigma)
     losses = shared_losses({name: model}, model.task, n_prompts=n_prompts, seed=1)
@@ -78,7 +78,7 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
 
 
 def pages(rho: float) -> dict[str, go.Figure]:
-    """Circuits of a pair and the matrices beside them."""
+    """Figures of a pair's circuits and of the matrices for comparison."""
     name, axis = f"kms-{rho}-h2-s0", [f"x{i}" for i in range(5)]
     _, step, sigma = step_of(name)
     matrices = {

@@ -1,13 +1,12 @@
-"""Figures 16 to 19 and table 2: one to five heads for two tasks, Modes I to IV.
+"""Figures 16 to 19 and table 2: one to five heads for two tasks, modes I to IV.
 
-He et al. 2025, arXiv 2503.12734, figures 16 to 19 and table 2, omega on the three groups of
-coordinates, and mu, of a three-head model. Mode I is one head for both tasks, II a pair for
-both, III a pair for each, IV three heads in superposition. Run: python -m analyses softmax/figures_16_to_19_modes (seconds)
-
-d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5}, L 48. `two-tasks-*` have independent task vectors of
-unit variance per entry and a query without noise, as the published code; `shared-tasks-*` one task
-vector, as the paper's definition.
-"""
+He et al. 2025, arXiv 2503.12734, figures 16 to 19, and table 2: omega on the three groups of
+coordinates, and mu, of a three-head model. Mode I is one head for both tasks, II a pair for both,
+III a pair for each, IV three heads in superposition. d_x 6, supports {0, 1, 2, 3} and {2, 3, 4, 5},
+L 48. `two-tasks-*` have independent task vectors with unit variance per entry and a query without
+noise, as in the published code; `shared-tasks-*` have one task vector, as in the paper's
+definition.
+Run: python -m analyses softmax/figures_16_to_19_modes (seconds)"""
 
 from collections.abc import Callable, Mapping
 
@@ -22,9 +21,9 @@ from mechinterp.analysis.one_layer.classification import Classification
 ON = np.array([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]], dtype=bool)
 OVERLAP = np.array([0, 0, 1, 1, 0, 0], dtype=bool)
 SUFFIX = {"two-tasks": "", "shared-tasks": "-shared"}
-"""Of the ids of claims."""
+"""Suffix of the ids of claims."""
 GROUPS = {"omega_first": [0, 1], "omega_second": [4, 5], "omega_shared": [2, 3]}
-# The published table 2: omega on {0, 1}, {4, 5}, {2, 3}, then mu of both tasks, per head.
+# Published table 2, per head: omega on {0, 1}, {4, 5} and {2, 3}, then mu of both tasks.
 PAPER = np.array(
     [
         [-0.0316, -0.0689, -0.0893, -3.9911, -7.0742],
@@ -37,7 +36,7 @@ Measure = Callable[[Classification], float]
 
 
 def labels(n_heads: int, convention: str) -> dict[str, Classification]:
-    """Labels of all seeds."""
+    """Classifications of all seeds."""
     return {name: classify(checkpoint(name)) for name in trained(f"{convention}-h{n_heads}-s*")}
 
 
@@ -48,7 +47,7 @@ def eta(name: str) -> float:
 
 
 def overlap_ratio(omega: np.ndarray) -> float:
-    """Mean |omega| where both supports lie over that elsewhere."""
+    """Mean |omega| on the overlap of the supports, divided by the mean elsewhere."""
     return float(abs(omega)[OVERLAP].mean() / abs(omega)[~OVERLAP].mean())
 
 
@@ -58,13 +57,13 @@ def group_means(found: Classification) -> np.ndarray:
 
 
 def both_signs(found: Classification) -> float:
-    """Whether some head has entries of both signs in omega (of its groups) or in mu."""
+    """1.0 if some head has entries of both signs in omega (over groups) or in mu."""
     rows = (*group_means(found), *found.circuits.mu)
     return float(any(row.min() < 0 < row.max() for row in rows))
 
 
 def group_spread(found: Classification) -> float:
-    """Largest range of a head's omega inside a group of coordinates."""
+    """Largest range of a head's omega within a group of coordinates."""
     return max(
         float(np.ptp(found.circuits.omega[:, group], axis=1).max()) for group in GROUPS.values()
     )
@@ -98,11 +97,11 @@ ASKED: dict[tuple[str, int], dict[str, Measure]] = {
         "groups": group_spread,
     },
 }
-"""What is measured of each model, by mode and number of heads."""
+"""Quantities that are measured for each model, by mode and number of heads."""
 
 
 def theta(found: Found) -> dict[str, dict[str, float]]:
-    """How far theta_n is from eta on the task's support, and from 0 elsewhere."""
+    """Distance of theta_n from eta on the task's support, and from 0 elsewhere."""
     steps = {name: abs(one.scales.theta[ON] - eta(name)).max() for name, one in found.items()}
     others = {name: abs(one.scales.theta[~ON]).max() for name, one in found.items()}
     return {"on": steps, "off": others}
@@ -126,7 +125,7 @@ def of_mode(mode: str, n_heads: int, convention: str, found: Found) -> list[Reco
 
 
 def table_2() -> tuple[pd.DataFrame, list[Record]]:
-    """Three heads, beside the published ones; sum_h mu_n omega_g on the tasks' groups and off them."""
+    """Three heads next to the published ones; sum_h mu_n omega_g on the tasks' groups and off them."""
     rows, own = {"paper": PAPER}, ([0, 0, 1, 1], [0, 2, 1, 2])
     for name, found in labels(3, "two-tasks").items():
         rows[name] = np.hstack([group_means(found), found.circuits.mu])
@@ -139,7 +138,7 @@ def table_2() -> tuple[pd.DataFrame, list[Record]]:
 
 
 def losses(convention: str) -> Record:
-    """The best seed's loss by number of heads."""
+    """Loss of the best seed by number of heads."""
     best = []
     for n_heads in range(1, 5):
         names = trained(f"{convention}-h{n_heads}-s*")

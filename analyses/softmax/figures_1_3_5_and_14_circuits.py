@@ -1,17 +1,17 @@
-"""Figures 1, 3, 5 and 14: circuits of one and two heads, and how heads moved during training.
+"""Figures 1, 3, 5 and 14: circuits of one and two heads, and the change of heads during training.
 
-He et al. 2025, arXiv 2503.12734, figures 1 and 3, and circuits at snapshots, of two heads and of a
-model with a dummy head, figures 5 and 14. Run: python -m analyses softmax/figures_1_3_5_and_14_circuits
-(seconds)
-"""
+He et al. 2025, arXiv 2503.12734, figures 1 and 3, and circuits at snapshots of two heads and of a
+model with a dummy head, figures 5 and 14. Run: python -m analyses
+softmax/figures_1_3_5_and_14_circuits (seconds)"""
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, Record, checkpoint, records, trained
+from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
-from mechinterp import circuits, milestones
+from mechinterp import circuits
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
@@ -22,7 +22,7 @@ def of_heads(values: np.ndarray) -> dict[str, float]:
 
 
 def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
-    """Circuits at snapshots, and how early the pattern is there."""
+    """Circuits at snapshots, and how clear the pattern is early on."""
     with_dummy = [n for n in trained("softmax-h[348]-s*") if "dummy" in label(n).labels]
     frames, pages = [], {}
     for name in (TWO, with_dummy[0]):

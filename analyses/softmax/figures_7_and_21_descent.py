@@ -1,10 +1,9 @@
-"""Figures 7 and 21: gradient descent on the approximate loss: <mu, omega> from random starts of 2 to 8
-heads; four heads, beside four trained by Adam.
+"""Figures 7 and 21: gradient descent on the approximate loss: <mu, omega> from random starts of 2
+to 8 heads, and four heads next to four trained by Adam.
 
-He et al. 2025, arXiv 2503.12734, figure 7 and eq. (4.3), whose ranges are not known; figure 21: descent
-from omega, mu ~ N(0, 0.1^2), step size 0.01, noise variance 0.01, 10^6 steps, three draws.
-Run: python -m analyses softmax/figures_7_and_21_descent (three minutes; --quick fewer steps)
-"""
+He et al. 2025, arXiv 2503.12734, figure 7 and eq. (4.3), whose ranges are unknown; figure 21:
+descent from omega, mu ~ N(0, 0.1^2), step size 0.01, noise variance 0.01, 10^6 steps, three draws.
+Run: python -m analyses softmax/figures_7_and_21_descent (three minutes; --quick fewer steps)"""
 
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ STEP_SIZE, EVERY, HEADS, SEEDS = 0.01, 100, (2, 3, 4, 8), (0, 1, 2)
 
 
 def descent(n_heads: int, seed: int, size: float, law: dict) -> Iterator[tuple[np.ndarray, ...]]:
-    """omega and mu along gradient descent from N(0, 0.1^2), without end."""
+    """omega and mu along gradient descent from N(0, 0.1^2); an endless iterator."""
     omega, mu = np.random.default_rng(seed).normal(size=(2, n_heads)) * 0.1
     while True:
         yield omega, mu
@@ -40,7 +39,7 @@ def products(n_heads: int, n_steps: int) -> pd.DataFrame:
 
 
 def four_heads(seed: int, n_steps: int) -> pd.DataFrame:
-    """omega and mu of four heads along descent on half the loss, as figure 21 has it."""
+    """omega and mu of four heads along descent on half the loss, as in figure 21."""
     kept = set(np.unique(np.geomspace(1, n_steps, 200).astype(int)))
     rows, path = [], descent(4, seed, STEP_SIZE / 2, FOUR)
     for step, (omega, mu) in zip(range(n_steps + 1), path, strict=False):
@@ -50,7 +49,7 @@ def four_heads(seed: int, n_steps: int) -> pd.DataFrame:
 
 
 def figure_7(quick: bool) -> Measured:
-    """<mu, omega> from random starts, and where it ends."""
+    """<mu, omega> from random starts, and its final value."""
     runs = {n_heads: products(n_heads, 3_000 if quick else 100_000) for n_heads in HEADS}
     eta = debiased_step_size(**SETTING)
     ends = {f"{n} heads": run.iloc[-1] for n, run in runs.items()}

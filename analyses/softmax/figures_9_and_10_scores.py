@@ -1,15 +1,15 @@
-"""Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during training.
+"""Figures 9 and 10: two heads with other score functions: circuits, and omega and mu during
+training.
 
 He et al. 2025, arXiv 2503.12734, figures 9 and 10: attention weights f(s_i) / sum_j f(s_j).
-Run: python -m analyses softmax/figures_9_and_10_scores (seconds)
-"""
+Run: python -m analyses softmax/figures_9_and_10_scores (seconds)"""
 
 import pandas as pd
 
 from analyses.lib import Measured, failures, record, trained
+from analyses.lib.milestones import PATTERNS as PARTS
+from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
-from mechinterp import milestones
-from mechinterp.analysis.training.milestones import PATTERNS as PARTS
 
 PATTERNS = ("tanh-h2-s*", "affine-*-h2-s*", "square-*-h2-s*")
 FAMILIES = {
@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def moved(family: str, name: str) -> dict[str, object]:
-    """When the parts of the pattern hold during training, and by how much omega overshoots."""
+    """Milestones of a model, and the overshoot of omega."""
     found = milestones(dynamics(name))
     peak = {"overshoot": found.overshoot.min(), "peak_step": found.peak_step.max()}
     return {"model": name, "family": family} | peak | {part: getattr(found, part) for part in PARTS}

@@ -1,10 +1,10 @@
-"""How many heads two tasks need: the rank of the best joint step, plus one. Not asked by the paper.
+"""Number of heads that two tasks need: the rank of the best joint step plus one. This is not a
+question of the paper.
 
 Heads with mu_h (from response m to n) and omega_h take the step theta_nmi = sum_h mu_hnm omega_hi;
-mu sum to zero, so that H heads have rank H - 1. The best step has rank 2 where every task has its
-own vector, and 3 where all share one: then each response is predicted from the others, too. Run:
-python -m analyses softmax/heads_needed (two minutes; --quick seconds)
-"""
+mu sum to zero, so that H heads have rank H - 1. The best step has rank 2 if every task has its own
+vector, and 3 if all tasks share one: each response is then predicted from the others too. Run:
+python -m analyses softmax/heads_needed (two minutes; --quick seconds)"""
 
 from functools import partial
 
@@ -35,8 +35,8 @@ def step_of(name: str) -> np.ndarray:
 
 
 def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:
-    """Losses beside that of the best step of rank H - 1, and how far theta is from the best of any
-    rank."""
+    """Losses next to that of the best step of rank H - 1, and the distance of theta from the best
+    step of any rank."""
     names = trained(f"{convention}-h{n_heads}-s*")
     task = checkpoint(names[0]).config.task
     moments = moments_of(task)

@@ -1,11 +1,10 @@
-"""Observations 1 and 2: how exact the pattern is in every shipped model of both signs, and of one
+"""Observations 1 and 2: accuracy of the pattern in every shipped model of both signs and of one
 head; and pairs of heads that ended with one sign.
 
-He et al. 2025, arXiv 2503.12734, section 3. Pairs of one sign, of which it does not ask, are not one
-head split in two, but two that turn against each other: QK_h = omega_h (I + A_h) on x with A_h
-antisymmetric; the sum weighted by mu omega is what the two compute together. Run: python -m analyses
-softmax/patterns (two minutes; --quick fewer prompts)
-"""
+He et al. 2025, arXiv 2503.12734, section 3, which does not discuss pairs of one sign. Such a pair
+is not one head split in two: its heads have QK_h = omega_h (I + A_h) on x with antisymmetric A_h
+that cancel. The sum weighted by mu omega is the function of both together. Run: python -m analyses
+softmax/patterns (two minutes; --quick fewer prompts)"""
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ from mechinterp.theory.softmax import manifold_mu
 
 
 def head_rows(name: str) -> pd.DataFrame:
-    """The heads of a model, strong and active ones marked."""
+    """Heads of a model, with marks for strong and active ones."""
     found = label(name)
     marks = {"strong": active(name, 1.0), "active": active(name)}
     dummy = [label == "dummy" for label in found.labels]
@@ -30,7 +29,7 @@ def head_rows(name: str) -> pd.DataFrame:
 
 
 def sums(name: str) -> dict[str, float | str]:
-    """Scales at the end, beside those of the solution manifold."""
+    """Scales at the end of training, next to those of the solution manifold."""
     omega, mu = ends(name)
     used = abs(omega[active(name)])
     return {
@@ -43,7 +42,7 @@ def sums(name: str) -> dict[str, float | str]:
 
 
 def without_dummies(name: str) -> float:
-    """Root mean square by which predictions change if the dummy heads are removed."""
+    """Root mean square change of the predictions when the dummy heads are removed."""
     weights = checkpoint(name).weights.circuits
     kept = torch.tensor([one != "dummy" for one in label(name).labels])
     fewer = weights.with_tensors({key: tensor[kept] for key, tensor in weights.tensors.items()})
@@ -52,20 +51,20 @@ def without_dummies(name: str) -> float:
 
 
 def signs(name: str) -> float:
-    """Whether omega and mu of every active head have one sign."""
+    """1.0 if omega and mu of every active head have the same sign."""
     found, heads = circuits(checkpoint(name)), active(name)
     return float((found.omega_mean * found.mu[:, 0] > 0)[heads].all())
 
 
 def twists(name: str) -> np.ndarray:
-    """A_h: what QK has beside a multiple of the identity, over that multiple, [head, x, x]."""
+    """A_h: QK without its multiple of the identity, divided by that multiple, [head, x, x]."""
     found = circuits(checkpoint(name))
     omega = found.omega_mean[:, None, None]
     return found.QK[:, :5, :5] / omega - np.eye(5)
 
 
 def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
-    """Pairs that ended with one sign, which turn against each other."""
+    """Pairs that ended with one sign, whose antisymmetric parts cancel."""
     names = [n for n in several() if label(n).pattern == "kernel_regression"]
     n_prompts, rows = 2_000 if quick else 200_000, []
     for name in names:
@@ -73,13 +72,16 @@ def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
         sizes = np.linalg.norm([first, second], axis=(1, 2))
         found = circuits(checkpoint(name))
         weight = found.mu[:, 0] * found.omega_mean
-        left = np.linalg.norm((weight[:, None, None] * twists(name)).sum(0))
+        remainder = np.linalg.norm((weight[:, None, None] * twists(name)).sum(0))
         (sign,) = set(label(name).labels)
         one = next(other for other in single() if label(other).labels == (sign,))
         models = {one: checkpoint(one), name: checkpoint(name)}
         losses = shared_losses(models, TaskConfig(), n_prompts=n_prompts, seed=1)
         row = {"model": name, "cosine": (first * second).sum() / sizes.prod()}
-        row |= {"size_ratio": sizes.max() / sizes.min(), "left": left / (abs(weight) * sizes).sum()}
+        row |= {
+            "size_ratio": sizes.max() / sizes.min(),
+            "left": remainder / (abs(weight) * sizes).sum(),
+        }
         rows.append(row | {"gap": losses.gap[0, 1], "gap_sem": losses.gap_sem[0, 1]})
     data = pd.DataFrame(rows)
     values, over = data.set_index("model"), {"prompts": n_prompts}

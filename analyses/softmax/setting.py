@@ -1,10 +1,9 @@
-"""What the scripts on one layer of softmax attention share: the shipped models by how they ended,
-and their heads.
+"""Shared code of the scripts on one layer of softmax attention: the shipped models by label, and
+their heads.
 
-He et al. 2025, arXiv 2503.12734, at its setting. A head is active if |mu| > 0.3 and most of its QK
-lies on the diagonal, strong if |mu| > 1. Scales at the end are means over the last 20 logged steps,
-which Adam's noise moves.
-"""
+He et al. 2025, arXiv 2503.12734, at its setting. A head is active if |mu| > 0.3 and its QK is
+mostly diagonal; it is strong if |mu| > 1. Scales at the end are means over the last 20 logged
+steps, because Adam's noise moves single steps."""
 
 from functools import cache
 
@@ -35,7 +34,7 @@ def single() -> list[str]:
 
 
 def several() -> list[str]:
-    """Models of two heads and more."""
+    """Models of two or more heads."""
     return trained("softmax-h[2348]-s*")
 
 
@@ -45,24 +44,24 @@ def paired(pattern: str = "softmax-h[2348]-s*") -> list[str]:
 
 
 def active(name: str, least: float = 0.3) -> np.ndarray:
-    """Which heads have a |mu| above `least` and a diagonal QK."""
+    """Mask of the heads with |mu| above `least` and a diagonal QK."""
     found = circuits(checkpoint(name))
     return (abs(found.mu[:, 0]) > least) & (found.qk_diagonal > 0.7)
 
 
 def ends(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """omega and mu of each head at the end."""
+    """omega and mu of each head at the end of training."""
     return dynamics(name).omega[-20:].mean(0), dynamics(name).mu[-20:].mean(0)
 
 
 def gamma(name: str) -> float:
-    """The common |omega| at the end, weighted by |mu|."""
+    """Common |omega| at the end of training, weighted by |mu|."""
     omega, mu = ends(name)
     return float(np.average(abs(omega), weights=abs(mu)))
 
 
 def circuit_pages(name: str, step: int | None = None) -> dict[str, go.Figure]:
-    """QK and OV of a model, at the end or at a kept step."""
+    """Figures of QK and OV of a model, at the end or at a saved step."""
     model = checkpoint(name)
     found = circuits(model if step is None else model.snapshots[step])
     where = name if step is None else f"{name}, step {step:,}"
@@ -70,7 +69,7 @@ def circuit_pages(name: str, step: int | None = None) -> dict[str, go.Figure]:
 
 
 def scale_pages(name: str) -> dict[str, go.Figure]:
-    """omega and mu of a model during training."""
+    """Figures of omega and mu of a model during training."""
     return titled({"omega": dynamics(name).plot(), "mu": dynamics(name).plot_mu()}, name)
 
 

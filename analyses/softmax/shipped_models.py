@@ -1,9 +1,7 @@
-"""What the shipped softmax models are: labels, scales, fits, and losses on a million shared
-prompts.
+"""Labels, scales, fits and losses (on a million shared prompts) of the shipped softmax models.
 
-He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2. Run: python -m analyses softmax/shipped_models
-(five minutes; --quick a hundredth of the prompts)
-"""
+He et al. 2025, arXiv 2503.12734, section 3 and theorem 4.2.
+Run: python -m analyses softmax/shipped_models (five minutes; --quick a hundredth of the prompts)"""
 
 import numpy as np
 import pandas as pd
@@ -17,7 +15,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 
 
 def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
-    """One model: its label, its scales and its distance from debiased gradient descent."""
+    """Row of a model: its label, its scales and its distance from debiased gradient descent."""
     found = classify(checkpoint)
     omega, mu = found.circuits.omega_mean, found.circuits.mu[:, 0]
     fits = fit_learners(checkpoint, context_lengths=[40], n_prompts=n_prompts)
@@ -54,7 +52,7 @@ def measure(quick: bool) -> Measured:
 
 
 def loss_records(data: pd.DataFrame, n_prompts: dict[str, int]) -> list[Record]:
-    """Losses at L = 40 beside the paper's."""
+    """Losses at L = 40, compared with the paper's."""
     found = data.set_index("model")
     paired, one = found[found.pattern == "debiased_gd"], found[found.index.str.contains("-h1-")]
     least = paired.loss.min()
@@ -65,7 +63,7 @@ def loss_records(data: pd.DataFrame, n_prompts: dict[str, int]) -> list[Record]:
 
 
 def step_records(data: pd.DataFrame, scale: int) -> list[Record]:
-    """The step that models of both signs take."""
+    """Records of the step that models of both signs take."""
     paired = data[data.pattern == "debiased_gd"].set_index("model")
     over = {"prompts": 100_000 // scale} | BOTH_SIGNS
     closest = (paired.closest == "debiased_gd").astype(float)

@@ -1,11 +1,11 @@
-"""Table 1 and figure 11: omega, mu and their product for eight score functions, two heads; and losses
-over the context length, beside debiased GD.
+"""Table 1 and figure 11: omega, mu and their product for eight score functions and two heads;
+losses over the context length, next to debiased GD.
 
-He et al. 2025, arXiv 2503.12734, table 1 and figure 11; C0 = f'(0). Losses of the table share 200,000
-prompts, those of the figure 20,000 per length. There debiased GD takes each model's own step, 2 C0
-omega mu, or the best one. Failed trainings are rows of their own and count in no clause. Run: python -m analyses softmax/table_1_and_figure_11_scores (two minutes;
---quick fewer prompts)
-"""
+He et al. 2025, arXiv 2503.12734, table 1 and figure 11; C0 = f'(0). Losses of the table share
+200,000 prompts, those of the figure 20,000 per length. In the figure debiased GD takes each model's
+own step, 2 C0 omega mu, or the best step. Failed trainings are separate rows and count in no
+clause.
+Run: python -m analyses softmax/table_1_and_figure_11_scores (two minutes; --quick fewer prompts)"""
 
 from functools import partial
 
@@ -21,14 +21,13 @@ from mechinterp.theory.softmax import debiased_step_size
 
 FAMILIES, SLOPES = ("affine", "square"), (0.5, 0.8, 1.0)
 SCORES = ("softmax", "tanh", *(f"{family}-{C}" for family in FAMILIES for C in SLOPES))
-# Of the first two the step is exact to first order.
+# The step of the first two is exact to first order.
 NAMES = ("softmax-h2-s0", "affine-1.0-h2-s0", "tanh-h2-s0", "square-1.0-h2-s0")
 LENGTHS = tuple(range(10, 101, 10))
 
 
 def row(name: str) -> dict:
-    """A model's scales, averaged over the last 20 logged steps; 0 where its two heads have one
-    sign."""
+    """Sizes of omega, mu and their product for a model, from means over the last 20 logged steps."""
     model = checkpoint(name)
     last = model.history[model.history.step > model.history.step.max() - 20_000]
     omega, mu = (last.groupby("head")[column].mean().abs() for column in ("omega", "mu"))
@@ -83,7 +82,7 @@ def measure(quick: bool) -> Measured:
 
 
 def score_records(score: str, rows: pd.DataFrame, n_prompts: int) -> list[Record]:
-    """The clauses of A1 for one score function, for the models that ended with both signs."""
+    """Clauses of A1 for one score function, for the models that ended with both signs."""
     found = rows[rows.pattern == "debiased_gd"].set_index("model")
     over = {"prompts": n_prompts, "selection": "models labelled debiased_gd"}
     gaps = {row.Index: (row.gap, row.gap_sem) for row in found.itertuples()}
@@ -94,7 +93,7 @@ def score_records(score: str, rows: pd.DataFrame, n_prompts: int) -> list[Record
 
 
 def order_records(data: pd.DataFrame) -> list[Record]:
-    """Products in the order of the families, and C omega and mu inside a family."""
+    """Order of the products over families, and spread of C omega and mu within a family."""
     found = data[data.pattern == "debiased_gd"]
     family = found.score.str.partition("-")[0]
     low, high = found.groupby(family)["product"].min(), found.groupby(family)["product"].max()

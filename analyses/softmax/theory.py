@@ -1,8 +1,7 @@
-"""Claims of the theory that no figure shows: T2, T3 and T4.
+"""Claims of the theory without a figure: T2, T3 and T4.
 
 He et al. 2025, arXiv 2503.12734, section 4 and theorem 4.2. Run: python -m analyses softmax/theory
-(a minute)
-"""
+(a minute)"""
 
 from itertools import pairwise
 
@@ -23,7 +22,7 @@ GAMMAS = (0.02, 0.04, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 
 
 def gradient_error() -> float:
-    """Largest difference of the closed gradients from central differences."""
+    """Largest difference between the closed-form gradients and central differences."""
     start = np.random.default_rng(0).normal(size=(2, 4)) * [[0.3], [1.0]]
     closed, worst = loss_gradients(*start, **SETTING), 0.0
     for index in np.ndindex(2, 4):
@@ -35,7 +34,7 @@ def gradient_error() -> float:
 
 
 def slope_towards_descent() -> float:
-    """Power of gamma with which a pair's predictions tend to those of debiased GD."""
+    """Power of gamma with which a pair's predictions approach those of debiased GD."""
     prompts = next(iter(prompt_chunks(TaskConfig(), 8192, seed=8)))
     gammas, gaps = np.array([0.1, 0.05, 0.025]), []
     for gamma in gammas:

@@ -1,9 +1,9 @@
-"""C4, C7 and C8 of sparse regression: where Algorithm 1, preprocess then optimise, wins and where
-it loses.
+"""C4, C7 and C8 of sparse regression: tasks in which Algorithm 1 (preprocess then optimise) wins,
+and tasks in which it loses.
 
-No trained model. Excess risks at the best step or penalty, one for all prompts; ratios are of the
-same prompts. Run: python -m analyses sparse/algorithm (a minute; --quick seconds)
-"""
+No trained model. Excess risks at the best step or penalty, one for all prompts; ratios are on the
+same prompts.
+Run: python -m analyses sparse/algorithm (a minute; --quick seconds)"""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def risks(prompts: Prompts) -> dict[str, np.ndarray]:
 
 
 def ratios(found: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """What C4, C7 and C8 ask, by the rest of their ids."""
+    """Values for C4, C7 and C8, by the rest of their ids."""
     wide, few, small = found["wide"], found["wide, L 64"], found["small"]
     dense, gauss = found["dense"], found["gauss"]
     asked = {

@@ -1,9 +1,9 @@
-"""C11 of sparse regression once more: every choice of one head in each later layer, not the best by
-masking alone.
+"""C11 of sparse regression with every choice of one head in each later layer, not only the best by
+masking.
 
-Where the heads of a layer are alike, which one masking calls the best is chance. The choice that is
-best on a few hundred prompts is measured on others. All heads of layer 1 are kept. Run: python -m analyses sparse/choices (two minutes; --quick seconds)
-"""
+If the heads of a layer are similar, the best one by masking is random. The choice that is best on a
+few hundred prompts is measured on others. All heads of layer 1 are kept.
+Run: python -m analyses sparse/choices (two minutes; --quick seconds)"""
 
 from itertools import product
 
@@ -20,14 +20,15 @@ LATER = 3  # layers after the first
 
 
 def masked(n_heads: int, choice: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The heads that go when of each later layer one is kept."""
+    """Heads that are masked when one head of each later layer is kept."""
     return [(at, h) for at, one in enumerate(choice, 1) for h in range(n_heads) if h != one]
 
 
 def best_choice(
     name: str, scored: Prompts, measured: Prompts
 ) -> tuple[pd.DataFrame, tuple[float, float]]:
-    """Risk of every choice, and that of the best over the full model's on other prompts."""
+    """Risk of every choice, and risk of the best choice relative to the full model, on other
+    prompts."""
     model, heads = trained(name).model, trained(name).config.model.n_heads
     every = list(product(range(heads), repeat=LATER))
     errors = masked_errors(model, scored, [masked(heads, choice) for choice in every])

@@ -1,9 +1,9 @@
-"""C1 to C3 of sparse regression: the hand-built model is Algorithm 1, and what that algorithm is.
-All exact.
+"""C1 to C3 of sparse regression: the hand-built model equals Algorithm 1, and properties of that
+algorithm. All exact.
 
-Settings and thresholds are ours: Chen, Zhao and Zou 2024, arXiv 2408.04532, is known to us by its
-abstract and captions. Run: python -m analyses sparse/construction (seconds)
-"""
+Settings and thresholds are ours: only the abstract and captions of Chen, Zhao and Zou 2024, arXiv
+2408.04532, are known to us.
+Run: python -m analyses sparse/construction (seconds)"""
 
 from dataclasses import replace
 from functools import cache
@@ -29,17 +29,16 @@ def built(steps: int) -> ICLTransformer:
 
 
 def unmasked(prompts: Prompts, steps: int) -> torch.Tensor:
-    """Predictions of the built model where the query is a key, too: it stands twice and the second
+    """Predictions of the built model when the query is a key too: it appears twice, and the second
     one is read."""
     tokens = torch.cat([prompts.tokens, prompts.tokens[:, -1:]], dim=1)
-    # 41 keys where there were 40.
+    # 41 keys instead of 40.
     hook = (lambda name: name.endswith("hook_pattern"), lambda pattern, hook: pattern * 41 / 40)
     return built(steps).run_with_hooks(tokens, fwd_hooks=[hook])[:, -1]
 
 
 def preconditioned(prompts: Prompts) -> torch.Tensor:
-    """Descent in the space of task vectors, its gradients multiplied by the squared
-    correlations."""
+    """Descent in the space of task vectors, with gradients multiplied by the squared correlations."""
     G, r = prompts.x.mT @ prompts.x / 40, (prompts.x * prompts.y).mean(1)
     w = torch.zeros_like(r)
     for _ in range(STEPS):

@@ -1,17 +1,17 @@
-"""Where few layers leave Algorithm 1 anything to win: its fitted steps against those of GD.
+"""Tasks in which a few layers leave Algorithm 1 room to win: its fitted steps compared with those
+of GD.
 
-No training. A model of n layers has room for the correlations r in its first layer and n - 1 steps
-on R x, or for n steps on x. Each step has one size for all prompts, as fixed weights have it; the
-sizes are free, fitted on 8,192 prompts and measured on 20,000 others. Errors are over both: those of
-a jackknife of the fit, eight blocks, are added to those of the prompts. Where the ratio of the risks
-is above 0.9, the published mechanism is not expected of training. Beside it: Algorithm 1 with x kept
-(`both`), which a model can do, too, and LISTA with n steps.
+No training. A model of n layers can compute the correlations r in its first layer and n - 1 steps
+on R x, or n steps on x. Each step has one size for all prompts, as fixed weights do. The sizes are
+fitted on 8,192 prompts and measured on 20,000 others. Standard errors cover both: a jackknife of
+the fit over eight blocks is added to the errors of the prompts. If the ratio of the risks is above
+0.9, training is not expected to find the published mechanism. For comparison: Algorithm 1 with x
+kept (`both`), which a model can also compute, and LISTA with n steps.
 
-Steps of descent may change places without a change of what comes out, so that from equal sizes the
-gradient stays equal and a search never finds that the best ones differ. Every search here starts
-from several rows of distinct sizes, and the best end on the prompts of the fit is taken.
-Run: python -m analyses sparse/fairness (half an hour; --quick half a minute)
-"""
+Exchanging two steps of descent does not change the result. From equal sizes the gradients therefore
+stay equal, and a search never finds that the best sizes differ. Every search here starts from
+several rows of distinct sizes, and the best result on the fitted prompts is used. Run: python -m
+analyses sparse/fairness (half an hour; --quick half a minute)"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -34,11 +34,11 @@ FIT, SCORED, BLOCKS = 8192, 20_000, 8
 SIZES, SPREADS, SECOND = np.geomspace(0.05, 20, 24), (0.5, 1.0, 1.5), 0.05
 ORDERS, KEPT = 6, 2
 SCREENED = 1024
-"""Prompts that the first searches are on."""
+"""Number of prompts of the first searches."""
 Moments = tuple[Tensor, Tensor, Tensor]
 """G = (1/L) X^T X, r = (1/L) X^T y and the task vector of each prompt."""
 Path = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""G, r and a row of numbers per step, to task vectors."""
+"""Function from G, r and a row of numbers per step to task vectors."""
 LIMIT = 0.9
 PLAN = ROOT / "analyses" / "sweeps" / "sparse_settings.json"
 OTHERS = (
@@ -46,7 +46,7 @@ OTHERS = (
     replace(SMALL, sparsity=2, noise_var=0.1),
     *(replace(WIDE, noise_var=noise) for noise in (0.1, 0.4)),
 )
-"""Tasks of which no model is trained now."""
+"""Tasks for which no model is trained at present."""
 LAYERS = (3, 4)
 TASK = ("d_x", "sparsity", "context_length", "nonzeros", "noise_var")
 
@@ -62,10 +62,11 @@ def algorithm_1(gram: Tensor, r: Tensor, sizes: Tensor) -> Tensor:
 
 
 def both(gram: Tensor, r: Tensor, sizes: Tensor) -> Tensor:
-    """Task vectors after one step on x, beside which r is formed, then steps on x and R x at once.
+    """Task vectors after one step on x, which also computes r, and then steps on x and R x
+    together.
 
-    w <- w - (eta_t + kappa_t R^2) (G w - r) with kappa = 0 in the first: Algorithm 1 with x kept.
-    """
+    w <- w - (eta_t + kappa_t R^2) (G w - r) with kappa = 0 in the first step: Algorithm 1 with x
+    kept."""
     w = sizes[0, 0] * r
     for eta, kappa in sizes[1:]:
         w = w - (eta + kappa * r.square()) * ((gram @ w[..., None])[..., 0] - r)
@@ -73,7 +74,7 @@ def both(gram: Tensor, r: Tensor, sizes: Tensor) -> Tensor:
 
 
 def lista(gram: Tensor, r: Tensor, sizes: Tensor) -> Tensor:
-    """Task vectors after steps of descent, each followed by a soft threshold, fitted too."""
+    """Task vectors after steps of descent, each followed by a fitted soft threshold."""
     w = torch.zeros_like(r)
     for eta, threshold in sizes:
         w = w - eta * ((gram @ w[..., None])[..., 0] - r)
@@ -83,7 +84,8 @@ def lista(gram: Tensor, r: Tensor, sizes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Learner:
-    """A path, how many steps fewer than layers it has, and whether steps have a second number."""
+    """A path, the number of steps that it lacks compared with layers, and whether steps have a
+    second number."""
 
     path: Path
     fewer: int = 0
@@ -99,10 +101,9 @@ LEARNERS = {
 
 
 def fitted(learner: Learner, target: Moments, n_layers: int) -> Tensor:
-    """The numbers [step, 1 or 2] of the least mean error that searches from distinct starts find.
+    """Numbers [step, 1 or 2] with the smallest mean error that searches from distinct starts find.
 
-    Searches on some of the prompts go first; from where the best of them end, those on all go on.
-    """
+    The first searches use some of the prompts; the best of them are continued on all prompts."""
     few = tuple(part[:SCREENED] for part in target)
     begins = [_best(learner, group, few)[0] for group in _starts(learner, n_layers)]
     near = _best(learner, [refined(learner, begin, few) for begin in begins], few)[:KEPT]
@@ -110,7 +111,7 @@ def fitted(learner: Learner, target: Moments, n_layers: int) -> Tensor:
 
 
 def refined(learner: Learner, begin: Tensor, target: Moments, *, steps: int = 100) -> Tensor:
-    """The numbers where a search by L-BFGS ends."""
+    """Numbers at the end of an L-BFGS search."""
     sizes = begin.clone().requires_grad_()
     search = torch.optim.LBFGS([sizes], max_iter=steps, line_search_fn="strong_wolfe")
 
@@ -125,14 +126,14 @@ def refined(learner: Learner, begin: Tensor, target: Moments, *, steps: int = 10
 
 
 def left_out(learner: Learner, sizes: Tensor, target: Moments) -> list[Tensor]:
-    """What is fitted instead without each of BLOCKS blocks of the prompts."""
+    """Fitted numbers when each of BLOCKS blocks of the prompts is left out."""
     block = torch.arange(len(target[0])) % BLOCKS
     parts = (tuple(part[block != b] for part in target) for b in range(BLOCKS))
     return [refined(learner, sizes, part, steps=20) for part in parts]
 
 
 def jackknife(values: Iterable[float]) -> float:
-    """Standard error of an estimate, from what it is without each of several equal blocks.
+    """Standard error of an estimate from its values without each of several equal blocks.
 
     Example:
         >>> jackknife([1.0, 3.0])  # the mean of 3 and 1: half of their difference
@@ -147,7 +148,7 @@ def risk(learner: Learner, sizes: Tensor, target: Moments) -> Tensor:
 
 
 def errors(path: Path, sizes: Tensor, gram: Tensor, r: Tensor, beta: Tensor) -> Tensor:
-    """Excess risk of each prompt, the mean over queries x ~ N(0, 1): |w - beta|^2."""
+    """Excess risk of each prompt, averaged over queries x ~ N(0, 1): |w - beta|^2."""
     return (path(gram, r, sizes) - beta).square().sum(1)
 
 
@@ -158,7 +159,7 @@ def moments(prompts: Prompts) -> Moments:
 
 
 def drawn(task: TaskConfig, n_prompts: int, *, step: int) -> Moments:
-    """Moments of prompts in float64; those of step 0 are fitted on, those of step 1 scored on."""
+    """Moments of prompts in float64; step 0 is for fitting, step 1 for scoring."""
     generator = generator_for(0, "eval", step)
     counts = [min(SCREENED, n_prompts - first) for first in range(0, n_prompts, SCREENED)]
     parts = [
@@ -170,15 +171,14 @@ def drawn(task: TaskConfig, n_prompts: int, *, step: int) -> Moments:
 
 @cache
 def of_task(name: str, task: TaskConfig, n_layers: int, n_prompts: int = FIT) -> Tensor:
-    """The numbers of a learner that suit a task, fitted on prompts that nothing is scored on."""
+    """Numbers of a learner for a task, fitted on prompts that are never scored."""
     return fitted(LEARNERS[name], drawn(task, n_prompts, step=0), n_layers)
 
 
 def _starts(learner: Learner, n_layers: int) -> Iterator[list[Tensor]]:
-    """Distinct sizes around each of SIZES, by how far they are apart and in which order they come.
+    """Distinct sizes around each of SIZES, by spread and order.
 
-    Where a step has a second number, the order matters; the second numbers come in the other one.
-    """
+    If steps have a second number, the order matters; the second numbers are in reverse order."""
     steps = n_layers - learner.fewer
     orders = list(permutations(range(steps)))
     for spread in SPREADS:
@@ -192,7 +192,7 @@ def _starts(learner: Learner, n_layers: int) -> Iterator[list[Tensor]]:
 
 
 def _best(learner: Learner, sizes: Iterable[Tensor], target: Moments) -> list[Tensor]:
-    """The same numbers, those of the least risk first."""
+    """The same numbers, sorted by risk, the smallest first."""
     return sorted(sizes, key=lambda one: risk(learner, one, target).nan_to_num(torch.inf).item())
 
 
@@ -205,14 +205,14 @@ def _descent(gram: Tensor, r: Tensor, sizes: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fair:
-    """A learner with the numbers that suit a task."""
+    """A learner with its fitted numbers for a task."""
 
     sizes: str
-    """They, step by step, the second number of a step behind a slash."""
+    """Fitted numbers step by step; the second number of a step follows a slash."""
     errors: np.ndarray
-    """Excess risk of each prompt that it is measured on."""
+    """Excess risk of each measured prompt."""
     without: np.ndarray
-    """The mean of those when a block of the prompts is left out of the fit, block by block."""
+    """Mean excess risk with each block of prompts left out of the fit."""
 
     @property
     def risk(self) -> tuple[float, float]:
@@ -220,7 +220,7 @@ class Fair:
         return float(mean), float(np.hypot(sem, jackknife(self.without)))
 
     def over(self, other: "Fair") -> tuple[float, float]:
-        """Ratio of the risks, and its standard error."""
+        """Ratio of the risks, with its standard error."""
         value, sem = ratio(self.errors, other.errors)
         return value, float(np.hypot(sem, jackknife(self.without / other.without)))
 
@@ -229,13 +229,13 @@ def fair(name: str, n_layers: int, fit: Moments, scored: Moments) -> Fair:
     learner = LEARNERS[name]
     sizes = fitted(learner, fit, n_layers)
     without = [risk(learner, one, scored).item() for one in left_out(learner, sizes, fit)]
-    told = ["/".join(f"{value:.3g}" for value in step) for step in sizes.tolist()]
+    texts = ["/".join(f"{value:.3g}" for value in step) for step in sizes.tolist()]
     found = errors(learner.path, sizes, *scored).numpy()
-    return Fair(" ".join(told), found, np.array(without))
+    return Fair(" ".join(texts), found, np.array(without))
 
 
 def tasks() -> list[TaskConfig]:
-    """Those of the plan, each once, then the others."""
+    """Tasks of the plan, each once, and then the others."""
     return list(dict.fromkeys([config.task for config in load_sweep(PLAN).values()] + [*OTHERS]))
 
 

@@ -1,11 +1,10 @@
-"""What trained models of sparse regression win back when they are trained further with one head in
+"""Recovery of trained models of sparse regression when they are trained further with one head in
 each later layer.
 
-Kept are all heads of layer 1 and the best of each later one, as in sparse/pruning.py. They and the
-full model, as a control, are trained for another tenth of their training, with its step size,
-prompts of its lengths and its half cosine. Run: python -m analyses sparse/fine_tuning (a quarter of
-an hour; --quick one minute)
-"""
+All heads of layer 1 and the best head of each later layer are kept, as in sparse/pruning.py. The
+pruned model, and the full model as a control, are trained for another tenth of their training, with
+the same step size, prompt lengths and half cosine.
+Run: python -m analyses sparse/fine_tuning (15 minutes; --quick one minute)"""
 
 import pandas as pd
 
@@ -24,7 +23,7 @@ STEPS = 5000
 
 
 def to_single(name: str, tuned: FineTuning, measured: Prompts) -> tuple[float, float]:
-    """Risk of the pruned model in the end, over that of the single head of the same seed."""
+    """Final risk of the pruned model relative to the single head of the same seed."""
     pruned = excess_risk(predict_deep(tuned.weights, measured), measured).double().numpy()
     single = masked_errors(at.trained(at.single_of(name)).model, measured, [[]])[:, 0]
     return ratio(pruned, single)
@@ -35,7 +34,7 @@ def pairs(rows: pd.DataFrame, column: str) -> dict[str, tuple[float, float]]:
 
 
 def records(data: pd.DataFrame) -> list[Record]:
-    """What the last rows of all models say."""
+    """Records from the last rows of all models."""
     last = data[data.step == data.step.max()]
     pruned, full = (last[last.heads == which] for which in MODELS_TUNED)
     over = {"selection": "heads chosen on other prompts, one split"}

@@ -1,11 +1,10 @@
-"""Learned gates on the heads of a trained model of sparse regression: a second look at what masking
-says. Not a claim of C1 to C16.
+"""Learned gates on the heads of a trained model of sparse regression, as a check of the masks. Not
+part of C1 to C16.
 
-Masking the one live head of layer 1 leaves later layers with input they were not trained for. Gates
-of all heads are fitted together, so that later layers can be turned down as layer 1 closes. Risks
-are of prompts not fitted to. Run: python -m analyses sparse/gates (three minutes; --quick half a
-minute)
-"""
+Masking the only active head of layer 1 gives later layers input that they were not trained for.
+Gates of all heads are fitted together, so that later layers can be turned down as layer 1 closes.
+Risks are on prompts that were not fitted.
+Run: python -m analyses sparse/gates (three minutes; --quick half a minute)"""
 
 from functools import partial
 
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 
 from analyses.lib import Measured, record
+from analyses.lib.gates import learn_gates
 from analyses.sparse.setting import named, prompts_of, ratio, trained
-from mechinterp import Prompts, learn_gates
+from mechinterp import Prompts
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.hooked.masks import z_name

@@ -1,11 +1,11 @@
-"""C10 of sparse regression: how trained models spread their work over the heads of each layer.
+"""C10 of sparse regression: distribution of the work of trained models over the heads of each
+layer.
 
-Heads are masked one at a time (zero ablation) and the rises of the excess risk normalised within
-each layer; N_eff is exp of the entropy of these shares. A few prompts carry the mean rise of a head
-without which the model breaks, so that C10 is judged by medians. "Layer 1" is the first, L0. A
-head as wide as x can reach all of it, a narrower one not. Run: python -m analyses sparse/heads (two
-minutes; --quick seconds)
-"""
+Heads are masked one at a time (zero ablation), and the rises of the excess risk are normalised
+within each layer; N_eff is exp of the entropy of these shares. C10 is decided by medians, because a
+few prompts dominate the mean rise of a head without which the model breaks. "Layer 1" is the first,
+L0. A head as wide as x can attend by all of it; a narrower head cannot.
+Run: python -m analyses sparse/heads (two minutes; --quick seconds)"""
 
 from dataclasses import dataclass
 
@@ -26,23 +26,23 @@ MEAN_PROMPTS, SAMPLES = 1024, 100
 
 @dataclass(frozen=True)
 class Spread:
-    """How one model spreads its work over the heads of each layer."""
+    """Distribution of one model's work over the heads of each layer."""
 
     found: HeadAblation
-    """On all prompts."""
+    """Ablation of single heads, on all prompts."""
     tops: np.ndarray
-    """The importance, on one half of the prompts, of the head of each layer that is the best on the
-    other."""
+    """Importance, on one half of the prompts, of the head of each layer that is best on the other
+    half."""
     drawn: np.ndarray
-    """Effective heads by medians, [sample, layer], in samples of as many prompts drawn from these."""
+    """Bootstrap samples of the effective heads by medians, [sample, layer]."""
 
     @property
     def means(self) -> at.Pair:
-        """Effective heads of the first layer by mean rises, with the standard error."""
+        """Effective heads of the first layer by mean rises, with standard error."""
         return float(self.found.effective_heads[0]), float(self.found.effective_heads_sem[0])
 
     def by_clause(self) -> dict[str, float | at.Pair]:
-        """What C10 is judged by; of C11 and C12 nothing was measured here."""
+        """Numbers that decide C10; those of C11 and C12 are not measured here."""
         numbers = Numbers(self.found.effective_heads_of_medians, self.tops, *[np.nan] * 3)
         found = {name: one for name, one in numbers.by_clause().items() if "C10" in name}
         samples = [Numbers(row, self.tops, *[np.nan] * 3).by_clause() for row in self.drawn]
@@ -52,7 +52,7 @@ class Spread:
 
 
 def rises_of(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
-    """Rise of each prompt's risk without each head, [prompt, layer, head]."""
+    """Rise of each prompt's risk when each head is masked, [prompt, layer, head]."""
     errors = masked_errors(model, prompts, [[], *([head] for head in np.ndindex(shape))])
     return (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
 
@@ -63,7 +63,7 @@ def effective(rises: np.ndarray) -> np.ndarray:
 
 
 def drawn(rises: np.ndarray) -> np.ndarray:
-    """The same in samples of the prompts, [sample, layer]."""
+    """Effective heads by medians for bootstrap samples of the prompts, [sample, layer]."""
     rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
     return np.array([effective(rises[row]) for row in rows])
 
@@ -79,7 +79,7 @@ def spread(name: str, prompts: Prompts) -> Spread:
 def spread_records(
     found: dict[str, Spread], n_prompts: int, *, note: str, suffix: str = ""
 ) -> list[Record]:
-    """C10, by model, and the heads of layer 1 by mean rises."""
+    """C10 by model, and the effective heads of layer 1 by mean rises."""
     chosen = {"prompts": n_prompts, "selection": "the best head chosen on half, measured on half"}
     over = {"prompts": n_prompts}
     asked = {"C10-several-means": {name: one.means for name, one in found.items()}}

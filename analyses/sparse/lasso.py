@@ -1,9 +1,9 @@
-"""C5 and C6 of sparse regression: Algorithm 1 is like lasso where L >= d, and its risk hardly grows
-with d.
+"""C5 and C6 of sparse regression: Algorithm 1 is similar to lasso if L >= d, and its risk hardly
+grows with d.
 
 No trained model. Excess risks at the best step, penalty or alpha, one for all prompts; ratios are
-of the same prompts. Run: python -m analyses sparse/lasso (two minutes; --quick half a minute)
-"""
+on the same prompts.
+Run: python -m analyses sparse/lasso (two minutes; --quick half a minute)"""
 
 from dataclasses import replace
 

@@ -1,11 +1,10 @@
-"""C15 of sparse regression: whether the first layer of trained models preprocesses, by GD on what
-it writes.
+"""C15 of sparse regression: test of whether the first layer of trained models preprocesses, by GD
+on its output.
 
-Every token is run as a query, so that it holds no response of its own; GD on what layer 1 wrote is
-compared with GD on raw x and on R x, the step 1 / lambda_max of each prompt for all of them. Same
-prompts, paired standard errors. Run: python -m analyses sparse/p_probing (three minutes; --quick
-half a minute)
-"""
+Every token is run as a query, so that its features do not contain its own response. GD on the
+output of layer 1 is compared with GD on raw x and on R x, all with the step 1 / lambda_max of each
+prompt. Same prompts, paired standard errors.
+Run: python -m analyses sparse/p_probing (three minutes; --quick half a minute)"""
 
 import torch
 
@@ -17,11 +16,11 @@ from mechinterp.analysis.probing.descent_curves import DescentCurves, descent_cu
 from mechinterp.analysis.probing.probing import IDEAL, RAW
 
 Found = dict[str, dict[str, at.Pair]]
-"""What is asked of a model, by model."""
+"""Measured numbers by question and by model."""
 
 
 def features(noise: float, prompts: Prompts) -> dict[str, torch.Tensor]:
-    """Of every token and the query, by what they are."""
+    """Features of every token and the query, by name."""
     models = {short: at.trained(name).model for short, name in at.shipped(noise).items()}
     return ask.features(models, prompts)
 
@@ -35,7 +34,7 @@ def areas(curves: DescentCurves) -> dict[str, at.Pair]:
 
 
 def least(curves: DescentCurves) -> dict[str, at.Pair]:
-    """The least risk of any step, by features."""
+    """Smallest risk of any step, by features."""
     found = {}
     for name, risk, sem in zip(curves.features, curves.risk, curves.risk_sem, strict=True):
         found[name] = (float(risk.min()), float(sem[risk.argmin()]))
@@ -45,7 +44,7 @@ def least(curves: DescentCurves) -> dict[str, at.Pair]:
 def one_noise(
     noise: float, phis: dict[str, torch.Tensor], prompts: Prompts
 ) -> tuple[DescentCurves, dict[str, Found]]:
-    """Curves of all features, and the numbers of the claims by their names."""
+    """Curves of all features, and the numbers of the claims by name."""
     curves = descent_curves(phis, prompts, steps=ask.STEPS)
     to_raw, ends, raw = areas(curves), least(curves), ask.risk_at(phis[RAW], prompts)
     found: dict[str, Found] = {name: {} for name in QUESTIONS}

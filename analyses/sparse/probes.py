@@ -1,11 +1,10 @@
-"""C14 of sparse regression: what a linear probe reads from each layer of trained models, and what
-the first one writes.
+"""C14 of sparse regression: linear probes of each layer of trained models, and the output of the
+first layer.
 
-Of the first layer two things are asked: R x with the correlations r, as Algorithm 1 has it, and (S
-- 1) x with the context's covariance S, as descent with a better condition would have it. Pruned
-models keep one head per later layer. Run: python -m analyses sparse/probes (two minutes; --quick
-seconds)
-"""
+Two targets are tried for the first layer: R x with the correlations r, as in Algorithm 1, and (S -
+1) x with the context's covariance S, as for descent with a better condition number. Pruned models
+keep one head per later layer.
+Run: python -m analyses sparse/probes (two minutes; --quick seconds)"""
 
 import numpy as np
 
@@ -19,18 +18,18 @@ from mechinterp.analysis.stats import halves
 
 
 def largest_rise(probes: LayerProbes) -> float:
-    """The most that the probe's risk is multiplied by from one layer to the next."""
+    """Largest factor on the probe's risk from one layer to the next."""
     risk = probes.risk[:, -1]
     return float((risk[1:] / risk[:-1]).max())
 
 
 def explained(probes: LayerProbes, layer: int) -> tuple[float, float]:
-    """R^2 after some layers, with its standard error."""
+    """R^2 after a number of layers, with its standard error."""
     return float(probes.r2[layer, -1]), float(probes.r2_sem[layer, -1])
 
 
 def written(found: dict[str, dict[str, LayerProbes]], *, suffix: str = "") -> list[Record]:
-    """Whether a linear map of what layer 1 writes explains its supposed targets, by model."""
+    """Records of how well a linear map of the output of layer 1 explains the two targets, by model."""
     asked = {
         f"{name}-{when}{suffix}": {m: explained(one[what], layer) for m, one in found.items()}
         for what, name in (("R x", "correlations"), ("(S - 1) x", "covariance"))
@@ -40,7 +39,7 @@ def written(found: dict[str, dict[str, LayerProbes]], *, suffix: str = "") -> li
 
 
 def claims_of(found: dict[str, dict[str, LayerProbes]], n_prompts: int) -> list[Record]:
-    """C14 and what layer 1 writes, by model; `found` is by model, and by what is probed."""
+    """C14 and the output of layer 1, by model; `found` is by model and by target."""
     chosen = {"prompts": n_prompts // 2, "selection": "heads chosen on other prompts"}
     several = {model: one for model, one in found.items() if "pruned" in one}
     firsts = {m: [one[w].risk[1, -1] for w in ("response", "pruned")] for m, one in several.items()}

@@ -1,12 +1,12 @@
-"""C11 to C13 and C16 of sparse regression: what trained models lose with one head in each later
-layer.
+"""C11 to C13 and C16 of sparse regression: cost of keeping one head in each later layer of trained
+models.
 
-Kept are all heads of layer 1 and the best of each later one, scored by masking on random halves of
-the prompts; risks are those of the other halves, and their errors are over prompts and over which
-heads are chosen. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
-cross-validated ridge probes; C11 to C13 are judged by them and by medians (questions.py), since
-few prompts may carry the mean risk as it is. Run: python -m analyses sparse/pruning (two minutes; --quick half a minute)
-"""
+All heads of layer 1 and the best head of each later layer are kept. Heads are scored by masking on
+random halves of the prompts; risks use the other halves, and their errors are over prompts and over
+the choices of heads. Nothing is retrained (sparse/fine_tuning.py trains further). New read-outs are
+cross-validated ridge probes. C11 to C13 are decided by them and by medians (questions.py), because
+a few prompts may dominate the mean risk without a new read-out.
+Run: python -m analyses sparse/pruning (two minutes; --quick half a minute)"""
 
 from collections.abc import Mapping
 
@@ -30,12 +30,12 @@ RULES = {
 AS_IS = ("risk", "risk_sem", "ratio", "ratio_sem")
 COSTS = (*AS_IS, *(f"refit_{name}" for name in AS_IS), "carried_by_few")
 ASKED = ("best later", "best first")
-"""The rules of C11 and of C12."""
+"""Rules of C11 and of C12."""
 KEPT = (*AS_IS, "to_single", "to_single_sem")
 
 
 def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray) -> pd.DataFrame:
-    """Risk with all heads of layer 1 and the best 1, 2, ... of each later one."""
+    """Risk with all heads of layer 1 and the best 1, 2, ... heads of each later layer."""
     order, later, sizes = rise.argsort(1)[:, ::-1], range(1, len(rise)), range(1, len(rise[0]) + 1)
     masks = [[(layer, int(h)) for layer in later for h in order[layer, k:]] for k in sizes]
     errors = masked_errors(at.trained(name).model, prompts, masks)
@@ -48,7 +48,7 @@ def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
 
 
 def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
-    """What a rule costs, and the error of each prompt under it; both cross-fitted."""
+    """Cost of a rule, and the error of each prompt under it; both cross-fitted."""
     every = np.ones(len(errors.prompts), dtype=bool)
     kept, rise = crossed.choose(errors, rule, every, sequential=False)
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
@@ -58,7 +58,7 @@ def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Prun
 
 
 def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) -> pd.DataFrame:
-    """The costs of rules, as means and as medians over prompts."""
+    """Costs of rules, as means and as medians over prompts."""
     rows, full = [], np.median(errors.of([[]]))
     for name, rule in chosen.items():
         found, each = pruned(errors, rule)
@@ -70,8 +70,8 @@ def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) 
 def to_single(
     errors: crossed.MaskedErrors, single: np.ndarray, rule: crossed.Rule
 ) -> tuple[Pair, float]:
-    """Risk under a rule and a new read-out over that of the model of one head, and the ratio of
-    medians as it is; cross-fitted."""
+    """Risk under a rule and a new read-out relative to the one-head model, and the ratio of medians
+    without a new read-out; cross-fitted."""
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
     masks = [crossed.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
@@ -80,14 +80,14 @@ def to_single(
 
 
 def often(found: rules.Pruning) -> str:
-    """The heads of the layers that lose some, and how often each is chosen."""
+    """Heads of the pruned layers, and how often each is chosen."""
     lost = ~found.kept.all(1)
     heads = [(layer, head) for layer, head in np.argwhere(found.chosen > 0) if lost[layer]]
     return ", ".join(f"L{layer}H{head} {found.chosen[layer, head]:.2f}" for layer, head in heads)
 
 
 def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, float]]:
-    """Costs of the rules and of what is kept; and of the first rule beside a single head."""
+    """Costs of the rules and of keeping more heads; and the first rule relative to a single head."""
     model, (scored, measured) = at.trained(name).model, halves(prompts)
     errors, single = (errors_of(one, prompts) for one in (name, at.single_of(name)))
     alone = single.of([[]])[:, 0]
@@ -104,10 +104,10 @@ def chosen(n_prompts: int) -> dict[str, int | str]:
 def cost_records(
     found: dict[str, pd.DataFrame], n_prompts: int, *, note: str, suffix: str = ""
 ) -> list[Record]:
-    """C11 and C12, by model, and C12 by medians.
+    """C11 and C12 by model, also by medians.
 
     Args:
-        found: Of each model, the costs of RULES, a row per rule.
+        found: Costs of RULES for each model, one row per rule.
     """
     rows = {name: costs.set_index("rule") for name, costs in found.items()}
     later, first = ({n: row.loc[rule] for n, row in rows.items()} for rule in ASKED)
@@ -124,7 +124,7 @@ def cost_records(
 
 
 def noise_records(claims: list[Record]) -> list[Record]:
-    """C16: whether C11 to C13 hold at each noise variance."""
+    """C16: number of failures of C11 to C13 at each noise variance."""
     asked = [one for one in claims if one.said_by == "second hand"]
     made = []
     for noise in (0.1, 0.4, 0.8):

@@ -1,8 +1,7 @@
-"""What sparse/settings.py asks of one trained model: the only file of it that runs models.
+"""Measurements of sparse/settings.py on one trained model; no other file of it runs models.
 
-A function per question, from a model and prompts to numbers. Heads are always chosen on `scored`
-and measured on `measured`, prompts that share nothing.
-"""
+One function per question, from a model and prompts to numbers. Heads are always chosen on `scored`
+and measured on `measured`, which share no prompts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ Head = tuple[int, int]
 
 
 def trained(folders: Iterable[Path]) -> list[Checkpoint]:
-    """The models in these folders, those that are still in training left out."""
+    """Models in these folders; unfinished ones are left out."""
     return [load(folder) for folder in folders if (folder / "config.json").exists()]
 
 
@@ -45,7 +44,7 @@ def risks(model: ICLTransformer, prompts: Prompts, gone: list[Head] | None = Non
 
 
 def refit_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np.ndarray:
-    """The same with a new read-out."""
+    """Excess risk of each prompt with heads masked and a new read-out."""
     return refit_errors(model, prompts, gone)[0]
 
 
@@ -57,8 +56,8 @@ def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:
 def spread(
     model: ICLTransformer, rise: np.ndarray, measured: Prompts
 ) -> tuple[HeadAblation, np.ndarray]:
-    """What masking each head costs, and the share of the head of each layer that was the best on
-    other prompts."""
+    """Ablation of single heads, and the share of the head of each layer that was best on other
+    prompts."""
     found = ablate_heads(model, measured)
     return found, np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
 
@@ -68,12 +67,12 @@ def as_text(shares: Iterable[float]) -> str:
 
 
 def without(rule, rise: np.ndarray) -> list[Head]:
-    """The heads that a rule of pruning lets go."""
+    """Heads that a pruning rule drops."""
     return masked_by(rule(rise))
 
 
 def best_pairs(model: ICLTransformer, shape: tuple[int, int], scored: Prompts) -> list[Head]:
-    """The heads that go when of each later layer the best pair stays, layer by layer."""
+    """Heads that are masked when the best pair of each later layer is kept, chosen layer by layer."""
     layers, heads = shape
     gone: list[Head] = []
     for layer in range(1, layers) if heads > 2 else []:
@@ -92,13 +91,13 @@ def probe_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np
 
 
 def first_layer(model: ICLTransformer, prompts: Prompts) -> dict[str, float]:
-    """R^2 of what the first layer may have written."""
+    """R^2 of probes of the first layer's output for its possible targets."""
     found = {name: probe_layers(model, prompts, target=how) for name, how in TARGETS.items()}
     return {name: float(probes.r2[1, -1]) for name, probes in found.items()}
 
 
 def features(models: dict[str, ICLTransformer], prompts: Prompts) -> dict[str, torch.Tensor]:
-    """What descent is run on: raw x, R x and what the first layer of models writes."""
+    """Features for descent: raw x, R x, and the first layer's output of models."""
     found = {RAW: torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)}
     found[IDEAL] = reweighted(prompts)[0]
     own = {name: query_features(model, prompts, layer=1) for name, model in models.items()}
@@ -112,14 +111,14 @@ def area(phis: dict[str, torch.Tensor], prompts: Prompts, *, of: str, over: str)
 
 
 def risk_at(phi: torch.Tensor, prompts: Prompts) -> np.ndarray:
-    """Excess risk of each prompt after 16 steps of descent on features."""
+    """Excess risk of each prompt after 16 steps of descent on the features."""
     columns, target = phi.double()[..., None], prompts.to(torch.float64)
     path = descend(columns[:, :-1], target.y, columns[:, -1], steps=AT)
     return excess_risk(path[-1], target).numpy()
 
 
 def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, object]]:
-    """Effective heads and the shares of the first layer's heads at each kept step."""
+    """Effective heads, and the shares of the first layer's heads, at each saved step."""
     rows: list[dict[str, object]] = []
     for step, weights in sorted(checkpoint.snapshots.items()):
         model = ICLTransformer.from_weights(weights, task=checkpoint.task)
@@ -134,21 +133,22 @@ def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, ob
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was measured of a model."""
+    """Measured numbers of a model."""
 
     effective: Sequence[float]
     """Effective heads of each layer, by median rises."""
     shares: Sequence[float]
-    """Share of the head of each layer that was the best on other prompts."""
+    """Share of the head of each layer that was best on other prompts."""
     later: float
-    """Risk over the whole model's with one head in each later layer and a new read-out."""
+    """Risk with one head in each later layer and a new read-out, relative to the full model."""
     later_median: float
-    """Median risk over the whole model's with one head in each later layer, as it is."""
+    """Median risk with one head in each later layer and no new read-out, relative to the full
+    model."""
     first: float
-    """Risk over the whole model's with one head in layer 1 and a new read-out."""
+    """Risk with one head in layer 1 and a new read-out, relative to the full model."""
 
     def by_clause(self) -> dict[str, float]:
-        """What C10 to C12 rest on, by the rest of the claim's id."""
+        """Numbers that decide C10 to C12, by the rest of the claim's id."""
         return {
             "C10-several": self.effective[0],
             "C10-later": self.effective[0] / max(self.effective[1:]),
@@ -162,7 +162,7 @@ class Numbers:
 
 
 def verdicts(found: Numbers) -> dict[str, bool]:
-    """C10 to C12: a claim holds where all of its clauses do."""
+    """Verdicts on C10 to C12: a claim holds if all of its clauses do."""
     values = found.by_clause()
     held = {name: claims()[f"sparse-{name}"].holds(value) for name, value in values.items()}
     return {
@@ -172,8 +172,8 @@ def verdicts(found: Numbers) -> dict[str, bool]:
 
 
 def of_row(row: Mapping[str, object]) -> dict[str, object]:
-    """C10 to C12 of a row of results/sparse_settings.csv, C11 with a pair in place of one head, and
-    C13 with a new read-out, where there is a single head to compare with."""
+    """Verdicts on C10 to C12 for a row of results/sparse_settings.csv, on C11 with a pair instead
+    of one head, and on C13 with a new read-out if there is a single head to compare with."""
     layers = range(1, int(row["n_layers"]) + 1)
     effective = [float(row[f"n_eff_{layer}_median"]) for layer in layers]
     shares = [float(row[f"top_share_{layer}"]) for layer in layers]
@@ -192,7 +192,7 @@ def of_row(row: Mapping[str, object]) -> dict[str, object]:
     judged = one | {"C11_pairs": pair["C11"]}
     if np.isnan(row.get("to_single", np.nan)):
         return judged
-    # Both are ratios of means over the same prompts: the whole model's cancels.
+    # Both are ratios of means over the same prompts, so the full model's risk cancels.
     kept = float(row["later_refit"]) * float(row["to_single"])
     holds = claims()["sparse-C13-refit"].holds(kept)
     return judged | {"later_refit_to_single": kept, "C13": holds}

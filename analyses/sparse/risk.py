@@ -1,11 +1,10 @@
-"""C9 of sparse regression: excess risk of trained models over the context length, by their number
-of heads.
+"""C9 of sparse regression: excess risk of trained models over the context length, by number of
+heads.
 
-Beside them, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
-penalty, step or alpha of each length, least squares, and both algorithms with the three steps of
-one size that four layers have room for. Run: python -m analyses sparse/risk (four minutes; --quick
-half a minute)
-"""
+For comparison, on the same prompts: ridge, lasso, gradient descent and Algorithm 1 at their best
+penalty, step or alpha for each length, least squares, and both algorithms with three steps of one
+size, as many as four layers allow.
+Run: python -m analyses sparse/risk (four minutes; --quick half a minute)"""
 
 import numpy as np
 import pandas as pd
@@ -24,8 +23,8 @@ RIVALS = ("ridge", "OLS", "GD", "Algorithm 1", "lasso", "Algorithm 1, 3 steps of
 
 
 def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
-    """Excess risk of each prompt, by model and learner; lasso and steps of one size have the last
-    of the prompts."""
+    """Excess risk of each prompt, by model and learner; lasso and steps of one size use the last
+    prompts only."""
     prompts = at.prompts_of(noise, n_prompts, context_length=length)
     found = {
         short: masked_errors(at.trained(name).model, prompts, [[]])[:, 0]
@@ -35,13 +34,13 @@ def risks(noise: float, length: int, n_prompts: int) -> dict[str, np.ndarray]:
 
 
 def beside(found: dict[str, np.ndarray], own: str, rival: str) -> at.Pair:
-    """Risk of a model over that of a rival, on the prompts that the rival has."""
+    """Risk of a model relative to a rival, on the rival's prompts."""
     return at.ratio(found[own][-len(found[rival]) :], found[rival])
 
 
 def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
-    """One row per model and learner; ratios to ridge, to Algorithm 1 and, of models, to the single
-    head of the seed."""
+    """One row per model and learner, with ratios to ridge, to Algorithm 1 and, for models, to the
+    single head of the same seed."""
     table = []
     for name, values in found.items():
         risk, sem = map(float, mean_and_sem(values))
@@ -57,7 +56,7 @@ def rows(noise: float, length: int, found: dict[str, np.ndarray]) -> list[dict]:
 
 
 def claims_of(found: dict[float, dict[int, dict[str, np.ndarray]]], n_prompts: int) -> list[Record]:
-    """C9, and trained models beside every rival."""
+    """C9, and trained models compared with every rival."""
     asked = {
         name: {
             model: at.ratio(one[length][short], one[length][f"h1 {short.split()[1]}"])

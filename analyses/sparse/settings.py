@@ -1,10 +1,9 @@
-"""C9 to C16 of sparse regression in every setting of the plan, sparse/plan.md: a row per model.
+"""C9 to C16 of sparse regression in every setting of the plan, sparse/plan.md: one row per model.
 
-Each model's claims stand beside the numbers that they rest on; "Layer 1" is the first.
-Run: python -m analyses.sparse.settings FOLDER, a folder of checkpoints such as `mechinterp sweep
-analyses/sweeps/sparse_settings.json --out FOLDER` makes (a minute per model; --quick seconds). Not
-among those of `make analyses`.
-"""
+Each row has the verdicts on the claims and the numbers behind them; "layer 1" is the first.
+Run: python -m analyses.sparse.settings FOLDER, where FOLDER has checkpoints from `mechinterp sweep
+    analyses/sweeps/sparse_settings.json --out FOLDER` (a minute per model; --quick seconds). Not
+    part of `make analyses`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,17 +28,18 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 
 PROMPTS, OVER_TRAINING = 8192, 1024
-"""Heads are chosen on the first half and everything is measured on the second; rows of before have half as many."""
+"""Numbers of prompts. Heads are chosen on the first half of PROMPTS and measured on the second half; earlier rows have half as
+many. OVER_TRAINING is the number at each saved step."""
 MODEL = ("score", "n_heads", "d_head", "d_model", "n_layers")
 Row = dict[str, object]
 LASSO_PROMPTS = 512
 FIXED = {"gd_fixed": "gd", "algorithm_fixed": "algorithm", "lista": "lista"}
-"""Learners of as few steps as layers allow, their sizes fitted on prompts of their own."""
+"""Learners with as many steps as layers allow; their sizes are fitted on separate prompts."""
 
 
 @cache
 def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
-    """Excess risk of each measured prompt, by learner; lasso has the last of them."""
+    """Excess risk of each measured prompt, by learner; lasso uses the last prompts only."""
     _, prompts = halves(unseen(task, n_prompts).to(torch.float64))
     found = {"ridge": best_ridge(prompts), "lasso": best_lasso(prompts[-LASSO_PROMPTS:])}
     found["gd"] = best(gradient_descent(prompts, steps=128), prompts)
@@ -49,7 +49,7 @@ def learners(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.n
 
 @cache
 def fixed(task: TaskConfig, layers: int, n_prompts: int) -> Mapping[str, np.ndarray]:
-    """The same of FIXED."""
+    """Excess risk of each measured prompt for the learners of FIXED."""
     _, prompts = halves(unseen(task, n_prompts).to(torch.float64))
     gram, r, _ = moments(prompts)
     found = {}
@@ -65,21 +65,22 @@ def same_but_steps(one: Checkpoint, own: ExperimentConfig) -> bool:
 
 
 def shorter_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
-    """The model of the same setting and seed, trained for fewer steps: the longest such run."""
+    """The model of the same setting and seed with fewer steps; the longest of these runs."""
     same = [one for one in models if same_but_steps(one, own)]
     fewer = [one for one in same if one.config.train.steps < own.train.steps]
     return max(fewer, key=lambda one: one.step, default=None)
 
 
 def single_of(own: ExperimentConfig, models: list[Checkpoint]) -> Checkpoint | None:
-    """The model of one head of width d_x + 1, all else equal: of as many steps, or of the most."""
+    """The one-head model of width d_x + 1 with the same settings; of the same number of steps, or
+    else of the most steps."""
     model = replace(own.model, n_heads=1, d_head=own.task.d_x + 1)
     same = [one for one in models if same_but_steps(one, replace(own, model=model))]
     return max(same, key=lambda one: (one.step == own.train.steps, one.step), default=None)
 
 
 def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
-    """Risk, and its ratio to that of each rival on the same prompts."""
+    """Risk, and its ratio to each rival on the same prompts."""
     risk, sem = mean_and_sem(own)
     row: Row = {"risk": float(risk), "risk_sem": float(sem)}
     for name, theirs in rivals.items():
@@ -88,7 +89,7 @@ def against(own: np.ndarray, rivals: Mapping[str, np.ndarray]) -> Row:
 
 
 def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
-    """C9: risk over that of a single head where the context has 2 d_x pairs."""
+    """C9: risk relative to a single head, for contexts of 2 d_x pairs."""
     prompts = unseen(task, n_prompts, length=2 * task.d_x)
     pair, how = typical_ratio(ask.risks(model, prompts), ask.risks(single, prompts))
     row = told("to_single_2d", pair) | {"to_single_2d_by": how}
@@ -96,7 +97,7 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
 
 
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
-    """Effective heads and the share of the best head, by layer."""
+    """Effective heads and share of the best head, by layer."""
     found, shares = ask.spread(model, rise, measured)
     row: Row = {}
     for at, share in enumerate(shares):
@@ -109,7 +110,7 @@ def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
 
 
 def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured: Prompts) -> Row:
-    """What is left with one head or pair in each later layer, or one in the first."""
+    """Risk with one head or pair in each later layer, or one head in the first."""
     row: Row = {}
     for name, heads in gone.items():
         errors, refit = ask.risks(model, measured, heads), ask.refit_risks(model, measured, heads)
@@ -119,7 +120,7 @@ def pruned(model, gone: Mapping[str, list[ask.Head]], full: np.ndarray, measured
 
 
 def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
-    """C14, and what the first layer writes."""
+    """C14, and the output of the first layer."""
     full, less = (ask.probe_risks(model, measured, heads) for heads in ([], gone))
     rise = max(float((one[1:] / one[:-1]).max()) for one in (full, less))
     same = claims()["sparse-C14-first-layer"].holds(abs(full[1] - less[1]))
@@ -129,7 +130,7 @@ def probes(model, gone: list[ask.Head], measured: Prompts) -> Row:
 
 
 def descends(model, single, measured: Prompts) -> Row:
-    """C15: descent on what the first layer writes."""
+    """C15: descent on the output of the first layer."""
     phis = ask.features({"own": model, "single": single}, measured)
     row: Row = {}
     raw, alone = (ask.area(phis, measured, of="own", over=over) for over in (RAW, "single"))
@@ -146,11 +147,11 @@ def descends(model, single, measured: Prompts) -> Row:
 def one_model(
     checkpoint: Checkpoint, single: Checkpoint | None, shorter: Checkpoint | None, n_prompts: int
 ) -> tuple[Row, pd.DataFrame]:
-    """The row of a model, and its first layer over training.
+    """Row of a model, and its first layer over training.
 
     Args:
-        single: Its partner of one head, if it has one.
-        shorter: The same model trained for fewer steps, if there is one.
+        single: The one-head model to compare with, if there is one.
+        shorter: The same model with fewer training steps, if there is one.
     """
     config, model = checkpoint.config, checkpoint.model
     _, measured = halves(unseen(config.task, n_prompts))
@@ -166,7 +167,7 @@ def one_model(
 def claims_of(
     model: ICLTransformer, single: ICLTransformer | None, config: ExperimentConfig, n_prompts: int
 ) -> Row:
-    """Risks, C9 to C15 and what they rest on; C9, C13 and C15 need the partner of one head."""
+    """Risks, C9 to C15 and the numbers behind them; C9, C13 and C15 need the one-head model."""
     scored, measured = halves(unseen(config.task, n_prompts))
     full = ask.risks(model, measured)
     row = against(full, learners(config.task, config.model.n_layers, n_prompts))
@@ -194,12 +195,13 @@ def claims_of(
 
 
 def judged(row: Row) -> Row:
-    """A row with the verdicts that its numbers have."""
+    """A row with the verdicts that follow from its numbers."""
     return row | ask.of_row(row) if row["n_heads"] > 1 else row
 
 
 def over_noise(table: pd.DataFrame) -> list[object]:
-    """C16: whether C11 to C13 hold at noise variances 0.1, 0.4 and 0.8, or where they fail."""
+    """C16: whether C11 to C13 hold at noise variances 0.1, 0.4 and 0.8; "not tested" if one is
+    missing."""
     same = [name for name in (*MODEL, *TASK) if name != "noise_var"]
     same += ["norm", "mlp", "seed", "steps"]
     found: dict[object, object] = {}
@@ -213,7 +215,7 @@ def over_noise(table: pd.DataFrame) -> list[object]:
 
 
 def described(config: ExperimentConfig) -> Row:
-    """What was trained."""
+    """Settings of a training, as columns."""
     row: Row = {name: getattr(config.model, name) for name in MODEL}
     row |= {"d_head": config.d_head, "d_model": config.d_model}
     row |= {name: getattr(config.task, name) for name in TASK}
@@ -223,13 +225,13 @@ def described(config: ExperimentConfig) -> Row:
 
 
 def joined(file: Path, new: pd.DataFrame) -> pd.DataFrame:
-    """A table with these rows in place of those of the same models."""
+    """A table in which these rows replace those of the same models."""
     old = pd.read_csv(file)
     return pd.concat([old[~old.model.isin(new.model)], new], ignore_index=True)
 
 
 def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
-    """The tables of the models in a folder."""
+    """Tables of the models in a folder."""
     checkpoints = ask.trained(sorted(folder.iterdir()))
     rows, histories = [], []
     for checkpoint in checkpoints:
@@ -243,8 +245,8 @@ def measured(folder: Path, n_prompts: int) -> dict[str, pd.DataFrame]:
 
 def main() -> None:
     parser = parser_of(__doc__, quick="fewer prompts")
-    parser.add_argument("folder", type=Path, help="holds one folder per checkpoint")
-    parser.add_argument("--add", action="store_true", help="to the tables in --out")
+    parser.add_argument("folder", type=Path, help="folder with one folder per checkpoint")
+    parser.add_argument("--add", action="store_true", help="add the rows to the tables in --out")
     arguments = parsed(parser)
     n_prompts = 512 if arguments.quick else PROMPTS
     files = measured(arguments.folder, n_prompts)

@@ -1,8 +1,7 @@
-"""The tables and the figure of sparse settings, from `results/sparse_settings.csv`.
+"""Tables and figure of the sparse settings, from `results/sparse_settings.csv`.
 
-python -m analyses.sparse.settings_table  (at once; draws the figure and needs a browser; the tables
-are written by lib/pages.py)
-"""
+python -m analyses.sparse.settings_table  (seconds; draws the figure and needs a browser;
+lib/pages.py writes the tables)"""
 
 from pathlib import Path
 
@@ -18,14 +17,14 @@ RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = {
     "C9": ("several heads lower the risk by a tenth", "risk / a single head's", "to_single_2d"),
     "C10": ("layer 1 spreads over heads, later layers do not", "heads at work in layer 1", "n_eff_1_median"),
-    "C11": ("one head in each later layer will do", "risk / whole model's, refitted", "later_refit"),
-    "C11_pairs": ("a pair in each later layer will do", "the same", "pairs_refit"),
-    "C12": ("one head in layer 1 will not", "risk / whole model's, refitted", "first_refit"),
-    "C13": ("pruned as in C11 it beats a single head", "risk, refitted / a single head's", "later_refit_to_single"),
+    "C11": ("one head in each later layer is enough", "risk / whole model's, refitted", "later_refit"),
+    "C11_pairs": ("a pair in each later layer is enough", "the same", "pairs_refit"),
+    "C12": ("one head in layer 1 is not enough", "risk / whole model's, refitted", "first_refit"),
+    "C13": ("pruned as in C11, it beats a single head", "risk, refitted / a single head's", "later_refit_to_single"),
     "C14": ("probes improve from layer to layer", "", ""),
-    "C15": ("descent is better on what layer 1 writes", "risk / that on x, step 16", "step_16_to_raw"),
+    "C15": ("descent is better on the output of layer 1", "risk / that on x, step 16", "step_16_to_raw"),
 }  # fmt: skip
-"""What is asked, the number that says most of it, and its column."""
+"""Text of each claim, its main number, and the column of that number."""
 PATTERN = ("C10", "C11", "C12")
 SHOWN = (
     "d8s2-linear-h8x4-l3-noise0.1-s0",
@@ -37,7 +36,7 @@ SHOWN = (
 
 
 def told(value: float, sem: float, digits: int = 3) -> str:
-    """A number with its standard error, or that there is none.
+    """A number with its standard error, or "no partner".
 
     Example:
         >>> told(0.5, 0.01)
@@ -47,24 +46,24 @@ def told(value: float, sem: float, digits: int = 3) -> str:
 
 
 def table_of(results: Path) -> pd.DataFrame:
-    """A row per model, those of one setting side by side."""
+    """One row per model, sorted by setting."""
     found = pd.read_csv(results / "sparse_settings.csv")
     found["setting"] = [setting(row) for _, row in found.iterrows()]
     for claim in CLAIMS:
         found[claim] = found[claim].map({True: True, False: False, "True": True, "False": False})
-    # Of two heads the best pair is the whole layer.
+    # With two heads, the best pair is the whole layer.
     found["C11_pairs"] = found.C11_pairs.where(found.n_heads > 2, np.nan)
     order = ["d_x", "score", "n_layers", "sparsity", "d_head", "n_heads"]
     return found.sort_values(order, ascending=[False, True, True, True, True, True])
 
 
 def screened(found: pd.DataFrame) -> pd.DataFrame:
-    """The first seed of every setting, trained for as long as all."""
+    """The first seed of every setting, at the shortest training."""
     return found[(found.seed == found.seed.min()) & (found.steps == found.steps.min())]
 
 
 def setting(row: pd.Series) -> str:
-    """A setting in a few words: what differs from the centre, but for its heads."""
+    """A setting as text: its differences from the central setting, and its heads."""
     parts = [f"d_x {row.d_x}, s {row.sparsity}", row.score]
     if row.n_layers != 3:
         parts.append(f"{row.n_layers} layers")
@@ -84,7 +83,7 @@ def several(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def models(results: Path) -> str:
-    """A row per model."""
+    """Table with one row per model."""
     rows = []
     for _, row in screened(table_of(results)).iterrows():
         cells = [row.setting, told(row.to_ridge, row.to_ridge_sem, 2)]
@@ -115,7 +114,7 @@ def held(row: pd.Series) -> str:
 
 
 def claims(results: Path) -> str:
-    """A row per claim: in how many settings it holds."""
+    """Table with one row per claim: number of settings in which it holds."""
     found = several(screened(table_of(results)))
     rows = []
     for claim, (asked, what, column) in CLAIMS.items():
@@ -127,7 +126,8 @@ def claims(results: Path) -> str:
 
 
 def wide_inputs(results: Path) -> str:
-    """The models of several heads at d_x 16 and more, beside Algorithm 1 and by what layer 1 writes."""
+    """Models of several heads with d_x of at least 16, compared with Algorithm 1, and the output of
+    layer 1."""
     rows = []
     for _, row in several(table_of(results)).query("d_x >= 16").iterrows():
         cells = [row.setting, f"{row.steps:,}", told(row.to_ridge, row.to_ridge_sem, 2)]
@@ -147,7 +147,8 @@ def at_work(row: pd.Series) -> str:
 
 
 def seeds(results: Path) -> str:
-    """The settings with several seeds: means over seeds with their standard errors, and how often claims hold."""
+    """Settings with several seeds: means over seeds with standard errors, and how often claims
+    hold."""
     found = several(table_of(results))
     found = found[found.steps == found.steps.min()]
     rows = []
@@ -167,12 +168,12 @@ def seeds(results: Path) -> str:
 
 
 def over(values: pd.Series, digits: int) -> str:
-    """Their mean and its standard error."""
+    """Mean and its standard error."""
     return told(values.mean(), values.sem(), digits)
 
 
 def steps(results: Path) -> str:
-    """What twice as many steps change, a row per model."""
+    """Effect of twice as many steps, one row per model."""
     found = table_of(results)
     longer = found.dropna(subset=["to_fewer_steps"])
     rows = []
@@ -186,7 +187,7 @@ def steps(results: Path) -> str:
 
 
 def between(values: pd.Series) -> str:
-    """The least and the largest of them.
+    """Range from smallest to largest.
 
     Example:
         >>> between(pd.Series([1.0, 2.5]))
@@ -196,7 +197,7 @@ def between(values: pd.Series) -> str:
 
 
 def pattern(found: pd.DataFrame) -> pd.DataFrame:
-    """The models that show the pattern: C10, C11 and C12."""
+    """Models with the whole pattern: C10, C11 and C12."""
     return found[found[list(PATTERN)].all(axis=1)]
 
 
@@ -207,7 +208,7 @@ def importance(row: pd.Series) -> np.ndarray:
 
 
 def figure(results: Path, shown: list[str]) -> go.Figure:
-    """Importance of heads, layers by heads, of these models side by side."""
+    """Importance of heads, layers by heads, for these models side by side."""
     found = table_of(results).set_index("model")
     rows = [found.loc[name] for name in shown]
     titles = [row.setting.replace("; ", "<br>") for row in rows]

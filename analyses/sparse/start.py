@@ -1,16 +1,16 @@
-"""What training makes of the published construction of sparse regression, when it starts from it.
+"""Training of sparse regression that starts from the published construction.
 
-Trained models do not find it; would they keep it? In the first layer as many heads as coordinates
-write r_j x_j, and one head in each later layer descends on that. Trained on: alone, where the zero
-heads stay zero; with the other heads of later layers at half of the size they would start with;
-and, as a control, the same shape with nothing of it. One seed each. Twice: in the task of the
-shipped models (noise variance 0.1, steps of 0.5, 50,000 steps of training), and where the mechanism
-is expected to win (fairness.py: d_x 24, one entry of +-1, 48 pairs, noise variance 0.4; 20,000 steps
-by plan.md), where the ends are measured as the models of the plan are. The table of the second was
-trained from two equal sizes, the best of those; --train starts from the best of all.
-Run: python -m analyses.sparse.start (seconds: the records of the tables that are there), and with
---train to train again (two hours on one core; with --quick a few minutes).
-"""
+Trained models do not find the construction; the question is whether they keep it. In the first
+layer as many heads as coordinates write r_j x_j, and one head in each later layer descends on that.
+Three arms are trained further: the construction alone, whose zero heads stay zero; with the other
+heads of later layers at half of their usual initial size; and, as a control, the same shape from
+random weights. One seed each, in two tasks. The first is that of the shipped models (noise variance
+0.1, steps of 0.5, 50,000 training steps). The second is one where the mechanism should win
+(fairness.py: d_x 24, one entry of +-1, 48 pairs, noise variance 0.4; 20,000 steps by plan.md),
+measured as the models of the plan are. Its table was trained from two equal sizes, the best equal
+ones; --train starts from the best of all sizes.
+Run: python -m analyses.sparse.start (seconds: records from the existing tables), or with --train to
+    train again (two hours on one core; with --quick a few minutes)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,19 +37,20 @@ NOISE, ETA, SIZE = 0.1, 0.5, 0.5
 ARMS = ("built, alone", "built, with other heads", "at random")
 TRAINED = at.named(8, NOISE, 0)
 RIVALS = ("trained", "ridge", "algorithm")
-"""The shipped model of 8 heads; ridge and Algorithm 1 at their best."""
+"""The shipped model of 8 heads, and ridge and Algorithm 1 at their best."""
 PLANNED = "d24s1-linear-h24x25-l3-noise0.4-s0"
-"""The model of the plan whose task and training the second time has."""
+"""The model of the plan with the task and training of the second part."""
 FOLLOWED = 512
 HEADS = ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O")
 FILES = {"shipped": "sparse_start.csv", "expected": "sparse_start_expected.csv"}
-Told = Callable[[ICLTransformer, bool], dict[str, object]]
-"""The numbers of a model; more of them at the first and last step."""
+Measure = Callable[[ICLTransformer, bool], dict[str, object]]
+"""Function from a model to its numbers; the flag asks for more of them, at the first and last step.
+"""
 
 
 def start_of(arm: str, config: ExperimentConfig, etas: Sequence[float]) -> Weights:
-    """The construction with these steps, its zero heads as they are or smaller than PyTorch would
-    start them; or nothing of it."""
+    """Weights of an arm: the construction with these steps, alone or with small random other heads;
+    or random weights only."""
     drawn = initial_deep_weights(config)
     if arm == "at random":
         return drawn
@@ -74,7 +75,7 @@ def shipped_config(steps: int) -> ExperimentConfig:
 
 
 def config_of(steps: int) -> ExperimentConfig:
-    """That of the plan, with the shape of the construction."""
+    """The config of the plan with the shape of the construction."""
     plan = load_sweep(PLAN)[PLANNED]
     d_x = plan.task.d_x
     train = replace(plan.train, steps=steps, log_every=max(1, steps // 20), snapshot_every=steps)
@@ -83,20 +84,21 @@ def config_of(steps: int) -> ExperimentConfig:
 
 
 def step_sizes(config: ExperimentConfig, n_prompts: int = FIT) -> list[float]:
-    """The fixed sizes of Algorithm 1's steps with the least mean risk, on prompts not measured on."""
+    """Fixed step sizes of Algorithm 1 with the smallest mean risk, on prompts that are not measured
+    on."""
     found = of_task("algorithm", config.task, config.model.n_layers, n_prompts)
     return found.flatten().tolist()
 
 
-def follow(config: ExperimentConfig, etas: Sequence[float], told: Told) -> pd.DataFrame:
-    """What becomes of each arm, at 21 steps of training."""
+def follow(config: ExperimentConfig, etas: Sequence[float], measure: Measure) -> pd.DataFrame:
+    """Numbers of each arm at 21 steps of training."""
     rows: list[dict[str, object]] = []
     for arm in ARMS:
         run = DeepRun({arm: config}, start=start_of(arm, config, etas))
         while True:
             model = ICLTransformer.from_weights(run.weights, task=config.task)
             at_end = run.finished or not run.step
-            rows.append({"arm": arm, "step": run.step} | told(model, at_end))
+            rows.append({"arm": arm, "step": run.step} | measure(model, at_end))
             if run.finished:
                 break
             run.advance()
@@ -113,7 +115,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
         at.best(path, prompts),
     )
 
-    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+    def measure(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         errors = ask.risks(model, prompts)
         risk, sem = map(float, mean_and_sem(errors))
         row: dict[str, object] = {"risk": risk, "risk_sem": sem}
@@ -125,23 +127,23 @@ def train_shipped(quick: bool) -> pd.DataFrame:
             row[f"to {name}"], row[f"to {name} sem"] = at.ratio(errors, theirs)
         return row
 
-    return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, told)
+    return follow(shipped_config(500 if quick else 50_000), [ETA] * 3, measure)
 
 
 def train_expected(quick: bool) -> pd.DataFrame:
     config, n_prompts = config_of(200 if quick else 20_000), 128 if quick else PROMPTS
     prompts = at.unseen(config.task, FOLLOWED)
 
-    def told(model: ICLTransformer, at_end: bool) -> dict[str, object]:
+    def measure(model: ICLTransformer, at_end: bool) -> dict[str, object]:
         risk, sem = map(float, mean_and_sem(ask.risks(model, prompts)))
         row: dict[str, object] = {"followed_risk": risk, "followed_risk_sem": sem}
         return row | (claims_of(model, None, config, n_prompts) if at_end else {})
 
-    return follow(config, step_sizes(config), told)
+    return follow(config, step_sizes(config), measure)
 
 
 def records(shipped: pd.DataFrame, expected: pd.DataFrame) -> list[Record]:
-    """What the last rows of all arms say."""
+    """Records from the last rows of all arms."""
     first, _ = (f"r2 {name}" for name in STRUCTURES)
     ends = ends_of(shipped)
     asked = {"writes": paired(ends, first, f"{first} sem")}

@@ -1,11 +1,10 @@
-"""One trained model of sparse regression where the published construction can win: d_x 64, 4
-entries +-1/2, 64 heads.
+"""One trained model of sparse regression in a task where the published construction can win: d_x
+64, 4 entries +-1/2, 64 heads.
 
 Linear scores, 4 layers, width 144, heads of width 2, prompts of 32 to 128 pairs, noise variance
-0.25, one seed: as many heads as coordinates, d_x / s = 16 and room for x and R x beside each other.
-Same prompts for the model and its rivals; C10 has a quarter of them. Run: python -m analyses
-sparse/wide (a quarter of an hour; --quick half a minute)
-"""
+0.25, one seed. There are as many heads as coordinates, d_x / s = 16, and room for x and R x side by
+side. Model and rivals share the prompts; C10 uses a quarter of them. Run: python -m analyses
+sparse/wide (15 minutes; --quick half a minute)"""
 
 import numpy as np
 import pandas as pd

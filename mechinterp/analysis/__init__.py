@@ -1,4 +1,4 @@
-"""Analyses beside those at the top level, and what some of them take as arguments."""
+"""Further analyses, and classes that some analyses take as arguments."""
 
 from mechinterp.rooms import names_of
 
@@ -7,7 +7,6 @@ HOMES = {
     "Langevin": "mechinterp.analysis.training.sampler",
     "baselines": "mechinterp.analysis.learners.baselines",
     "best_head_first": "mechinterp.analysis.ablation.pruning",
-    "coefficient_snapshots": "mechinterp.analysis.training.coefficient_snapshots",
     "preconditioned": "mechinterp.analysis.probing.linear",
     "reweighted": "mechinterp.analysis.probing.linear",
 }

@@ -1,4 +1,4 @@
-"""Meaning and unit of a table's columns, as the fields and properties of the results behind it say them."""
+"""Meaning and unit of the columns of tables, read from the docstrings of the results behind them."""
 
 import ast
 import re
@@ -10,43 +10,45 @@ from itertools import pairwise
 from textwrap import dedent
 
 COMMON = {
-    "attention": "Weight the query gives to the token.",
+    "attention": "Attention weight of the query on the token.",
     "checkpoint": "Folder or file.",
     "component": "Principal component of x, 1 for the one learned first.",
-    "context_length": "Pairs before the query.",
-    "evidence": "What was measured.",
+    "context_length": "Number of pairs before the query.",
+    "evidence": "Name of the measured number.",
     "head": "Number of the head, from 0.",
-    "how": "How this was computed.",
-    "input": "What the later head makes of it: its query, key or value.",
-    "key": "The token, from 0.",
-    "label": "Kind of head: signs of omega and mu, or why it has none.",
-    "later_head": "The head that reads, from 0.",
-    "later_layer": "The layer that reads, from 0.",
+    "how": "How the number is computed.",
+    "input": "Input of the later head: its query, key or value.",
+    "key": "Number of the token, from 0.",
+    "label": "Kind of head: signs of omega and mu, or why the head has none.",
+    "later_head": "Number of the reading head, from 0.",
+    "later_layer": "Layer of the reading head, from 0.",
     "layer": "Number of the layer, from 0.",
     "learner": "Closed-form learner that the model is compared with.",
-    "models": "Models of the setting that form this pattern.",
+    "models": "Number of models of the setting with this pattern.",
     "n_kept": "Number of heads kept.",
-    "of": "Models of the setting.",
+    "of": "Number of models of the setting.",
     "order": "Order in which heads are masked.",
     "other": "The other head.",
-    "pattern": "What the heads form together.",
-    "pos": "Position of the target in the prompt, from 0; the last is the query's.",
+    "pattern": "Pattern that the heads form together.",
+    "pos": "Position of the target in the prompt, from 0; the last position is the query's.",
     "prompt": "Number of the prompt.",
-    "random_weights": "Where 90% of models with random initial weights lie in this number.",
+    "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
     "seed": "Seed of the initial weights.",
-    "setting": "Models that differ in nothing but seeds, by what their names begin with.",
-    "step": "Updates made.",
-    "tasks": "Whether the prompts have tasks of the pool or new ones.",
+    "setting": "Models that differ in nothing but seeds, named by the common start of their names.",
+    "step": "Number of updates.",
+    "tasks": "Tasks of the prompts: those of the pool, or new ones.",
     "value": "The number.",
 }
-"""Columns that count or name what a row is of."""
+"""Columns that count rows or name what a row is about."""
 UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y)\b")
 
 
 def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
-    """What the columns of a result's tables mean; those that no field is named for are left out.
+    """Meanings of the columns of a result's tables; columns without a field of that name are left
+    out.
 
-    A column `mu_0` is an entry of the field `mu`, and `rise_sem` without a docstring the standard error of `rise`.
+    A column `mu_0` is an entry of the field `mu`. A column `rise_sem` without a docstring is the
+    standard error of `rise`.
 
     Example:
         >>> from mechinterp.analysis.ablation.orders import PairAblation
@@ -61,7 +63,7 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
 
 
 def unit_of(meaning: str) -> str:
-    """The unit that a meaning names; none for one without.
+    """Unit named in a meaning; empty if there is none.
 
     Example:
         >>> unit_of("Fall of the risk, unit y^2."), unit_of("Share.")
@@ -73,7 +75,7 @@ def unit_of(meaning: str) -> str:
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """The docstring of each field and property of a class, its bases' before it, and its `COLUMNS` beside them."""
+    """Docstrings of the fields and properties of a class and its bases, and its `COLUMNS`."""
     texts: dict[str, str] = {}
     for each in reversed(cls.__mro__[:-1]):
         texts |= {
@@ -84,7 +86,7 @@ def docstrings(cls: type) -> Mapping[str, str]:
             continue
         try:
             body = ast.parse(dedent(getsource(each))).body[0].body  # type: ignore[attr-defined]
-        except OSError:  # without its source a class has no docstrings of fields
+        except OSError:  # docstrings of fields need the source of the class
             continue
         for field, text in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
@@ -93,7 +95,7 @@ def docstrings(cls: type) -> Mapping[str, str]:
 
 
 def _classes(result: object) -> Iterator[type]:
-    """The class of a result, and those of the results in it, the nearest first."""
+    """Classes of a result and of the results inside it."""
     if isinstance(result, type):
         yield result
         return

@@ -1,4 +1,5 @@
-"""Several models side by side: pattern, loss on shared prompts and scales of each, over the seeds of a setting."""
+"""Several models side by side: pattern, scales and loss on shared prompts, averaged over the seeds
+of a setting."""
 
 import json
 import re
@@ -16,7 +17,6 @@ from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.analysis.training.kept_steps import loss_curve
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result
@@ -25,30 +25,31 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
-MAX_POINTS = 200  # of a curve
+MAX_POINTS = 200  # largest number of points of a curve
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Result):
-    """What each of several models is; models that differ in nothing but seeds share a setting."""
+    """Labels and losses of several models; models that differ in nothing but seeds share a setting."""
 
     names: tuple[str, ...]
     settings: tuple[str, ...]
     """Setting of each model."""
     seeds: Int[np.ndarray, " model"]
     fields: pd.DataFrame
-    """One row per setting: the fields of the config in which settings differ."""
+    """One row per setting, with the config fields in which settings differ."""
     found: tuple[Classification, ...]
     loss: Float[np.ndarray, " model"]
-    """Mean squared error on prompts of the model's own task, shared by models of one task; unit y^2."""
+    """Mean squared error on prompts of the model's own task; models of one task share the prompts.
+    Unit y^2."""
     loss_sem: Float[np.ndarray, " model"]
     """Standard error of `loss` over prompts."""
     curves: tuple[Float[np.ndarray, "_ 2"], ...]
-    """Step and eval_loss of each model's history; no rows without one."""
+    """Step and eval_loss of each model's history; empty without a history."""
     COLUMNS: ClassVar = {
         "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
-        "mu_abs": "Sum of |mu| over heads; it does not change when a head is split in two.",
-        "omega_abs": "Mean |omega| of heads that are no dummies, unit 1/x^2.",
+        "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
+        "omega_abs": "Mean |omega| of heads that are not dummies, unit 1/x^2.",
     }
 
     def __repr__(self) -> str:
@@ -73,7 +74,7 @@ class Comparison(Result):
         return pd.DataFrame(columns)
 
     def settings_frame(self) -> pd.DataFrame:
-        """One row per setting and pattern found in it: means over its models, with standard errors over them."""
+        """One row per setting and pattern: means over the models, with standard errors."""
         frame, rows = self.to_frame(), []
         for (setting, pattern), models in frame.groupby(["setting", "pattern"], sort=False):
             total = int((frame["setting"] == setting).sum())
@@ -116,7 +117,8 @@ class Comparison(Result):
         )
 
     def mean_curves(self) -> dict[str, Float[np.ndarray, "3 step"]]:
-        """Step, mean loss and its standard error over the models, of settings whose models share their steps."""
+        """Step, mean loss and its standard error over the models, for settings whose models log the
+        same steps."""
         shared = {}
         for setting in self.fields["setting"]:
             chosen = np.array(self.settings) == setting
@@ -129,7 +131,8 @@ class Comparison(Result):
         return shared
 
     def plot_mean_curves(self) -> go.Figure:
-        """Mean loss over training of each setting whose models share their steps, with error bars over the models."""
+        """Mean loss over training, with error bars over the models; needs models that log the same
+        steps."""
         return figures.runs(
             {name: {name: tuple(curve)} for name, curve in self.mean_curves().items()},
             title="Mean loss during training, with its standard error over models",
@@ -152,10 +155,10 @@ def compare(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Comparison:
-    """What each of several one-layer models is, and how seeds of one setting agree.
+    """Labels and losses of several one-layer models, and the agreement of seeds of one setting.
 
     Args:
-        n_prompts: Prompts behind each classification; losses take five times as many.
+        n_prompts: Number of prompts for each classification; losses use five times as many.
         progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint.
@@ -190,18 +193,19 @@ def compare(
         ),
         loss=loss,
         loss_sem=loss_sem,
-        curves=tuple(loss_curve(checkpoint) for checkpoint in checkpoints),
+        curves=tuple(checkpoint.loss_curve for checkpoint in checkpoints),
     )
 
 
 def _setting(config: ExperimentConfig) -> str:
-    """The config without its seeds, as text."""
+    """The config without its seeds, as JSON text."""
     fields = flatten(asdict(config))
     return json.dumps({name: value for name, value in fields.items() if name not in SEEDS})
 
 
 def _titles(names: list[list[str]]) -> list[str]:
-    """For each setting the name that its models have but for the seed, or a number where they have none."""
+    """Common name of the models of each setting without the seed; a number if they have no common
+    name."""
     titles: list[str] = []
     for group in names:
         stems = {SEED_IN_NAME.sub("", name) for name in group} if len(group) > 1 else set(group)
@@ -211,7 +215,7 @@ def _titles(names: list[list[str]]) -> list[str]:
 
 
 def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
-    """A row for each setting: its name, and the fields in which settings differ."""
+    """One row per setting: its name, and the fields in which settings differ."""
     fields = pd.DataFrame(settings, dtype=object)
     fields = fields.map(lambda value: value if isinstance(value, str) else json.dumps(value))
     fields = fields.loc[:, fields.nunique() > 1]
@@ -220,13 +224,13 @@ def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
 
 
 def _active_mean(values: np.ndarray, labels: Sequence[str]) -> float:
-    """Mean over the heads that are no dummies; NaN if there are none."""
+    """Mean over the heads that are not dummies; NaN if there are none."""
     chosen = [value for value, label in zip(values, labels, strict=True) if label != "dummy"]
     return float(np.mean(chosen)) if chosen else float("nan")
 
 
 def _thinned(curve: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "point column"]:
-    """At most MAX_POINTS rows, evenly spaced on a logarithmic axis, the last among them."""
+    """At most MAX_POINTS rows, evenly spaced on a logarithmic axis; the last row is kept."""
     if len(curve) <= MAX_POINTS:
         return curve
     rows = np.geomspace(1, len(curve), MAX_POINTS).round().astype(int) - 1

@@ -1,4 +1,4 @@
-"""The labels of models in words: one table for verdicts, for names of learners beside each other, and for the page."""
+"""Texts of the labels: one table for verdicts, names of learners and the glossary of the page."""
 
 from dataclasses import dataclass
 
@@ -10,66 +10,67 @@ STEP = "ŷ = w·x, w ← w + η (b − S w) from w = 0 in each layer"
 
 @dataclass(frozen=True)
 class Label:
-    """What a label says of a model."""
+    """Texts and calibration counts of a label."""
 
     text: str
-    """What such a model computes; of several layers with the formula, of one before it."""
+    """Description of a model with this label: without its formula for one layer, with it for several."""
     meaning: str
-    """A line for the page's list of words."""
+    """Line in the glossary of the page."""
     wrong: int
-    """Of the models of known kind that got the label under the default limits, those that got it wrongly."""
+    """Number of calibration models that got this label although it is wrong (default limits)."""
     named: int
-    """Models of known kind that got it."""
+    """Number of calibration models that got this label."""
     name: str = ""
-    """Of the algorithm beside others."""
+    """Name of the algorithm in lists of algorithms."""
     numbers: tuple[str, ...] = ()
-    """Letters of the fitted numbers, in their order."""
+    """Letters of the fitted numbers, in order."""
     cases: tuple[str, ...] = ()
-    """Simple learners that are no alternative to the label, being cases of it."""
+    """Simple learners that are special cases of the label, so that they are no alternative to it.
+    """
 
 
 PATTERNS = {
     "debiased_gd": Label(
         f"one step of gradient descent on {CENTRED}",
-        "One step of gradient descent with the mean of x removed: (eta/L) Σ y_l ⟨x_l − x̄, x_query⟩.",
+        "One step of gradient descent on x minus its mean: (eta/L) Σ y_l ⟨x_l − x̄, x_query⟩.",
         *(1, 452),
         cases=("debiased_gd",),
     ),
     "kernel_regression": Label(
-        f"averages of y_l over {PAIRS}",
-        "The prediction is mu times a softmax-weighted mean of the y.",
+        f"weighted averages of y_l over {PAIRS}",
+        "Kernel smoother: mu times a softmax-weighted mean of the y.",
         *(0, 87),
         cases=("kernel_head",),
     ),
     "linear_gd": Label(
         f"one step of preconditioned gradient descent on {PAIRS}",
-        "Linear attention: one (preconditioned) step.",
+        "Linear attention: one step of gradient descent, possibly with a preconditioner.",
         *(0, 82),
         cases=("vanilla_gd",),
     ),
     "preconditioned_gd": Label(
         f"one step of preconditioned gradient descent on {CENTRED}",
-        "One layer: a debiased step with one matrix for all heads in place of omega times the identity.",
+        "One layer: a debiased step with one matrix for all heads instead of omega times the identity.",
         *(0, 59),
     ),
     "superposition": Label(
-        f"one step of gradient descent for each response, by heads that several share, on {CENTRED}",
-        "Several responses, and heads that serve several of them.",
+        f"one step of gradient descent for each response, by heads that serve several responses, on {CENTRED}",
+        "Several responses; a head serves several of them.",
         *(0, 59),
     ),
     "task_heads": Label(
-        f"one step of gradient descent for each response, by heads of its own, on {CENTRED}",
-        "Several responses, and heads that serve one each.",
+        f"one step of gradient descent for each response, by separate heads, on {CENTRED}",
+        "Several responses; each head serves one of them.",
         *(0, 61),
     ),
     "weighted_preconditioned_gd": Label(
-        f"one step of gradient descent for each response on {CENTRED}, with the same weights of coordinates for all",
-        "Several responses: a debiased step for each, with the same weights of coordinates for all.",
+        f"one step of gradient descent for each response on {CENTRED}, all with the same weights of coordinates",
+        "Several responses: a debiased step for each, all with the same weights of coordinates.",
         *(0, 58),
     ),
 }
-"""Labels of one layer of attention. The counts are those of analyses/results/calibration_models.csv: models drawn after
-the rules of labels were settled."""
+"""Labels of one layer of attention, with counts from analyses/results/calibration_models.csv. These
+models were drawn after the rules of the labels were fixed."""
 ALGORITHMS = {
     "gradient_descent": Label(
         f"gradient descent on the prompt's pairs: {STEP}; {MOMENTS}",
@@ -117,24 +118,24 @@ ALGORITHMS = {
         numbers=("η", "t"),
     ),
     "ridge_like": Label(
-        f"what ridge regression predicts, by whatever steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
-        "Several layers that end as ridge regression does, by steps that are not identified.",
+        f"the prediction of ridge regression, by unidentified steps: ŷ = x·(S + λ/L)⁻¹ b; {MOMENTS}",
+        "Several layers whose prediction is that of ridge regression; the steps are not identified.",
         *(1, 12),
         name="ridge regression",
         numbers=("λ",),
     ),
     "posterior_mean": Label(
-        "the posterior mean under the pool of tasks, by whatever steps: ŷ = Σ_i p_i β_i·x, "
+        "the posterior mean under the pool of tasks, by unidentified steps: ŷ = Σ_i p_i β_i·x, "
         "p_i ∝ exp(−Σ_l (y_l − β_i·x_l)²/(2σ²))",
         "Several layers that predict the posterior mean under the task's pool.",
         *(0, 7),
         name="the posterior mean under the pool",
     ),
 }
-"""Labels of several layers. The counts are those of analyses/algorithms/calibration.py, all parts together."""
+"""Labels of several layers, with counts of all parts of analyses/algorithms/calibration.py."""
 NO_LABEL = {
-    "undetermined": "none of the known {kind} clearly (undetermined)",
-    "unstructured": "nothing that random weights do not compute, too (unstructured)",
+    "undetermined": "none of the known {kind} fits clearly (undetermined)",
+    "unstructured": "nothing beyond what random weights compute (unstructured)",
 }
 LEARNERS = {
     "vanilla_gd": "a plain gradient step",
@@ -143,4 +144,4 @@ LEARNERS = {
     "least_squares": "least squares",
     "ridge": "ridge regression",
 }
-"""Simple learners by name."""
+"""Texts for simple learners, by name."""

@@ -1,4 +1,4 @@
-"""What analyses ask of a model, and which of them its page has unasked: yes or no of a model."""
+"""Requirements of analyses: functions that return True if an analysis can run on a model."""
 
 from collections.abc import Callable
 
@@ -8,107 +8,104 @@ from mechinterp.models.hooked.masks import pattern_name
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
-"""Edges between heads up to which the page has them unasked."""
+"""Largest number of edges between heads at which the default page includes them; patching more
+takes minutes."""
 DISTRIBUTIONS = ("softmax", "1+tanh", "(1+Cx)^2")
-"""Scores whose attention weights are none below 0 and add up to 1."""
+"""Scores whose attention weights are >= 0 and sum to 1."""
 Model = Checkpoint | HookedModule
 Needs = Callable[[Model], bool]
-"""What an analysis asks of a model."""
+"""Function that returns True if a model satisfies a requirement."""
 
 
 def nothing(source: Model) -> bool:
-    """Every model."""
+    """True for every model."""
     return True
 
 
 def one_attention(source: Model) -> bool:
-    """One layer of attention, which its circuits describe."""
+    """True for one layer of attention, which has circuits."""
     return predictor_of(source).is_one_attention
 
 
 def more_than_attention(source: Model) -> bool:
-    """Several layers, or one with a norm or an MLP around it."""
+    """True for several layers, or one layer with a norm or an MLP."""
     return not one_attention(source)
 
 
 def several_layers(source: Model) -> bool:
-    """Two layers or more."""
+    """True for two layers or more."""
     return predictor_of(source).n_layers > 1
 
 
 def own_weights(source: Model) -> bool:
-    """Weights of this package, by name."""
+    """True for a model with named weights of this package."""
     return predictor_of(source).weights is not None
 
 
 def weights_of_layers(source: Model) -> bool:
-    """Weights of this package, of two layers or more."""
+    """True for weights of this package with two layers or more."""
     return own_weights(source) and several_layers(source)
 
 
 def patterns(source: Model) -> bool:
-    """Attention weights that are known."""
+    """True if the attention weights can be read."""
     predictor = predictor_of(source)
     return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
 
 
 def a_distribution(source: Model) -> bool:
-    """Attention weights that are known, none below 0, and add up to 1."""
+    """True if the attention weights can be read, are >= 0 and sum to 1."""
     weights = predictor_of(source).weights
     return patterns(source) and (weights is None or weights.model.score in DISTRIBUTIONS)
 
 
 def edges_to_patch(source: Model) -> bool:
-    """Weights of several layers whose outputs add up in the stream."""
+    """True for several layers whose outputs add up in the stream."""
     weights = predictor_of(source).weights
     return several_layers(source) and weights is not None and weights.model.norm != "after"
 
 
 def few_edges(source: Model) -> bool:
-    """No more edges between heads than are patched in a minute or so."""
+    """True if patching all edges between heads takes about a minute at most."""
     predictor = predictor_of(source)
     pairs = predictor.n_layers * (predictor.n_layers - 1) // 2
     return 3 * predictor.n_heads**2 * pairs <= MOST_EDGES
 
 
 def a_history(source: Model) -> bool:
-    """A history of its training."""
+    """True if the training history is stored."""
     return source.history is not None
 
 
-def a_history_of_scales(source: Model) -> bool:
-    """A history of its training with the scales of the heads of one layer of attention."""
-    return source.history is not None and "omega" in source.history
-
-
-def snapshots(source: Model) -> bool:
-    """Weights kept during training."""
-    return bool(source.snapshots)
-
-
-def snapshots_of_attention(source: Model) -> bool:
-    """Weights kept during the training of one layer of attention."""
-    return snapshots(source) and one_attention(source)
-
-
-def snapshots_of_layers(source: Model) -> bool:
-    """Weights kept during the training of several layers."""
-    return snapshots(source) and more_than_attention(source)
-
-
-def snapshots_of_components(source: Model) -> bool:
-    """Weights kept during the training of one layer of linear attention on a single response."""
+def linear_components(source: Model) -> bool:
+    """One layer of linear attention that predicts a single response, on a single task."""
     weights, task = predictor_of(source).weights, source.task
-    if weights is None or getattr(source, "kept", None) or not snapshots_of_attention(source):
+    if weights is None or not one_attention(source):
         return False
     return weights.model.score == "linear/L" and task.d_y == 1 and task.supports is None
 
 
+def jumps_ahead(source: Model) -> bool:
+    """A training of linear attention whose jumps follow from its initial weights."""
+    if not isinstance(source, Checkpoint) or source.training is None:
+        return False
+    model = source.config.model
+    if model.score != "linear/L" or not model.one_attention:
+        return False
+    from mechinterp.analysis.training.jumps import jump_forecast
+
+    try:
+        jump_forecast(source)
+    except ValueError:
+        return False
+    return True
+
+
 def a_pool(source: Model) -> bool:
-    """A task with a pool of task vectors."""
+    """True if the task has a pool of task vectors."""
     return source.task.n_tasks is not None
 
 
 def never(source: Model) -> bool:
-    """On request only."""
+    """False for every model: the analysis runs on request only."""
     return False

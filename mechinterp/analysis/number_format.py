@@ -1,4 +1,4 @@
-"""Numbers as text: the one place that says how many digits a number has."""
+"""Numbers as text; the only file that decides how many digits are printed."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ Number = float | np.floating
 
 
 def digits(value: Number) -> str:
-    """Three significant digits; 0 for what is 0 but for rounding.
+    """Three significant digits; values that are 0 up to rounding print as 0.
 
     Example:
         >>> [digits(value) for value in (1.0026, 0.88664, 152.4, 20640.0, 1e-23)]
@@ -22,7 +22,8 @@ def digits(value: Number) -> str:
 
 
 def with_error(value: Number, sem: Number) -> str:
-    """A number to the first digit of its standard error, at most six decimals; large ones in powers of ten.
+    """A number rounded to the first digit of its standard error, with at most six decimals; powers
+    of ten if large.
 
     Example:
         >>> with_error(0.24321, 0.0123), with_error(152.3, 12.0), with_error(float("nan"), 1.0)
@@ -47,7 +48,7 @@ def with_error(value: Number, sem: Number) -> str:
 
 
 def explained(r2: Number, sem: Number) -> str:
-    """R^2 with its standard error, to the digit that the error is of.
+    """R^2 with its standard error, rounded to the first digit of the error.
 
     Example:
         >>> explained(0.99894, 0.00012), explained(1.0, 0.0)
@@ -57,17 +58,17 @@ def explained(r2: Number, sem: Number) -> str:
 
 
 def beside(lead: Number, sem: Number) -> str:
-    """How much less than the winner something explains, or how much more.
+    """Difference of an R^2 to a reference, in words.
 
     Example:
         >>> beside(0.0027, 0.0004), beside(-0.0003, 0.0002)
-        ('0.0027 ± 0.0004 less', '0.0003 ± 0.0002 more')
+        ('lower by 0.0027 ± 0.0004', 'higher by 0.0003 ± 0.0002')
     """
-    return f"{with_error(abs(float(lead)), sem)} {'less' if lead >= 0 else 'more'}"
+    return f"{'lower' if lead >= 0 else 'higher'} by {with_error(abs(float(lead)), sem)}"
 
 
 def p_text(p: Number, n_random: int) -> str:
-    """A p-value from n_random random draws; at its floor, that none of them reaches so far.
+    """A p-value from n_random random models; "p < 1/n" if none of them reaches the value.
 
     Example:
         >>> p_text(1 / 401, 400), p_text(0.2594, 400)
@@ -79,7 +80,7 @@ def p_text(p: Number, n_random: int) -> str:
 
 
 def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
-    """An entry of a table: three digits, a dash for NaN, a p-value no lower than can be told.
+    """Entry of a table: three digits, a dash for NaN, p-values no smaller than `least_p`.
 
     Example:
         >>> cell(0.12345), cell(float("nan")), cell(1e-30, "p_value"), cell("ridge"), cell(True)
@@ -93,7 +94,7 @@ def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
 
 
 def narrow_cell(value: Number, sem: Number) -> str:
-    """An entry of a table with its standard error beside it; a dash for NaN.
+    """Entry of a table with its standard error; a dash for NaN.
 
     Example:
         >>> narrow_cell(0.1234, 0.01), narrow_cell(float("nan"), 0.1)

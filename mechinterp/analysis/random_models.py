@@ -1,4 +1,4 @@
-"""Models of the same shape with random initial weights, beside which a number of a trained model is read."""
+"""Models of the same shape with random initial weights, for comparison with a trained model."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from mechinterp.training.general.trainer import initial_deep_weights
 
 
 def random_models(weights: Weights, count: int) -> list[Weights]:
-    """Models of this architecture, initialised as they are for training by the seeds from 0 on.
+    """Models of this architecture with the initial weights of the seeds 0, 1, ...
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head

@@ -1,10 +1,11 @@
-"""The analyses by name, which the command line, JSON documents, the page and its order, and the contract tests read.
+"""The analyses by name. The command line, JSON documents, the page and the contract tests read this
+table.
 
-To add one: write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in one of the rooms (leave out
-the arguments it has no use for), which draws by `evaluation_prompts`, and whose result has `to_frame` and `plot`, and
-add a line below, which says where it is. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`,
-`mechinterp analyse my_module:mine MODEL`.
-"""
+To add an analysis, write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in
+one of the folders. Leave out arguments that it does not use, and draw prompts by
+`evaluation_prompts`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
+function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
+my_module:mine MODEL`."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mechinterp.analysis import needs as has
-from mechinterp.analysis.needs import Model, Needs, never, nothing
+from mechinterp.analysis.needs import Model, Needs, never, nothing, one_attention
 from mechinterp.analysis.result import Finding
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import usual_number
@@ -23,25 +24,30 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 GIVEN = ("prompts", "clean")
 """Names of an argument for given prompts."""
-NO_TARGET = "y_query stands for the target without noise, as neither beta nor y_query_clean is given: an excess risk holds the noise too"
+NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """An analysis: its function, the models that it takes, and those whose page has it unasked."""
+    """An analysis: its function, the models that it accepts, and the models whose page includes it
+    by default."""
 
     home: str | Callable[..., Finding]
-    """The function, or the module of `mechinterp.analysis` that has it and its name: "probing.probing:probe"."""
+    """The function, or its module in `mechinterp.analysis` and its name: "probing.probing:probe".
+    """
     needs: Needs = nothing
     on_page: Needs = never
     many_runs: bool = False
-    """Whether each prompt costs many runs, so that a page that is told a number takes no more than its own."""
+    """True: each prompt costs many runs, so that a page never draws more prompts for it than its
+    own default."""
     title: str = ""
-    """Of its section; else its name."""
+    """Title of its section; empty: its name."""
+    steps_on_page: Needs = never
+    """Models with snapshots whose page shows the analysis at every saved step by default."""
 
     @property
     def function(self) -> Callable[..., Finding]:
-        """The function, its module loaded when it is first used."""
+        """The function; its module is imported on first use."""
         if callable(self.home):
             return self.home
         module, _, name = self.home.partition(":")
@@ -49,18 +55,18 @@ class Analysis:
 
     @property
     def options(self) -> dict[str, Parameter]:
-        """Its arguments after the model and the prompts, by name."""
+        """Arguments after the model and the prompts, by name."""
         parameters = list(signature(self.function).parameters.values())[1:]
         return {p.name: p for p in parameters if p.name not in (*GIVEN, "progress")}
 
     @property
     def takes_prompts_as(self) -> str | None:
-        """Name of its argument for given prompts; None: it takes none."""
+        """Name of its argument for given prompts; None if it takes none."""
         return next((name for name in GIVEN if name in signature(self.function).parameters), None)
 
     @property
     def draws_prompts(self) -> bool:
-        """Whether it draws prompts, so that it can be told how many, by which seed and how long.
+        """True if it draws prompts, so that their number, seed and length can be chosen.
 
         Example:
             >>> ANALYSES["ablate"].draws_prompts, ANALYSES["circuits"].draws_prompts
@@ -70,21 +76,38 @@ class Analysis:
 
     @property
     def described(self) -> str:
-        """What its docstring says before any heading.
+        """Docstring of the function up to the first heading.
 
         Example:
             >>> ANALYSES["ablate"].described.endswith(".")
             True
         """
         paragraphs = cleandoc(self.function.__doc__ or "").split("\n\n")
-        headings = ("Args:", "Returns:", "Raises:", "Source:", "Example:")
+        headings = ("Args:", "Returns:", "Raises:", "Source:", "See also:", "Example:")
         ends = [n for n, text in enumerate(paragraphs) if text.startswith(headings)]
         return " ".join(" ".join(paragraphs[: ends[0] if ends else None]).split())
 
 
 ANALYSES: dict[str, Analysis] = {
-    "classify": Analysis("one_layer.classify:classify", on_page=nothing, title="What it computes"),
-    "circuits": Analysis("one_layer.circuits:circuits", has.own_weights, on_page=nothing),
+    "classify": Analysis(
+        "one_layer.classify:classify",
+        on_page=nothing,
+        steps_on_page=one_attention,
+        title="What it computes",
+    ),
+    "circuits": Analysis(
+        "one_layer.circuits:circuits",
+        has.own_weights,
+        on_page=nothing,
+        steps_on_page=one_attention,
+    ),
+    "components": Analysis(
+        "one_layer.linear_components:linear_components",
+        has.linear_components,
+        on_page=nothing,
+        steps_on_page=nothing,
+        title="Components of linear attention",
+    ),
     "attention": Analysis(
         "one_layer.attention:attention_patterns",
         has.patterns,
@@ -100,9 +123,13 @@ ANALYSES: dict[str, Analysis] = {
         "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
     ),
     "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
+    "ablate-heads": Analysis(
+        "ablation.single:ablate_heads",
+        steps_on_page=has.more_than_attention,
+        title="Ablation of single heads",
+    ),
     "pairs": Analysis("ablation.orders:ablate_pairs"),
     "order": Analysis("ablation.orders:greedy_order"),
-    "gates": Analysis("ablation.gates:learn_gates"),
     "prune": Analysis(
         "ablation.pruning_curves:prune_by_rules_and_orders",
         on_page=has.more_than_attention,
@@ -123,44 +150,25 @@ ANALYSES: dict[str, Analysis] = {
     "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
     "prior-heads": Analysis("ablation.prior_heads:prior_heads", has.a_pool),
-    "prior-snapshots": Analysis("training.prior_snapshots:prior_snapshots", has.a_pool),
-    "snapshots": Analysis(
-        "training.snapshots:training_snapshots",
-        has.snapshots_of_attention,
-        on_page=nothing,
-        many_runs=True,
-        title="Training, step by step",
-    ),
-    "head-snapshots": Analysis(
-        "training.deep_snapshots:deep_snapshots",
-        has.snapshots,
-        on_page=has.snapshots_of_layers,
-        many_runs=True,
-        title="Training, step by step",
-    ),
-    "component-snapshots": Analysis(
-        "training.linear_components:linear_snapshots",
-        has.snapshots_of_components,
-        on_page=nothing,
-        title="Components, step by step",
-    ),
     "training": Analysis("training.over_training:history_of", has.a_history, on_page=nothing),
-    "milestones": Analysis("training.milestones:milestones", has.a_history_of_scales),
-    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
-    "coefficient-snapshots": Analysis(
-        "training.coefficient_snapshots:coefficient_snapshots", has.snapshots
+    "jumps": Analysis(
+        "training.jumps:jump_forecast",
+        has.jumps_ahead,
+        on_page=nothing,
+        title="Jumps predicted from the initial weights",
     ),
+    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
 }
-"""In this order they stand on the page."""
+"""Analyses in the order of the page."""
 
 
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis of a name, of `module:function`, or of a function itself.
+    """Name and analysis for a name, a `module:function`, or a function.
 
-    Modules of the current folder are found, too.
+    Modules in the current folder are found too.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such analysis.
     """
     if callable(named):
         return named.__name__.replace("_", "-"), Analysis(named)
@@ -199,18 +207,19 @@ def run_analysis(
     progress: ProgressCallback = no_progress,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
-    """The result of one analysis of a checkpoint.
+    """Result of one analysis of a checkpoint.
 
     Args:
-        named: One of `ANALYSES`, `module:function`, or a function.
-        prompts: Given prompts; None: they are drawn.
-        context_length: Pairs per prompt; None: the task's own.
-        n_prompts: None: as many as the analysis takes by itself.
-        seed: Of the evaluation prompts; None: 0.
-        settings: Further arguments of this analysis.
+        named: A name in `ANALYSES`, a `module:function`, or a function.
+        prompts: Given prompts; None draws them.
+        context_length: Pairs per prompt; None means the task's own length.
+        n_prompts: Number of prompts; None means the default of the analysis.
+        seed: Seed of the evaluation prompts; None means 0.
+        settings: Further arguments of this analysis, by name.
     Raises:
-        ValueError: If there is no such analysis, it does not take this model or such an argument, it draws no prompts
-            and their number, length, seed or the prompts themselves are given, or its answer is no result.
+        ValueError: If there is no such analysis, or it does not accept this model or such an
+            argument. Also if it draws no prompts although prompts, their number, length or seed are
+            given, or if it does not return a result.
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
@@ -253,7 +262,7 @@ def run_analysis(
 
 
 def _required(analysis: Analysis, source: Model) -> dict[str, int]:
-    """Number and seed of the prompts of a function that has no default for them."""
+    """Default number and seed of prompts, for a function without defaults of its own."""
     usual = {"n_prompts": usual_number(source), "seed": 0}
     options = analysis.options
     return {

@@ -1,8 +1,9 @@
-"""What an analysis returns, as the writers of JSON, text, pages and CSV files read it.
+"""Results of analyses, as the writers of JSON, text, pages and CSV files read them.
 
-A result has a repr, `to_frame` and `plot`. One that has more to say has methods of these names, which the writers take
-instead: `sentences()`, a list; `tables()` and `figures()` by name; `to_document()`, the fields of its JSON document;
-`cards()`, one for each head; `head_facts()`, what stands on such cards beside what `cards` says.
+A result has a repr, `to_frame` and `plot`. These optional methods replace the defaults:
+`sentences()`, a list; `tables()` and `figures()`, by name; `to_document()`, the fields of its JSON
+document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
+results; `headline`, the result in a few words, for tables and titles over training.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Finding(Protocol):
-    """What an analysis returns; its repr is a sentence."""
+    """Result of an analysis; its repr is a sentence."""
 
     def to_frame(self) -> pd.DataFrame: ...
 
@@ -28,25 +29,26 @@ class Finding(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of a result, and how a terminal shows it."""
+    """A table of a result, and how it is shown in a terminal."""
 
     frame: pd.DataFrame
     title: str = ""
     by: str = ""
-    """Where not all rows are shown, those with the largest entries in this column are."""
+    """Column that selects rows: if not all rows are shown, those with the largest entries are."""
     per: str = ""
-    """A column; each of its values has a table of its own."""
+    """Column that splits the table: one table for each of its values."""
     quiet: tuple[str, ...] = ()
-    """Columns that are shown among all only."""
+    """Columns that are shown only with all rows."""
     brief: bool = True
-    """Whether it is shown at all unless everything is; it is written as a file in any case."""
+    """True: the table is always shown. False: only with all tables; it is written as a file in both
+    cases."""
     least_p: float = LEAST_P
-    """The p-value below which none can be told."""
+    """Smallest p-value that can be resolved."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A number beside the range of random weights, drawn on one scale that holds both and 0."""
+    """A number and its range under random weights, drawn on one scale that includes 0."""
 
     value: float
     low: float
@@ -57,7 +59,7 @@ class Band:
 
     @property
     def places(self) -> tuple[float, float, float]:
-        """Of low, high and the value along the scale, from 0 to 100."""
+        """Places of low, high and value on the scale, from 0 to 100."""
         numbers = (0.0, self.low, self.high, self.value)
         start, length = min(numbers), (max(numbers) - min(numbers)) or 1.0
         low, high, value = (round(100 * (number - start) / length, 1) for number in numbers[1:])
@@ -66,7 +68,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of one head."""
+    """Facts about one head."""
 
     title: str
     label: str
@@ -74,27 +76,28 @@ class Card:
     color: str
     facts: Mapping[str, str]
     bands: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)
-    """Random weights beside some of the facts, by their names; one for each number."""
+    """Ranges under random weights for some of the facts, by the name of the fact; one band for each
+    number."""
 
 
 def sentences_of(result: Finding) -> list[str]:
-    """What a result says; of one that says no more, its repr."""
+    """Sentences of a result; by default its repr."""
     return _own(result, "sentences", lambda: [repr(result)])
 
 
 def tables_of(name: str, result: Finding) -> dict[str, Table]:
-    """Its tables, the first of them `to_frame()` unless it says otherwise."""
+    """Tables of a result; by default `to_frame()`."""
     tables = _own(result, "tables", lambda: {name.replace("-", "_"): result.to_frame()})
     return {key: t if isinstance(t, Table) else Table(t) for key, t in tables.items()}
 
 
 def figures_of(name: str, result: Finding) -> dict[str, go.Figure]:
-    """Its figures, the first of them `plot()` unless it says otherwise."""
+    """Figures of a result; by default `plot()`."""
     return _own(result, "figures", lambda: {name.replace("-", "_"): result.plot()})
 
 
 def fields_of(name: str, result: Finding) -> dict:
-    """The fields of its JSON document: its own, or name, sentence and rows, and further tables by name."""
+    """Fields of the JSON document; by default the name, the repr and the rows of all tables."""
 
     def plain() -> dict:
         first, *others = tables_of(name, result).items()
@@ -105,7 +108,7 @@ def fields_of(name: str, result: Finding) -> dict:
 
 
 def records(frame: pd.DataFrame) -> list[dict]:
-    """The rows of a table, one dict each."""
+    """Rows of a table, one dict each."""
     return frame.to_dict(orient="records")
 
 

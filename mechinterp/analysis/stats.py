@@ -1,4 +1,4 @@
-"""Estimates over prompts, with their standard errors."""
+"""Estimates over prompts with their standard errors."""
 
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 
 LARGEST = torch.finfo(torch.float32).max ** 0.5
-"""Of a prediction: its square must lie in float32."""
+"""Largest prediction whose square is finite in float32."""
 RESAMPLES = 200
 Samples = TypeVar("Samples", Prompts, np.ndarray)
 
@@ -19,7 +19,7 @@ def require_moderate(predictions: Tensor) -> None:
     """Refuse predictions that overflow.
 
     Raises:
-        ValueError: If one is not finite, or so large that a standard error would not be in float32.
+        ValueError: If a prediction is not finite, or its square overflows float32.
     """
     largest = predictions.detach().abs().max().item()  # NaN if any is
     if not largest <= LARGEST:
@@ -43,7 +43,8 @@ def mean_and_sem(
 
 
 def estimates(**pairs: tuple[np.ndarray | float, np.ndarray | float]) -> dict[str, Any]:
-    """Each estimate by its name, and its standard error by that with `_sem` behind it; a single number as a float.
+    """Each estimate by name, and its standard error by the name with `_sem`; single numbers become
+    floats.
 
     Example:
         >>> estimates(loss=mean_and_sem(np.array([1.0, 1.0])))
@@ -60,7 +61,8 @@ def estimates(**pairs: tuple[np.ndarray | float, np.ndarray | float]) -> dict[st
 def ratio_and_sem(
     numerator: Float[np.ndarray, " prompt *axes"], denominator: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
-    """Ratio of two means over prompts and its standard error by the delta method; NaN if both are 0.
+    """Ratio of two means over prompts and its standard error (delta method); NaN if both means are
+    0.
 
     Example:
         >>> ratio, sem = ratio_and_sem(np.array([1.0, 2.0]), np.array([2.0, 4.0]))
@@ -68,7 +70,7 @@ def ratio_and_sem(
         (0.5, 0.0)
     """
     columns = np.column_stack([numerator.reshape(len(numerator), -1), denominator])
-    means = columns.mean(0)  # in one go, so that equal columns have equal means
+    means = columns.mean(0)  # one call, so that equal columns have equal means
     if means[-1] == 0:
         return np.full(numerator.shape[1:], np.nan), np.full(numerator.shape[1:], np.nan)
     ratio = means[:-1] / means[-1]
@@ -92,7 +94,8 @@ def r2_and_sem(
 def loss_and_r2(
     predicted: Float[np.ndarray, "prompt d_y"], expected: Float[np.ndarray, "prompt d_y"]
 ) -> tuple[float, float, float, float]:
-    """Mean (predicted - expected)^2 and 1 - that over mean expected^2, each with its standard error over prompts.
+    """Mean (predicted - expected)^2, and R^2 = 1 - that / mean expected^2, each with its standard
+    error over prompts.
 
     Example:
         >>> line = np.array([[1.0], [2.0]])
@@ -108,10 +111,10 @@ def loss_and_r2(
 def best_factor(
     prediction: Float[Tensor, "prompt d_y"], target: Float[Tensor, "prompt d_y"]
 ) -> tuple[float, float]:
-    """The factor c with the least mean (c prediction - target)^2, and its standard error over prompts.
+    """Factor c that minimises mean (c prediction - target)^2, and its standard error over prompts.
 
-    It is 1 at the optimum of the task that a model was trained on, if training can change the size of its output:
-    c f is then a model too, and E (c f - y)^2 has its least value at c = 1. NaN where all predictions are 0.
+    If training can scale the output of a model, c = 1 at the optimum of its task: c f is a model
+    too, and E (c f - y)^2 is smallest at c = 1. NaN if all predictions are 0.
 
     Example:
         >>> line = torch.tensor([[1.0], [2.0]])
@@ -127,13 +130,13 @@ def best_factor(
 def rank_correlation(
     first: Float[np.ndarray, " unit"], second: Float[np.ndarray, " unit"]
 ) -> float:
-    """Spearman's correlation; NaN if one of them is the same everywhere.
+    """Spearman's correlation; NaN if one of the inputs is constant.
 
     Example:
         >>> round(rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([1.0, 8.0, 27.0])), 12)
         1.0
     """
-    from scipy.stats import rankdata  # takes a good part of a start-up
+    from scipy.stats import rankdata  # slow import
 
     ranks = rankdata(first), rankdata(second)
     constant = any(np.ptp(rank) == 0 for rank in ranks)
@@ -141,7 +144,8 @@ def rank_correlation(
 
 
 def resampled(n_units: int) -> list[Float[np.ndarray, " unit"]]:
-    """The share of each unit in `RESAMPLES` samples of as many, drawn from them with replacement (bootstrap).
+    """Bootstrap: shares of the units in `RESAMPLES` samples of the same size, drawn with
+    replacement.
 
     Example:
         >>> shares = resampled(5)
@@ -153,9 +157,10 @@ def resampled(n_units: int) -> list[Float[np.ndarray, " unit"]]:
 
 
 def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarray, "*axes"]:
-    """Whether the largest hundredth of the values, by size, makes more than half of the sum of all sizes.
+    """True if the largest 1% of the values, by size, make up more than half of the sum of all
+    sizes.
 
-    Then their mean says what happens on a few prompts. Fewer than 100 values have no hundredth: never.
+    The mean then describes a few prompts. Always False for fewer than 100 values.
 
     Example:
         >>> carried_by_few(np.array([[1.0, 200.0], *[[1.0, 1.0]] * 99])).tolist()
@@ -169,10 +174,12 @@ def carried_by_few(values: Float[np.ndarray, " prompt *axes"]) -> Bool[np.ndarra
 def without_worst(
     sizes: Float[np.ndarray, " prompt"], one_in: int = 1000
 ) -> Bool[np.ndarray, " prompt"]:
-    """Which prompts stay when the one in `one_in` with the largest sizes are left out; all of fewer prompts.
+    """Mask that drops the prompts with the largest sizes, one in `one_in`; it keeps all of fewer
+    prompts.
 
-    The mean of heavy tails may not exist: the mean over n prompts then grows with n. The mean over the prompts that
-    stay has a limit, so that more prompts give a better estimate of it. NaN counts as the largest size.
+    The mean of a heavy-tailed quantity may not exist: it then grows with the number of prompts. The
+    mean over the kept prompts has a limit, so that more prompts give a better estimate. NaN counts
+    as the largest size.
 
     Example:
         >>> without_worst(np.array([9.0, 1.0, 2.0, 3.0]), one_in=4).tolist()
@@ -184,7 +191,7 @@ def without_worst(
 
 
 def halves(samples: Samples) -> tuple[Samples, Samples]:
-    """The first half, to choose on, and the rest, to measure on: of prompts that are drawn one is as good as another.
+    """First half of the samples, to choose on, and second half, to measure on.
 
     Raises:
         ValueError: If there are fewer than four.
@@ -193,18 +200,16 @@ def halves(samples: Samples) -> tuple[Samples, Samples]:
         (array([0, 1]), array([2, 3, 4]))
     """
     if len(samples) < 4:
-        raise ValueError(
-            f"There must be at least 4 prompts to choose and to measure on, got {len(samples)}."
-        )
+        raise ValueError(f"Choosing and measuring need at least 4 prompts, got {len(samples)}.")
     middle = len(samples) // 2
     return samples[:middle], samples[middle:]
 
 
 def random_halves(n_prompts: int, splits: int) -> Bool[np.ndarray, "half prompt"]:
-    """The halves of the prompts in several random orders: a row says which are in it; the row after it is the other half.
+    """Masks of random halves, two rows per random order: one half and its complement.
 
     Raises:
-        ValueError: If there are fewer than four prompts, or no order.
+        ValueError: If there are fewer than four prompts, or `splits` is below 1.
     """
     if splits < 1:
         raise ValueError(f"splits must be >= 1, got {splits}.")

@@ -1,4 +1,4 @@
-"""Results of a sweep as one table: a row per model with its config, its losses and its heads."""
+"""Table of a sweep: one row per model with its config, its losses and its heads."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,10 +28,12 @@ def sweep_frame(
     (means over coordinates and responses) and `labels`.
 
     Args:
-        diverged: Models without a checkpoint, with the step at which that was found.
-        n_prompts: Prompts behind each classification.
+        diverged: Models without a checkpoint, with the step at which the divergence was noticed.
+        n_prompts: Number of prompts for each classification.
     Raises:
-        CheckpointError: If a model that has not diverged is missing or broken.
+        CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
+    See also:
+        `train_models`, `load_run`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
@@ -51,7 +53,7 @@ def sweep_frame(
 
 
 def _column(values: list[object]) -> pd.Series:
-    """Whole numbers stay whole where some are missing."""
+    """Series that keeps whole numbers whole if some are missing."""
     whole = all(value is None or type(value) is int for value in values)
     return pd.Series(
         values, dtype="Int64" if whole and any(v is not None for v in values) else None

@@ -1,4 +1,4 @@
-"""A few lines that say what a model computes, how sure that is, and what it is not."""
+"""Verdict on a model: what it computes, how certain that is, and which learners are ruled out."""
 
 import math
 import re
@@ -11,48 +11,50 @@ from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import p_text
 
 WORDS = {
-    "zero_sum": "the sum of mu over the sum of |mu|",
-    "omega_spread": "the spread of |omega| over heads, max/min minus 1,",
-    "qk_diagonal_best": "the diagonal's part of the best head's QK circuit,",
-    "ov_last_entry_best": "the part of the best head's OV circuit that reads y,",
-    "substitution_r2 p": "R² of heads that keep omega and mu only, p",
-    "qk_diagonal": "the diagonal's part of its QK circuit",
+    "zero_sum": "|Σ mu| / Σ |mu| of the heads",
+    "omega_spread": "the spread of |omega| over heads (max/min − 1)",
+    "qk_diagonal_best": "the largest diagonal part of a QK circuit,",
+    "ov_last_entry_best": "the largest part of an OV circuit that reads y,",
+    "substitution_r2 p": "R² of heads that keep only omega and mu, p",
+    "qk_diagonal": "the diagonal part of its QK circuit",
     "ov_last_entry": "the part of its OV circuit that reads y",
-    "alignment": "the cosine of its QK circuit with the heads' common form",
-    "support_leak": "the step off the coordinates of its response, over that on them,",
-    "theta_spread": "the spread of the step over coordinates, max/min minus 1,",
-    "substitution_r2": "R² of heads that keep omega and mu only, as",
-    "learner_r2": "R² of the formula, as",
+    "alignment": "the cosine of its QK circuit with the common form of the heads",
+    "support_leak": "the ratio of the step off a response's support to the step on it",
+    "theta_spread": "the spread of the step over coordinates (max/min − 1)",
+    "substitution_r2": "R² of heads that keep only omega and mu",
+    "learner_r2": "R² of the formula",
     "task_r2": "R² on its task,",
-    "idealised heads": "heads that keep omega and mu only",
+    "idealised heads": "heads that keep only omega and mu",
 }
-"""Names of numbers in a reason, spelled out; a name that begins with another stands before it."""
+"""Names of numbers in a reason, in words. A name must stand before any shorter name that it begins
+with."""
 HIGH = 0.1
-"""Upper limit of a share of wrong labels above which a group without one is too small to be told."""
+"""Largest upper bound of the fraction of wrong labels at which a label without an error is
+mentioned."""
 Z95 = 1.959964
-"""Of a two-sided interval of 95%."""
-NOTHING_EXCLUDED = "none of the others is clearly further from its predictions"
-FACTORS = "omega and mu are what a head multiplies x·x and y by"
+"""Normal quantile of a two-sided 95% interval."""
+NOTHING_EXCLUDED = "no other learner predicts clearly worse"
+FACTORS = "a head multiplies x·x by omega and y by mu"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a model computes, in three to five lines."""
+    """Verdict on a model, in three to five lines."""
 
     computes: str
-    """The formula, with its numbers."""
+    """Formula with its numbers."""
     sure: str
-    """How much of the prediction it explains, how far random weights get, how often the label is wrong."""
+    """R² of the formula, success of random weights, and how often the label is wrong."""
     is_not: str
-    """What comes next of all that explains the predictions clearly less, and by how much."""
+    """Best learner among those that explain the predictions clearly less, and the difference."""
     alike: str = ""
-    """What explains the predictions as well, if anything does."""
+    """Learners that explain the predictions equally well; empty if there are none."""
     doubt: str = ""
-    """Why the task may be another one than was assumed, if anything says so."""
+    """Reason why the task may be another one than assumed; empty if there is none."""
 
     @property
     def lines(self) -> dict[str, str]:
-        """All that is said, under headings."""
+        """Texts by heading; empty texts are left out."""
         texts = {
             "What it computes": self.computes,
             "How sure": self.sure,
@@ -67,31 +69,32 @@ class Verdict:
 
 
 def none_of(kind: str, pattern: str) -> str:
-    """That a model is none of what is known, "formulas" or "algorithms"."""
+    """Text for a model that fits no known "formula" or "algorithm" (`kind`)."""
     return NO_LABEL[pattern].format(kind=kind)
 
 
 def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: str = "") -> Verdict:
-    """The verdict on a model without a formula: the simple learner that comes nearest, and those after it."""
+    """Verdict on a model without a formula: the nearest simple learner, and the next ones."""
     sure = f"{near.sentence}{chance}"
     if not near.is_near:
-        return Verdict(computes, sure, "near to a simple learner", doubt=doubt)
+        return Verdict(computes, sure, "close to any simple learner", doubt=doubt)
     r2, sem, rest = near.r2, near.r2_sem, range(1, len(near.learners))
     behind = [n for n in rest if is_behind(r2[0] - r2[n], math.hypot(sem[0], sem[n]))]
     return Verdict(
         computes,
         sure,
-        is_not=f"{near.told(behind[0])}, which is further off" if behind else NOTHING_EXCLUDED,
+        is_not=f"{near.told(behind[0])} (clearly lower)" if behind else NOTHING_EXCLUDED,
         alike="; ".join(near.told(n) for n in rest if n not in behind),
         doubt=doubt,
     )
 
 
 def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
-    """Whether something explains less than the winner, by more than chance and by more than `least`.
+    """True if a learner explains less than the winner, by more than the standard error and by more
+    than `least`.
 
-    One that is not defined is behind, and so is one that explains less by half of the predictions: where few prompts
-    explode, its standard error is as large.
+    An undefined R² counts as behind. So does one that is lower by 0.5 or more whatever its error:
+    if predictions explode on a few prompts, the error is as large as the difference.
 
     Example:
         >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002), is_behind(99.0, 97.0)
@@ -101,11 +104,11 @@ def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
 
 
 def chance_text(p: float, n_random: int, weights: str) -> str:
-    """How many models of random weights do the task as well, with the p-value that follows.
+    """Number of models with random weights that do the task as well, with the p-value.
 
     Args:
-        p: (k + 1) / (n_random + 1) for k of them.
-        weights: Which weights these have.
+        p: (k + 1) / (n_random + 1), where k random models reach the loss.
+        weights: Kind of random weights, as text.
     Example:
         >>> chance_text(1 / 401, 400, "random weights")
         'none of 400 models with random weights does the task as well (p < 0.0025)'
@@ -113,7 +116,7 @@ def chance_text(p: float, n_random: int, weights: str) -> str:
         '11 of 400 models with random weights do the task as well (p = 0.03)'
     """
     if np.isnan(p):
-        return f"models with {weights} were not held against it, the loss being not defined"
+        return f"models with {weights} were not compared, because the loss is not defined"
     count = round(p * (n_random + 1)) - 1
     many = f"{count or 'none'} of {n_random} models with {weights}"
     verb = "does" if count < 2 else "do"
@@ -121,7 +124,7 @@ def chance_text(p: float, n_random: int, weights: str) -> str:
 
 
 def upper_limit(wrong: int, named: int) -> float:
-    """Upper end of Wilson's interval of 95% for a share.
+    """Upper end of Wilson's 95% interval for a fraction.
 
     Example:
         >>> round(upper_limit(0, 293), 4), round(upper_limit(3, 24), 4)
@@ -133,9 +136,9 @@ def upper_limit(wrong: int, named: int) -> float:
 
 
 def calibration_text(label: Label) -> str:
-    """How often the label was wrong, of models whose kind is known; nothing for a label that was hardly tried.
+    """Fraction of calibration models that got this label although it is wrong.
 
-    A handful without an error tells nothing. Errors are told of any number.
+    Empty if there is no error and too few models to bound the fraction by `HIGH`.
 
     Example:
         >>> from mechinterp.analysis.labels import ALGORITHMS
@@ -146,17 +149,18 @@ def calibration_text(label: Label) -> str:
     if not label.wrong and limit > HIGH:
         return ""
     return (
-        f"; of {label.named} models made here that got this label it was wrong for {label.wrong} "
-        f"(at most {limit:.1%}, 95% limit)"
+        f"; {label.wrong} of {label.named} calibration models with this label were mislabelled "
+        f"(95% upper bound {limit:.1%})"
     )
 
 
 def spelled_out(reason: str) -> str:
-    """A reason without names of numbers, and with what omega and mu are.
+    """A reason with numbers in words; omega and mu are explained.
 
     Example:
-        >>> spelled_out("zero_sum 0.379 is above 0.05")
-        'the sum of mu over the sum of |mu| 0.379 is above 0.05; omega and mu are what a head multiplies x·x and y by'
+        >>> spelled_out("zero_sum is 0.379, above the limit 0.05")
+        '|Σ mu| / Σ |mu| of the heads is 0.379, above the limit 0.05; a head multiplies x·x by omega
+        and y by mu'
     """
     text = re.sub("|".join(WORDS), lambda name: WORDS[name[0]], reason)
     return text + (f"; {FACTORS}" if re.search(r"\b(omega|mu)\b", text) else "")

@@ -1,4 +1,5 @@
-"""A checkpoint: a model with its task, its history and what was assumed; and the package's own folders."""
+"""A checkpoint: a model with its task, its history and what was assumed; reading and writing of the
+package's folders."""
 
 import json
 from collections.abc import Mapping
@@ -45,28 +46,31 @@ if TYPE_CHECKING:
 
 
 CARD = "README.md"
-"""File of the model card, which hubs show."""
+"""File of the model card, which hubs display."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Run):
-    """A model as it lies on disk, whoever wrote it; history and snapshots are read when they are asked for."""
+    """A model on disk, in the format of this package or of external code; history and snapshots are
+    read on first use."""
 
     path: Path
     config: ExperimentConfig
     step: int
-    """Number of updates behind the weights."""
+    """Number of updates of the weights."""
     weights: Weights
     format: str = "native"
-    """"native", or the format of somebody else's file."""
+    """"native", or the format of an external file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
-    """What the file did not say and was filled in, by dotted name."""
+    """Settings that the file did not state and that were assumed, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
-    """Of a model that training by its config would not give: what it was pruned from, its heads, what came after."""
+    """How a model was made, beyond training by its config: the model that was pruned, its heads,
+    later changes."""
     readings: tuple[Reading, ...] = ()
-    """What the file can mean where it does not say everything, `weights` first; empty if it says enough."""
+    """Possible readings of a file that leaves settings open, that of `weights` first; empty if
+    nothing was open."""
     kept: Mapping[int, Weights] = field(default_factory=dict)
-    """Of a run of files the weights of each, by step."""
+    """Weights by step, for a run of several files."""
 
     def __repr__(self) -> str:
         task, mlps = self.task, "" if self.config.model.d_mlp is None else " with MLPs"
@@ -75,12 +79,12 @@ class Checkpoint(Run):
         return f"Checkpoint({self.name}: {self._heads}{mlps}, {sizes}{step})"
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields alone: what was computed from them is made anew."""
+        """The fields alone, as cached properties are computed again."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def _heads(self) -> str:
-        """How many layers of how many heads."""
+        """Numbers of layers and heads, in words."""
         model = self.config.model
         layers = "" if model.one_attention else f"{counted(model.n_layers, 'layer')} of "
         return layers + counted(model.n_heads, "head")
@@ -92,34 +96,40 @@ class Checkpoint(Run):
 
     @cached_property
     def task(self) -> TaskConfig:
-        """Law of its prompts; fields that neither the file nor the reader stated are assumed."""
+        """Task of the prompts; fields that neither the file nor the user stated are assumed."""
         unsaid = [n.removeprefix("task.") for n in self.assumed if n.startswith("task.")]
         return self.config.task.assuming({name.removesuffix(".kind") for name in unsaid})
 
     @property
     def trained_here(self) -> bool:
-        """Whether this package trained it, so that its task is known."""
+        """True if this package trained the model, so that its task is known."""
         return "step" not in self.assumed
 
     @property
     def understood(self) -> bool:
-        """Whether the weights, as they were read, predict better than 0 on prompts of the task; True of own checkpoints."""
+        """True if the model, as it was read, predicts better than 0 on prompts of the task; always
+        True for own checkpoints."""
         return self.assumed.get("understood") is not False
 
     @property
+    def doubt(self) -> str:
+        """Why an external file may have been read wrongly; empty if nothing suggests it."""
+        return str(self.assumed.get("doubt", ""))
+
+    @property
     def training(self) -> TrainConfig | None:
-        """How this package trained it; None of other files and of runs of them."""
+        """Training settings of a model of this package; None for external files and runs of them."""
         return self.config.train if self.format == "native" and not self.kept else None
 
     @property
     def shortest_trained(self) -> int | None:
-        """Least context length that it was trained on; None where nobody says."""
+        """Least context length of its training; None if not known."""
         shortest = self.config.train.shortest_context or self.task.context_length
         return shortest if self.format == "native" else None
 
     @property
     def in_words(self) -> str:
-        """One line on what the model is, what of it was assumed, and where it comes from."""
+        """One line about the model: its kind, its task, its format, and what was assumed."""
         config, model = self.config, self.config.model
         kind = f"{model.score} attention"
         if not model.one_attention:
@@ -131,19 +141,21 @@ class Checkpoint(Run):
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
-            origin += f"; assumed, as the file does not say it: {', '.join(told)}" if told else ""
+            origin += f"; assumed, as the file does not state it: {', '.join(told)}" if told else ""
+            origin += f"; {self.doubt}" if self.doubt else ""
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 
     @cached_property
     def outline(self) -> Outline:
-        """What it states, without the weights."""
+        """Config, step and shapes, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
         stated = (self.format, self.assumed, self.origin)
         return Outline(self.path, self.config, self.step, shapes, *stated)
 
     @cached_property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of several) and head: loss, ...; of a run of files `run_history`; or None."""
+        """One row per logged step, layer (if several) and head: loss, ...; for a run of files
+        `run_history`; None if there is none."""
         return run_history(self, self.snapshots) if self.kept else self.outline.history
 
     @cached_property
@@ -157,14 +169,15 @@ class Checkpoint(Run):
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the snapshots during training, which need not be read for it."""
+        """Steps of the snapshots during training; reads no weights."""
         return list(self.kept) or self.outline.steps
 
     def _after(self, step: int) -> "Checkpoint":
         return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
 
     def at_length(self, context_length: int) -> "Checkpoint":
-        """The same model of a task with another context length, at which all of its prompts are then drawn."""
+        """The same model for a task with another context length, with which its prompts are then
+        drawn."""
         train = self.config.train
         # Training draws prompts no longer than the task's.
         if train.shortest_context is not None:
@@ -174,7 +187,7 @@ class Checkpoint(Run):
         return replace(self, config=replace(self.config, task=task, train=train), assumed=stated)
 
     def to(self, device: torch.device | str) -> "Checkpoint":
-        """The same checkpoint with its weights on another device, on which its model then runs.
+        """The same checkpoint with its weights on another device, where its model then runs.
 
         Example:
             >>> load("checkpoints/softmax-h2-s0").to("cpu").weights.device
@@ -183,7 +196,7 @@ class Checkpoint(Run):
         return replace(self, weights=self.weights.to(device))
 
     def under(self, reading: Reading) -> "Checkpoint":
-        """The same file under one of its readings."""
+        """The same file with the weights and settings of one of its readings."""
         weights = as_weights(reading.weights)
         task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
         config = replace(self.config, model=weights.model, task=task)
@@ -198,7 +211,7 @@ class Checkpoint(Run):
 
     @cached_property
     def predictor(self) -> "Predictor":
-        """The model as the analyses take it."""
+        """The model as analyses use it."""
         from mechinterp.models.hooked.runner import hooked_predictor
         from mechinterp.models.run.predictor import Predictor
 
@@ -214,11 +227,12 @@ class Checkpoint(Run):
             is_hooked=is_hooked,
             task=self.task,
             trained_here=self.trained_here,
+            doubt=self.doubt,
         )
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
-        """The checkpoint in a folder; `mechinterp.from_pretrained` takes names and repositories, too.
+        """Checkpoint in a folder; `mechinterp.from_pretrained` also takes names and repositories.
 
         Raises:
             CheckpointError: As `load` does.
@@ -229,15 +243,16 @@ class Checkpoint(Run):
         return load(folder)
 
     def save_pretrained(self, folder: str | Path, *, card: str | None = None) -> None:
-        """Write a folder with config.json, model.safetensors, what goes with them, and the model card README.md.
+        """Write a folder with config.json, model.safetensors, history and snapshots if there are
+        any, and the model card README.md.
 
         Args:
-            card: Text of the card; None: that of `model_card`; empty: none is written.
+                card: Text of the card; None: that of `model_card`; empty: no card is written.
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
         """
         if card is None:
-            # The card says what `classify` finds, floors above.
+            # The card has the result of `classify`, from a higher layer of the package.
             hub = import_module("mechinterp.report.hub")
             card = hub.model_card(self, source=Path(folder).absolute().name)
         save(
@@ -256,10 +271,10 @@ class Checkpoint(Run):
 
 
 def checkpoint_of(source: object, purpose: str) -> Checkpoint:
-    """The source, which must be a checkpoint.
+    """The source as a checkpoint.
 
     Args:
-        purpose: What needs it, for the message.
+            purpose: What needs the checkpoint; the message begins with it.
     Raises:
         ValueError: If it is another model.
     """
@@ -269,11 +284,11 @@ def checkpoint_of(source: object, purpose: str) -> Checkpoint:
 
 
 def load(path: str | Path) -> Checkpoint:
-    """The checkpoint of this package in a folder.
+    """Load a checkpoint of this package from a folder.
 
     Raises:
-        CheckpointError: If the folder is no checkpoint, or its weights are missing, of the wrong shape or
-            not finite.
+            CheckpointError: If the folder is no checkpoint, or its weights are missing, have a
+                wrong shape or are not finite.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
@@ -298,13 +313,13 @@ def save(
     origin: Mapping[str, object] | None = None,
     shared: bool = False,
 ) -> None:
-    """Write a checkpoint folder; config.json comes last, so that a folder that has it is whole.
+    """Write a checkpoint folder; config.json is written last, so that a folder with it is complete.
 
     Args:
-        shared: Whether other files may be in the folder; else it must be empty.
+            shared: True: other files may be in the folder. False: it must be empty.
     Raises:
-        CheckpointError: If a file is in the way, the folder cannot be written, or the weights are not those
-            of such a model.
+            CheckpointError: If a file would be overwritten, the folder cannot be written, or the
+                weights do not fit the config.
     """
     path, weights = Path(path), as_weights(weights)
     require_fit(path, weights, config)

@@ -1,4 +1,5 @@
-"""A check that modules take the heads' outputs, and not the residual stream or the hidden units of an MLP."""
+"""Check that modules take the heads' outputs, and not the residual stream or the hidden units of an
+MLP."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from mechinterp.models.hooked.module import first_tensor
 
 
 class _Marked(torch.autograd.Function):
-    """The stream, so that it is found again behind what is made of it."""
+    """Marks the stream, so that it is recognised in values computed from it."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor) -> Tensor:
@@ -63,12 +64,13 @@ PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
 
 
 def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Tensor) -> None:
-    """Refuse modules whose input is the stream, or hidden units: heads' outputs are products of weights and values.
+    """Refuse modules whose input is the stream or hidden units; outputs of heads are products of
+    weights and values.
 
-    Sums, norms, shapes and activations behind the input are followed back to the products that they are made of.
+    Sums, norms, shape changes and activations are traced back to the products behind them.
 
     Raises:
-        ValueError: Naming the first of them.
+        ValueError: If there is such a module; the message names the first one.
     """
     entered: dict[str, Tensor] = {}
 
@@ -98,12 +100,12 @@ def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Ten
         what = "the residual stream" if "_MarkedBackward" in made_of else what
         if what:
             raise ValueError(
-                f"outputs must name modules whose input is the heads' outputs side by side, got {name!r}, whose input is {what}."
+                f"outputs must name modules whose input is the heads' outputs side by side; the input of {name!r} is {what}."
             )
 
 
 def _factors(node: Any) -> Iterator[str]:
-    """Names of the operations behind sums, norms, shapes and activations."""
+    """Names of the operations behind sums, norms, shape changes and activations."""
     seen, ahead = set(), [node]
     while ahead:
         node = ahead.pop()

@@ -1,4 +1,5 @@
-"""Checkpoints from the Hugging Face hub, by its own library: revisions, cache and offline mode are as there."""
+"""Checkpoints from the Hugging Face hub through its own library, with its revisions, cache and
+offline mode."""
 
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS
 from mechinterp.checkpoints.shipped import shipped_path
 
 WANTED = ("config.json", "config.yaml", WEIGHTS, SNAPSHOTS, "history.parquet", "state.pt", "*.bin")
-"""Files of a repository that say what a model is; no others are downloaded."""
+"""Files of a repository that define a model; no others are downloaded."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -23,16 +24,18 @@ def from_pretrained(
     local_files_only: bool = False,
     token: str | bool | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a folder, of a shipped model's name, or in a repository of the hub.
+    """Checkpoint in a folder, of a shipped model, or in a repository of the hub.
 
     Args:
-        name: A folder or file that exists comes first, then a shipped model, then "owner/repository".
+        name: Name of an existing folder or file, else of a shipped model, else "owner/repository".
         revision: Branch, tag or commit of the repository.
-        cache_dir: Where downloads are kept; None: where the hub's library keeps them.
-        local_files_only: Take what is in the cache and ask no network, as HF_HUB_OFFLINE=1 does.
-        token: Of an account, for private repositories; None: the one that was logged in.
+        cache_dir: Folder for downloads; None means that of the hub's library.
+        local_files_only: True: use the cache only, without network, as HF_HUB_OFFLINE=1 does.
+        token: Account token for private repositories; None means that of the current login.
     Raises:
-        CheckpointError: If there is no such model, it cannot be downloaded, or it cannot be read.
+        CheckpointError: If there is no such model, or it cannot be downloaded or read.
+    See also:
+        `load`, `push_to_hub`.
     Example:
         >>> from_pretrained("softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
@@ -40,7 +43,9 @@ def from_pretrained(
     path = shipped_path(name)
     if path.exists() or not REPOSITORY.fullmatch(str(name)):
         if revision is not None:
-            raise CheckpointError(f"{path}: a revision is of a repository, got {revision!r}.")
+            raise CheckpointError(
+                f"{path}: revision needs a repository of the hub, got {revision!r} for a local path."
+            )
         return load(path)
     hub = hub_library()
     try:
@@ -53,12 +58,14 @@ def from_pretrained(
             allow_patterns=list(WANTED),
         )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name}: cannot be had from the hub ({one_line(error)}).") from None
+        raise CheckpointError(
+            f"{name}: cannot be downloaded from the hub ({one_line(error)})."
+        ) from None
     return load(folder)
 
 
 def hub_library() -> ModuleType:
-    """huggingface_hub, which the extra `hub` brings.
+    """The library huggingface_hub, from the extra `hub`.
 
     Raises:
         CheckpointError: If it is not installed.

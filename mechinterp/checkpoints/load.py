@@ -1,4 +1,4 @@
-"""Checkpoints of any known format: which one lies at a path, and from one to the other."""
+"""Loading of checkpoints of any known format, and conversion between formats."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,30 +34,28 @@ from mechinterp.checkpoints.shipped import shipped_path
 from mechinterp.config import TaskConfig, TaskLike, task_fields
 
 FORMATS = ("native", *NAMED)
-"""What `load` reads."""
-AS_NPZ = (
-    "numpy.savez('weights.npz', **{'/'.join(path): array}), a name and an array for each parameter"
-)
+"""Formats that `load` reads."""
+AS_NPZ = "numpy.savez('weights.npz', **{'/'.join(path): array}), with a name and an array for each parameter"
 ORBAX = (
     *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "ocdbt.process_0"),
     *("default/_METADATA", "default/manifest.ocdbt", "state/_METADATA", "params/_METADATA"),
 )
-"""What orbax writes into a folder."""
+"""Files in an orbax folder."""
 FROM_ORBAX = (
     "an orbax checkpoint, which is not read; where orbax is installed, restore it by "
     f"orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER) and write {AS_NPZ}"
 )
 OTHER_FILES = {
-    ".eqx": f"an equinox file, which holds no names; where the class is, load it and write {AS_NPZ}",
-    ".onnx": "an ONNX graph, which is not read; where the model came from, write torch.save(model.state_dict(), 'weights.pt')",
+    ".eqx": f"an equinox file, which has no names; where its class is installed, load it and write {AS_NPZ}",
+    ".onnx": "an ONNX graph, which is not read; where the model was made, write torch.save(model.state_dict(), 'weights.pt')",
     ".h5": f"a Keras or HDF5 file, which is not read; write {AS_NPZ}",
     ".keras": f"a Keras file, which is not read; write {AS_NPZ}",
     ".gguf": "a GGUF file of a language model, which is not read",
     ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
 }
-"""What to do with files of other kinds, by their endings."""
+"""Advice for files of other kinds, by their endings."""
 TARGETS = ("native", FORMAT, "npz")
-"""What `convert` writes."""
+"""Formats that `convert` writes."""
 
 
 def load(
@@ -82,36 +80,45 @@ def load(
     weights: str | None = None,
     anyway: bool | None = None,
 ) -> Checkpoint:
-    """The checkpoint at a path, or the trained model of a name: a folder of this package, or what other people's code has written.
+    """Checkpoint at a path or of a shipped model: a folder of this package, or a file of external
+    code.
 
-    The arguments say what a file of other people's cannot say; what they leave open is assumed, and
-    `assumed` holds it. `FORMATS` lists the formats, which are told by the names of the tensors.
+    The arguments state what an external file does not state. Settings that stay open are assumed,
+    and `assumed` lists them. `FORMATS` lists the formats, which are recognised by the names of the
+    tensors.
 
     Args:
-        path: A local path; if nothing lies there, the name of a shipped model, such as "softmax-h2-s0".
-        task: A TaskConfig, a dict of its fields or a JSON file; fields that nobody passed are those of the paper that
-            the format belongs to, and stand in `assumed`.
-        format: One of `FORMATS`, where the names do not tell.
-        n_heads: Needed for torch.nn.MultiheadAttention, whose file does not say it.
-        scale: Factor on the scores, for weights that do not come with one; 1/sqrt(d_head) if left out.
-        attend_to_self: Whether the query is among its own keys; False if left out.
-        score: One of `SCORES` of mechinterp.config. If it is left out and no format states it, softmax and linear
-            scores are tried on prompts of the task, and `readings` holds what was found.
-        score_slope: The constant C of the score; 1 if left out.
-        columns: "x,y" or "y,x", the order of a token's columns; tried in the same way if left out.
-        orientation: "out,in" (torch.nn.Linear's) or "in,out", the axes of matrices whose names do not say it; tried too.
-        sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried too.
-        output_column: Entry of what the layer writes that is the prediction, from 0; where tokens have columns of
-            positions, that of y and the last are tried.
-        output_scale: Factor on what attention adds, for code that has one beside its matrices; 1 if left out.
-        model: How norms, MLPs and tokens of layers are joined: fields of `JOINS` of mechinterp.checkpoints.foreign.options, such
-            as {"norm": "before"}; tried in the same way if left out.
-        map: Rows "theirs=known" for names that no format has, such as "my_queries=q_proj".
-        weights: Name of the state dict to read, where a file holds several, such as "ema".
-        anyway: Whether a file that was not understood, as no reading predicts better than 0, is loaded all the same.
+        path: A local path, or else the name of a shipped model, such as "softmax-h2-s0".
+        task: A TaskConfig, a dict of its fields or a JSON file. Fields that are not stated come
+            from the paper of the format, and are listed in `assumed`.
+        format: One of `FORMATS`, if the names do not decide it.
+        n_heads: Needed for torch.nn.MultiheadAttention, whose file does not state it.
+        scale: Factor on the scores, for weights without one; default 1/sqrt(d_head).
+        attend_to_self: True: the query attends to itself too; default False.
+        score: One of `SCORES` of mechinterp.config. Without it, and if no format states it, softmax
+            and linear scores are tried on prompts of the task, and `readings` has the results.
+        score_slope: The constant C of the score; default 1.
+        columns: "x,y" or "y,x", the order of a token's columns; tried if not stated.
+        orientation: "out,in" (torch.nn.Linear) or "in,out", the axes of matrices whose names do not
+            decide it; tried if not stated.
+        sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried if not
+            stated.
+        output_column: Entry of the layer's output that is the prediction, from 0. If tokens have
+            columns of positions, that of y and the last are tried.
+        output_scale: Factor on the output of attention, for code that has one besides its matrices;
+            default 1.
+        model: How norms, MLPs and tokens are combined: fields of `JOINS` of
+            mechinterp.checkpoints.foreign.options, such as {"norm": "before"}; tried if not stated.
+        map: Entries "theirs=known" for unknown names, such as "my_queries=q_proj".
+        weights: Name of the state dict to read if a file has several, such as "ema".
+        anyway: True: load a file that was not understood (no reading predicts better than 0).
+            False: refuse it.
     Raises:
-        CheckpointError: If nothing readable lies there, the file was not understood, or an argument contradicts the file.
+        CheckpointError: If there is nothing readable, the file was not understood, or an argument
+            contradicts the file.
         ValueError: If an argument is out of range.
+    See also:
+        `load_run`, `from_pretrained`, `hook_module`.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
@@ -128,27 +135,32 @@ def load(
 
 
 def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
-    """The checkpoint, refused where its file was not understood, unless the reader wants it anyway."""
+    """The checkpoint; refused if its file was not understood, unless `anyway` is set."""
     if checkpoint.understood or hints.anyway:
         return checkpoint
     raise NotUnderstoodError(
-        f"{checkpoint.path}: {checkpoint.assumed.get('doubt')}; --anyway (anyway=True) shows what was read all the same."
+        f"{checkpoint.path}: {checkpoint.assumed.get('doubt')}; --anyway (anyway=True) loads it all the same."
     )
 
 
 def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
-    """The run whose checkpoints, of whatever code, lie at a path: the last one, with the weights of all as `snapshots`.
+    """Run of checkpoints at a path, of any format: the last one, with the weights of all as
+    `snapshots`.
 
-    What the files leave open is settled once, on the last one, and is the same for all of them. `history` has the loss
-    of each on the same evaluation prompts. `load` does the same for a folder whose names tell that they are steps.
+    Settings that the files leave open are decided once, on the last file, and used for all.
+    `history` has the loss of each on the same evaluation prompts. `load` does the same for a folder
+    whose file names are recognised as steps.
 
     Args:
-        path: A folder, a pattern such as "runs/mine/step_*.pt", or the files; their names differ in the number of the
-            step alone (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
+        path: A folder, a pattern such as "runs/mine/step_*.pt", or a list of files. Their names
+            differ in the step number only (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
         said: Arguments of `load`.
     Raises:
-        CheckpointError: If the names do not tell the steps, the shapes differ, or a file is not readable.
+        CheckpointError: If the names do not show the steps, the shapes differ, or a file cannot be
+            read.
         ValueError: If an argument is out of range.
+    See also:
+        `load`, `over_steps`.
     Example:
         >>> import tempfile
         >>> model = load("softmax-h2-s0")
@@ -165,10 +177,10 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
-    """The checkpoints in a folder, those that a pattern fits, or those that are listed, by step.
+    """Checkpoints in a folder, of a pattern, or of a list, by step.
 
     Raises:
-        CheckpointError: If there are none, or their names do not tell the step.
+        CheckpointError: If there are none, or their names do not show the step.
     """
     if not isinstance(path, str | Path):
         paths = [Path(each) for each in path]
@@ -177,12 +189,14 @@ def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
     else:
         paths = sorted(Path(each) for each in glob(str(path)))
     if not paths:
-        raise CheckpointError(f"{path}: must hold or fit checkpoints, got none.")
+        raise CheckpointError(
+            f"{path}: must be a folder with checkpoints, or a pattern that matches some; found none."
+        )
     steps = steps_of(paths, told=True)
     if not steps:
         raise CheckpointError(
-            f"{paths[0].parent}: names of a run must differ in the number of the step alone, got {_listed(paths)}; a pattern "
-            "such as step_*.pt takes some of them."
+            f"{paths[0].parent}: names of a run must differ in the step number only, got {_listed(paths)}; a pattern such as "
+            "step_*.pt selects some of them."
         )
     return steps
 
@@ -206,12 +220,12 @@ def _run(steps: Mapping[int, Path], hints: Hints) -> Checkpoint:
 
 
 def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None:
-    """Refuse a file of a run that is of another model than its last one."""
+    """Refuse a file of a run whose model differs from that of its last file."""
     if isinstance(each, Checkpoint) and isinstance(last, Checkpoint):
         if each.config.model != last.config.model:
-            raise ValueError("must be of the architecture of the last step.")
+            raise ValueError("must have the architecture of the last step.")
     elif isinstance(each, Checkpoint) or isinstance(last, Checkpoint):
-        raise ValueError("must be of the format of the last step.")
+        raise ValueError("must have the format of the last step.")
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
         for name in sorted(shapes.keys() | others.keys()):
@@ -221,10 +235,10 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
 
 
 def _hints(given: Mapping[str, object]) -> Hints:
-    """What the reader says.
+    """Arguments of the reader, checked.
 
     Raises:
-        ValueError: If it is out of range.
+        ValueError: If one is out of range.
     """
     task = given.get("task")
     if isinstance(task, TaskConfig):
@@ -237,7 +251,7 @@ def _hints(given: Mapping[str, object]) -> Hints:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What goes wrong while files are read, in one line."""
+    """Turns errors during reading into a one-line CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -247,7 +261,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:
-    """What lies at a path: a checkpoint that says everything, or the tensors of one that does not."""
+    """Content at a path: a checkpoint that states everything, or tensors with open settings."""
     return _in_folder(path, hints) if path.is_dir() else _in_file(path, hints)
 
 
@@ -281,30 +295,31 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         return read_exchange(path)
     files = sorted(filter(is_weights, path.iterdir()))
     if len(files) > 1:
-        rule = f"holds several files of weights; name one of {_listed(files)}"
+        rule = f"has several files of weights; name one of {_listed(files)}"
         raise CheckpointError(f"{path}: {rule}.")
     if not files and any((path / name).exists() for name in ORBAX):
         raise CheckpointError(f"{path}: {FROM_ORBAX}.")
     if not files:
-        return native.load(path)  # which says what is missing
+        return native.load(path)  # its error says what is missing
     stored = _in_file(files[0], hints)
     return replace(stored, path=path) if isinstance(stored, Checkpoint) else stored
 
 
 def _require_no_hints(path: Path, hints: Hints, stated: str) -> None:
-    """A checkpoint that says everything takes no hints, but for the right format."""
+    """Refuse hints for a checkpoint that states everything, except its own format."""
     for name, value in hints.given.items():
         if (name, value) != ("format", stated) and name != "anyway":
             raise CheckpointError(
-                f"{path}: {name} is only for files that do not state theirs, got {value} for a checkpoint of format {stated}."
+                f"{path}: {name} is only for files that do not state it, got {value} for a checkpoint of format {stated}."
             )
 
 
 def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
-    """Write a checkpoint in another format into a new folder or, as "npz", a new file; the files written.
+    """Write a checkpoint in another format into a new folder or (for "npz") a new file; returns the
+    files.
 
     Raises:
-        CheckpointError: If something is there already, or the format has no place for the model.
+        CheckpointError: If something exists there, or the format cannot represent the model.
         ValueError: If the format is unknown.
     """
     checkpoint, out = checkpoint_of(checkpoint, "convert"), Path(out)
@@ -314,8 +329,8 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     scores = sorted({str(said["score"]) for said in rivals if "score" in said})
     if len(scores) > 1:
         raise CheckpointError(
-            f"{checkpoint.path}: score must be said (--score, score=) before it is written, got {', '.join(scores)} "
-            "as what it can be."
+            f"{checkpoint.path}: state the score (--score, score=) before converting: the file may have "
+            f"{' or '.join(scores)}."
         )
     if target == "npz":
         return [arrays.write_arrays(out, checkpoint)]

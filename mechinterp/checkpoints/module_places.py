@@ -1,4 +1,4 @@
-"""Where the layers of attention are in a plain torch module, found by names and by running it."""
+"""Places of the attention layers in a plain torch module, found by names and by running it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
 
 
 def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> list[str]:
-    """For each layer the name of the module that takes the heads' outputs, in the order in which they run.
+    """For each layer the name of the module that takes the heads' outputs, in order of running.
 
-    A module that runs several times is a layer each time.
+    A module that runs several times counts as a layer each time.
 
     Args:
-        outputs: Names that are given; none: they are found.
+        outputs: Stated names; empty: they are searched for.
     Raises:
-        ValueError: If a given name is of no module, none is found, or a module does not run.
+        ValueError: If a stated name is not a module, none is found, or a module does not run.
     """
     given = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     known = dict(module.named_modules())
@@ -47,7 +47,7 @@ def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> li
 
 
 def _order(module: nn.Module, inputs: Tensor) -> list[str]:
-    """Names of all modules in the order in which they run."""
+    """Names of all modules in order of running."""
     ran: list[str] = []
     handles = [
         part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
@@ -60,10 +60,10 @@ def _order(module: nn.Module, inputs: Tensor) -> list[str]:
 
 
 def _outputs(module: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that take the heads' outputs, by the table of names."""
+    """Names of the modules that take the heads' outputs, by the table of known names."""
     modules = dict(module.named_modules())
     names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
-    # Layers that share a tensor have it under several names.
+    # Layers that share a tensor list it under several names.
     pieces = [
         (name, piece)
         for name, _ in module.named_parameters(remove_duplicate=False)
@@ -96,11 +96,13 @@ def _is_parameter(name: str) -> ValueError:
 def places_of(
     module: nn.Module, order: Sequence[str], heads: int | None, tokens: Tensor
 ) -> list[Place]:
-    """Where each block of attention is, in the order in which they first run; all have as many heads.
+    """Places of the attention blocks in order of their first run; all have the same number of
+    heads.
 
     Raises:
-        ValueError: If heads are not stated, contradict the module or are not as many in every layer, a layer is not in a
-            module of its own, or what is taken for the heads' outputs is the stream.
+        ValueError: If the number of heads is not stated, contradicts the module or differs between
+            layers, a layer is not a separate module, or the assumed outputs of heads are the
+            stream.
     """
     names, ran = list(dict.fromkeys(order)), Counter(_order(module, tokens))
     blocks = {name: _block(module, name, names, ran) for name in names}
@@ -109,7 +111,7 @@ def places_of(
     counts = sorted({place.n_heads for place in places})
     if len(counts) > 1:
         listed = ", ".join(map(str, counts))
-        raise ValueError(f"heads must be as many in every layer, got {listed}.")
+        raise ValueError(f"heads must be the same number in every layer, got {listed}.")
     return places
 
 
@@ -127,7 +129,7 @@ def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: 
         block=block,
         n_heads=n_heads,
         d_head=heads_in[-1] // n_heads,
-        # Positions may come before prompts.
+        # Positions may come before prompts in the shape.
         heads_turned=heads_in[0] != len(tokens),
         stream_turned=stream_in[0] != len(tokens),
         one_number=stream_out == stream_in[:2],
@@ -136,7 +138,8 @@ def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: 
 
 
 def _inner(module: nn.Module, output: str, block: str) -> Inner:
-    """What makes queries, keys and values before an output, and the smallest module around them all."""
+    """Modules that make queries, keys and values for an output, and the smallest module around
+    them."""
     if isinstance(module.get_submodule(output), nn.MultiheadAttention):
         return Inner(output, {})
     alone = Inner(output.rpartition(".")[0], {})
@@ -151,7 +154,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
         near = (piece.path, piece.layer) == (end.path, end.layer)
         near = near or before.rpartition(".")[0] == output.rpartition(".")[0]
         if near and piece.part in projections:
-            return alone  # heads by themselves
+            return alone  # separate modules per head
         if near:
             projections[piece.part] = before
     if set(projections) not in PROJECTED:
@@ -164,7 +167,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
 
 
 def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, torch.Size]:
-    """The shapes of what enters a part of the module and of what leaves it, when it first runs."""
+    """Shapes of the input and of the output of a part of the module, when it first runs."""
     shapes: list[torch.Size] = []
 
     def note(_: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple | dict) -> None:
@@ -180,28 +183,40 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
 def _number_of_heads(
     module: nn.Module, name: str, inner: Inner, heads: int | None, tokens: Tensor
 ) -> int:
-    """The number of heads, as its softmax shows it, its modules state it, or the user does.
+    """Number of heads: from its softmax, its modules, or the user.
 
     Raises:
-        ValueError: If nothing says it, or two of them differ.
+        ValueError: If it is unknown, or two of these differ.
     """
     attention = module.get_submodule(name)
-    own, says = None, ""
+    own, source = None, ""
     if isinstance(attention, nn.MultiheadAttention):
-        own, says = attention.num_heads, f"{name}.num_heads"
+        own, source = attention.num_heads, f"{name}.num_heads"
+    elif named := _heads_by_name(module, name):
+        own, source = named, f"the modules beside {name}"
     elif len(seen := _Softmaxes.of(module, inner.container, tokens)) == 1:
-        own, says = seen[0], f"the softmax in {inner.container or type(module).__name__}"
+        own, source = seen[0], f"the softmax in {inner.container or type(module).__name__}"
     elif stated := _stated_heads(module, name):
-        own, says = stated
+        own, source = stated
     if heads is not None and own not in (None, heads):
-        raise ValueError(f"heads must be {own}, the number in {says}, got {heads}.")
+        raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
     if heads is None and own is None:
-        raise ValueError(f"heads must be given: the module around {name} does not say how many.")
+        raise ValueError(
+            f"heads must be given: the module around {name} does not state the number."
+        )
     return heads or own or 0
 
 
+def _heads_by_name(module: nn.Module, output: str) -> int:
+    """Number of heads that are separate modules, such as heads.0.query; 0 if there are none."""
+    end = piece_of(f"{output}.weight")
+    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
+    beside = (p for p in pieces if p and end and (p.path, p.layer) == (end.path, end.layer))
+    return len({p.head for p in beside if p.part in INNER and p.head is not None})
+
+
 def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
-    """The number of heads that an attribute states, and its name."""
+    """Number of heads in an attribute, and the name of the attribute."""
     around = name.rpartition(".")[0]
     for where, part in ((name, module.get_submodule(name)), (around, module.get_submodule(around))):
         for key in HEAD_KEYS:
@@ -214,7 +229,8 @@ def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
 
 
 class _Softmaxes(TorchFunctionMode):
-    """Notes the number of heads of each softmax over [batch, head, query, key] in a part of a module."""
+    """Records the number of heads of each softmax over [batch, head, query, key] in a part of a
+    module."""
 
     def __init__(self, n_prompts: int) -> None:
         super().__init__()
@@ -222,7 +238,7 @@ class _Softmaxes(TorchFunctionMode):
 
     @classmethod
     def of(cls, module: nn.Module, container: str, tokens: Tensor) -> list[int]:
-        """Numbers of heads of the softmaxes of one run of a part; [0] stands for one that shows none."""
+        """Numbers of heads of the softmaxes in one run of a part."""
         mode, part = cls(len(tokens)), module.get_submodule(container)
         runs: list[int] = []
 
@@ -243,7 +259,7 @@ class _Softmaxes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """The call itself."""
+        """Record the number of heads, then make the call."""
         if self.inside and args and func in (*SOFTMAX, F.scaled_dot_product_attention):
             scores, n = args[0], self.n_prompts
             if scores.ndim == 4 and len(scores) == n:
@@ -254,7 +270,7 @@ class _Softmaxes(TorchFunctionMode):
 
 
 def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:
-    """The largest module around a layer's outputs that has no other layer and runs as often."""
+    """The largest module around a layer's outputs that contains no other layer and runs as often."""
     words = name.split(".")
     attention = isinstance(module.get_submodule(name), nn.MultiheadAttention)
     for count in range(1, len(words) + attention):
@@ -267,5 +283,5 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
         ):
             return outer
     if len(names) > 1 or ran[name] > 1:
-        raise ValueError(f"{name} must lie in a module of its own, which is the layer.")
+        raise ValueError(f"{name} must lie in a separate module, the layer.")
     return ""

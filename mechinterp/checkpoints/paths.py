@@ -1,4 +1,4 @@
-"""Which checkpoints lie in folders, and which files are the steps of one run."""
+"""Checkpoints in folders, and files that are the steps of one run."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,16 +15,18 @@ STEP_WORDS = (
     *("step", "steps", "iter", "iters", "iteration", "iterations", "it", "epoch", "ep"),
     *("update", "updates", "ckpt", "checkpoint", "snapshot", "batch"),
 )
-"""Words before the number of a step."""
+"""Words before a step number."""
 COUNT_WORDS = ("", "model", "net", "network", "weights", "params", "state")
-"""Words before a number that may count models too: 0, 1, 2, ... or 1, 2, ... are then no steps."""
+"""Words before a number that may also count models: then 0, 1, 2, ... or 1, 2, ... are not steps.
+"""
 
 
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
-    """The paths, a folder that is no checkpoint replaced by the checkpoints in it, one level down.
+    """Paths in which a folder that is not a checkpoint is replaced by the checkpoints in it, one
+    level down.
 
-    Those are folders with a config.json or a side-car, files that end as those of other people do, and folders with
-    one such file.
+    Checkpoints are folders with a config.json or a side-car file, files with an ending of weight
+    files, and folders with one such file.
     """
     checkpoints: list[Path] = []
     for path in paths:
@@ -34,7 +36,7 @@ def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
 
 
 def runs_among(paths: Iterable[Path]) -> list[list[Path]]:
-    """The paths in groups: the steps of a run together and in their order, every other path alone.
+    """Paths in groups: the steps of a run together and in order, every other path alone.
 
     Example:
         >>> [len(group) for group in runs_among(map(Path, ("a/step_1.pt", "a/step_9.pt", "b/x.pt")))]
@@ -49,7 +51,7 @@ def runs_among(paths: Iterable[Path]) -> list[list[Path]]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints one level down; what optimisers keep is none."""
+    """Checkpoints one level down; optimiser states do not count."""
     return sorted(
         path
         for path in _in(folder)
@@ -58,23 +60,24 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a file's name is one that weights have."""
+    """True if a file has a name of weight files."""
     beside = BESIDE.fullmatch(path.name) or path.name.startswith("training_args")
     return has_weights_ending(path) and not beside and path.is_file()
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a folder says that it is a checkpoint."""
+    """True if a folder has a file that marks a checkpoint."""
     return any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
 
 
 def steps_of(paths: Sequence[Path], *, told: bool = False) -> dict[int, Path]:
-    """The paths by step, if they lie in one folder and their names differ in the number of a step alone; else none.
+    """Paths by step, if they lie in one folder and their names differ in the step number only; else
+    empty.
 
-    Beside a step's number that of its epoch may differ, too.
+    Besides the step, the epoch may differ too.
 
     Args:
-        told: Whether it is known that they are one run, so that any number may be the step's.
+        told: True: the paths are known to be one run, so that any number counts as the step.
     Example:
         >>> steps_of([Path("run/step_1000.pt"), Path("run/step_200.pt")])
         {200: PosixPath('run/step_200.pt'), 1000: PosixPath('run/step_1000.pt')}

@@ -1,7 +1,6 @@
-"""A plain torch module as a model that the analyses and the report take.
+"""A plain torch module as a model for the analyses and the report.
 
-Its layers of attention are found by their names, in the order in which they run.
-"""
+Its attention layers are found by name, in order of running."""
 
 import copy
 import pickle
@@ -31,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HookedModule(Run):
-    """A module of somebody's with hooks on its heads; every analysis of heads and `write_report` take it."""
+    """A user's module with hooks on its heads, for every analysis of heads and for `write_report`."""
 
     name: str
     task: TaskConfig
-    """The law of its prompts."""
+    """Law of its prompts."""
     hooked: HookedPredictor
     outputs: tuple[str, ...]
-    """Of each layer the name of the module that takes the heads' outputs side by side."""
+    """For each layer, the name of the module that takes the heads' outputs side by side."""
     history: pd.DataFrame | None = None
-    """Of a module that a `Monitor` watched: a row per kept step, layer and head."""
+    """History of a module watched by a `Monitor`: one row per saved step, layer and head."""
     snapshots: Mapping[int, "HookedModule"] = field(default_factory=dict)
-    """Of such a module as it was, by step."""
+    """Copies of a watched module, by step."""
     step: int | None = None
-    """Number of updates behind such a module."""
+    """Number of updates of a watched module."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -63,7 +62,7 @@ class HookedModule(Run):
         return self.snapshots[step]
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields.
+        """Fields for pickling.
 
         Raises:
             ValueError: If `read` or `embed` cannot be pickled.
@@ -74,18 +73,18 @@ class HookedModule(Run):
                 pickle.dumps(function)
             except (pickle.PicklingError, AttributeError, TypeError):
                 raise ValueError(
-                    f"{name} must be a function that a file defines with def, so that it can be pickled, got {function!r}; or keep "
-                    "the module and the arguments, and call hook_module again."
+                    f"{name} must be a function defined by def in a file, so that it can be pickled, got {function!r}; or keep the module "
+                    "and the arguments, and call hook_module again."
                 ) from None
         return dict(vars(self))
 
     def at_length(self, context_length: int) -> "HookedModule":
-        """The same module of a task with another context length."""
+        """The same module for a task with another context length."""
         return replace(self, task=replace(self.task, context_length=context_length))
 
     @property
     def in_words(self) -> str:
-        """One line on what the model is."""
+        """One line on the model."""
         layers, heads = counted(self.hooked.n_layers, "layer"), counted(self.hooked.n_heads, "head")
         return f"{layers} of {heads}, a PyTorch module with hooks, {self.task.in_words}"
 
@@ -96,7 +95,7 @@ class HookedModule(Run):
 
     @property
     def predictor(self) -> Predictor:
-        """The model as the analyses take it."""
+        """The model in the form that the analyses use."""
         hooked = self.hooked
         return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task)
 
@@ -116,33 +115,41 @@ def hook_module(
     task: TaskLike | None = None,
     position: int | None = None,
 ) -> HookedModule:
-    """A copy of a module, in evaluation mode, with hooks on the heads and the stream of each layer of attention.
+    """A copy of a module in evaluation mode, with hooks on the heads and the stream of each
+    attention layer.
 
-    Layers are every torch.nn.MultiheadAttention, and every module with a usual name for the outputs of heads (o_proj,
-    out_proj, to_out, c_proj, ...) beside those for queries, keys and values (q_proj, to_q, W_q, qkv, c_attn, ...). What is
-    between them may be anything.
+    Layers are every torch.nn.MultiheadAttention, and every module with a common name for the
+    outputs of heads (o_proj, out_proj, to_out, c_proj, ...) beside those for queries, keys and
+    values (q_proj, to_q, W_q, qkv, c_attn, ...). The code between them is arbitrary.
 
     Args:
-        heads: Heads of every layer; None: as the modules of attention say it (num_heads, n_heads, ...).
-        read: From the module's output to the prediction, [batch, d_y]; None: the output itself if it is that, else the last
-            d_y entries at the last position.
-        embed: From prompts to the module's input, [batch, pos, width]; None: tokens (x, y), the query last with y = 0.
-        outputs: Names of the modules that take the heads' outputs side by side, where none are found, or the wrong ones.
-        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; what is left out is assumed to
-            be the softmax paper's setting.
-        position: Position of the stream at which the prediction is read, from 0 or, below 0, from the end; None: the one
-            that it depends on after the last layer or, where it depends on several, the last one of a stream that is as
-            long as the input. What looks into another stream refuses it.
+        heads: Number of heads in every layer; None means that stated by the modules (num_heads,
+            n_heads, ...).
+        read: Function from the module's output to the prediction, [batch, d_y]. None means the
+            output itself if it has that shape, else the last d_y entries at the last position.
+        embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens
+            (x, y), the query last with y = 0.
+        outputs: Names of the modules that take the heads' outputs side by side, if they are not
+            found or found wrongly.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
+            are assumed to be those of the softmax paper.
+        position: Position of the stream at which the prediction is read, from 0, or from the end if
+            negative. None means the position on which the prediction depends after the last layer.
+            If it depends on several, it is the last one of a stream as long as the input; analyses
+            of any other stream refuse it.
     Raises:
-        ValueError: If no layer is found, a name in `outputs` is of no module, heads are not stated, are no number of heads, do
-            not divide a width or differ between layers, a layer does not run, runs twice or is not in a module of its own,
-            the module does not run on its input, the prediction has another shape, or there is no such position.
+        ValueError: If no layer is found, a name in `outputs` is not a module, the number of heads
+            is unknown, invalid, does not divide a width or differs between layers, a layer does not
+            run or is not a separate module, the module does not run on its input, the prediction
+            has another shape, or the position does not exist.
+    See also:
+        `load`, `Monitor`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> hook_module(layer, task=TaskConfig())
         HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, beta_var, noise_var, query_noise)
     """
-    # Here and not above: they need TransformerLens.
+    # Imported here because they need TransformerLens.
     from mechinterp.checkpoints.module_places import layer_names, places_of
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
@@ -156,7 +163,7 @@ def hook_module(
     parameter = next(own.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
 
     enter = _Entry(task, embed, parameter.device, parameter.dtype)
-    # As many as no axis of positions is long.
+    # A number of prompts that differs from the number of positions.
     trial = sample_prompts(task, 2, dtype=parameter.dtype)
     if enter(trial).shape[1] == len(trial):
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
@@ -185,7 +192,7 @@ def hook_module(
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A copy without torch.compile, which passes hooks by."""
+    """A copy without torch.compile, which bypasses hooks."""
     own = copy.deepcopy(getattr(module, "_orig_mod", module))
     for part in own.modules():
         for name, child in part.named_children():
@@ -195,7 +202,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """From prompts to a module's input."""
+    """Function from prompts to a module's input."""
 
     task: TaskConfig
     embed: Callable[[Prompts], Tensor] | None
@@ -206,26 +213,26 @@ class _Entry:
         tokens = _pairs(prompts, self.task) if self.embed is None else self.embed(prompts)
         if not isinstance(tokens, Tensor):
             raise ValueError(
-                f"embed must give one tensor, got {type(tokens).__name__}; a module of several inputs goes into one that splits them."
+                f"embed must return one tensor, got {type(tokens).__name__}; wrap a module of several inputs in one that splits them."
             )
         return tokens.to(self.device, self.dtype)
 
 
 def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
-    """Tokens (x, y), the query last, of prompts that are of the task's sizes."""
+    """Tokens (x, y), the query last, for prompts of the task's sizes."""
     require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
     return prompts.tokens
 
 
 def _own_read(output: object, tokens: Tensor, task: TaskConfig) -> Callable[[Tensor], Tensor]:
-    """How the prediction is read from an output of this shape.
+    """Function that reads the prediction from an output of this shape.
 
     Raises:
-        ValueError: If it is no tensor, or it is not known where the prediction is.
+        ValueError: If the output is no tensor, or the place of the prediction is unknown.
     """
     if not isinstance(output, Tensor):
         raise ValueError(
-            f"read must be given for a module whose output is no tensor, got {type(output).__name__}."
+            f"read must be given for a module whose output is not a tensor, got {type(output).__name__}."
         )
     shape, n_prompts = tuple(output.shape), len(tokens)
     if shape == (n_prompts, task.d_y):
@@ -240,48 +247,44 @@ def _own_read(output: object, tokens: Tensor, task: TaskConfig) -> Callable[[Ten
         return _last_number
     if len(shape) < 3:
         raise ValueError(
-            f"read must be given: the output {list(shape)} of {n_prompts} prompts is no prediction [batch, {task.d_y}], and not one "
+            f"read must be given: the output {list(shape)} of {n_prompts} prompts is neither a prediction [batch, {task.d_y}] nor one "
             f"number for each of {tokens.shape[1]} positions."
         )
     return partial(_last_entries, d_y=task.d_y)
 
 
 def _whole(output: Tensor) -> Tensor:
-    """The output itself."""
     return output
 
 
 def _as_column(output: Float[Tensor, " batch"]) -> Float[Tensor, "batch 1"]:
-    """One number for each prompt, as a column."""
     return output[:, None]
 
 
 def _last_number(output: Float[Tensor, "batch pos"]) -> Float[Tensor, "batch 1"]:
-    """The number at the last position."""
     return output[:, -1:]
 
 
 def _last_entries(output: Tensor, d_y: int) -> Tensor:
-    """The last entries at the last position."""
     return output[:, -1, -d_y:]
 
 
 def _output_of(module: nn.Module, inputs: Tensor) -> object:
-    """The module's output; one that does not run on what it is given is refused in its own words."""
+    """Output of the module; its own error message if it does not run."""
     try:
         return module(inputs)
     except (TypeError, RuntimeError, IndexError, AssertionError) as error:
         raise ValueError(
             f"module must run on the input {list(inputs.shape)} of {len(inputs)} prompts, got: {one_line(error)}; "
-            "embed= makes the input from prompts, and task= says d_x and d_y."
+            "use embed= to make the input from prompts, and task= to state d_x and d_y."
         ) from None
 
 
 def _note_sizes(hooked: HookedPredictor, prompts: Prompts) -> None:
-    """Sizes of the stream and of heads, where TransformerLens' tools look for them.
+    """Store the sizes of the stream and of heads where TransformerLens' tools look for them.
 
     Raises:
-        ValueError: If the prediction has not the shape of the prompts' y_query.
+        ValueError: If the prediction does not have the shape of y_query.
     """
     names = [f"blocks.0.{name}" for name in ("hook_resid_pre", "attn.hook_z")]
     output, (stream, z) = hooked.activations(prompts, names)

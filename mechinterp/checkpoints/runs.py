@@ -1,10 +1,12 @@
-"""Runs: models with what was kept of their training, and histories measured on the same prompts at each step."""
+"""Runs: models with snapshots of their training, and histories measured on the same prompts at each
+step."""
 
 from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import share_of
@@ -13,27 +15,40 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights, circuit_norms
 
 N_PROMPTS = 1024
-"""Evaluation prompts behind the loss of each step."""
+"""Number of evaluation prompts for the loss of each step."""
 Self = TypeVar("Self", bound="Run")
 
 
 class Run:
-    """A model with what was kept of its training, whether it lies in files (`load`, `load_run`) or a `Monitor` watched it.
+    """A model with snapshots of its training, from files (`load`, `load_run`) or from a `Monitor`.
 
-    Beside what is below it has name, task, step, history (a row per step, layer and head), snapshots (models by step,
-    which every analysis takes), model (with hooks) and predictor.
-    """
+    Subclasses also have name, task, step, history (one row per step, layer and head), snapshots
+    (models by step, which every analysis takes), model (with hooks) and predictor."""
+
+    @property
+    def history(self) -> pd.DataFrame | None:
+        """One row per kept or logged step, layer and head."""
+        raise NotImplementedError
 
     @property
     def steps(self) -> list[int]:
         """Steps of the snapshots during training."""
         raise NotImplementedError
 
+    @property
+    def loss_curve(self) -> Float[np.ndarray, "row 2"]:
+        """Step and eval_loss of the history; no rows if there is none."""
+        if self.history is None:
+            return np.zeros((0, 2))
+        return self.history.drop_duplicates("step")[["step", "eval_loss"]].to_numpy(
+            dtype=np.float64
+        )
+
     def at(self: Self, step: int) -> Self:
-        """The model as it was after so many updates.
+        """The model after this number of updates.
 
         Raises:
-            ValueError: If it was not kept.
+            ValueError: If that step was not saved.
         Example:
             >>> from mechinterp import load
             >>> load("softmax-h2-s0").at(1000).step
@@ -44,15 +59,16 @@ class Run:
         return self._after(step)
 
     def _after(self: Self, step: int) -> Self:
-        """The model of a step that was kept."""
+        """The model at a saved step."""
         raise NotImplementedError
 
 
 def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFrame:
     """One row per step, layer and head: eval_loss with its standard error, and numbers of the head.
 
-    Those are, for one layer of attention, omega, mu (means), qk_diagonal and ov_last_entry, what masking the head does
-    (`head_rows`), and for all models the Frobenius norms of the QK and OV circuits. loss, that of training, is NaN.
+    For one attention layer these are omega, mu (means), qk_diagonal, ov_last_entry, and the effects
+    of masking (`head_rows`); for all models also the Frobenius norms of the QK and OV circuits.
+    loss, the training loss, is NaN.
     """
     prompts = evaluation_prompts(source, n_prompts=N_PROMPTS)
     frames = {}
@@ -69,25 +85,26 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
 
 
 def joined(frames: Mapping[int, pd.DataFrame]) -> pd.DataFrame:
-    """Rows of several steps as one history, in which the loss of training is not known."""
+    """Rows of several steps as one history; its training loss is NaN."""
     rows = pd.concat(frames, names=["step", None]).reset_index("step").assign(loss=np.nan)
     first = ["step", "layer", "head", "loss", "eval_loss"]
     return rows[[*first, *(name for name in rows if name not in first)]].reset_index(drop=True)
 
 
 def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.DataFrame:
-    """One row per layer and head: the model's loss, and what masking the head changes.
+    """One row per layer and head: the model's loss, and the effects of masking the head.
 
-    eval_loss is the mean squared error against y_query; share the standard deviation over prompts of what the head adds
-    to the prediction, as masking takes it away, over the sum of that over the layer's heads; rise that of the excess
-    risk. Losses have unit y^2, and _sem names standard errors over prompts, of rise paired.
+    eval_loss is the mean squared error against y_query. share is the standard deviation over
+    prompts of the head's contribution to the prediction (its change under masking), divided by the
+    sum over the layer's heads. rise is the rise of the excess risk. Losses have unit y^2; _sem are
+    standard errors over prompts, paired for rise.
 
     Args:
-        masks: Whether heads are masked, which takes a run for each unless the model is one layer of attention.
+        masks: True: mask heads, with one run per head unless the model is one layer of attention.
     """
     predictor = predictor_of(source)
-    asked = [[head] for head in predictor.heads] if masks else []
-    predictions = predictor.run(prompts, [[], *asked]).double()
+    masked = [[head] for head in predictor.heads] if masks else []
+    predictions = predictor.run(prompts, [[], *masked]).double()
     error = (predictions[0] - prompts.y_query.to(predictions)).square().mean(1)
     layer, head = np.divmod(np.arange(len(predictor.heads)), predictor.n_heads)
     columns = {"layer": layer, "head": head, "eval_loss": float(error.mean())}

@@ -1,7 +1,6 @@
-"""Trained models by name, as `load("softmax-h2-s0")` takes them.
+"""Trained models by name, such as `load("softmax-h2-s0")`.
 
-A dozen lie in the package itself (in a clone as links to `checkpoints/`, which has all of them).
-"""
+The package includes a dozen (in a clone as links to `checkpoints/`, which has all of them)."""
 
 import os
 from pathlib import Path
@@ -12,21 +11,22 @@ CLONE = PACKAGE.parent / "checkpoints"
 
 
 def shipped_path(path: str | Path) -> Path:
-    """The path as it is, or that of the shipped model whose name it is if nothing lies there.
+    """The path itself if it exists, else the path of the shipped model of that name, if there is
+    one.
 
     Example:
         >>> shipped_path("softmax-h2-s0").is_dir(), shipped_path("runs/mine")
         (True, PosixPath('runs/mine'))
     """
-    given, path = str(path), Path(path)
-    if os.path.lexists(path) or path.name != given:
+    name, path = str(path), Path(path)
+    if os.path.lexists(path) or path.name != name:
         return path
     places = (folder / path for folder in (CLONE, BUNDLED))
     return next((place for place in places if place.is_dir()), path)
 
 
 def bundled_names() -> list[str]:
-    """Names of the models that come with the package.
+    """Names of the models in the package.
 
     Example:
         >>> "garg-gpt2" in bundled_names()

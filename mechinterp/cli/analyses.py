@@ -1,11 +1,12 @@
-"""Commands that run one analysis of one model, and its options from the arguments of its function: argument parsing only."""
+"""Commands that run one analysis of one model, with options made from the arguments of its
+function: argument parsing only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -28,23 +29,25 @@ if TYPE_CHECKING:
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
     from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.analysis.registry import Analysis
+    from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.progress import ProgressCallback
 
 SHARED = ("n_prompts", "seed", "context_length")
-"""Arguments that all analyses take by options of the command itself."""
+"""Arguments of all analyses that are options of the command itself."""
 PLAIN = (int, float, str)
 
 
 @asks_checkpoints
 def ablate(path: PathArgument, *, asked: Asked, files: Files) -> None:
-    """Mask every head, and every subset of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0"""
+    """Mask every head, and every subset of heads in one layer. Example: mechinterp ablate
+    checkpoints/softmax-h2-s0"""
     show("ablate", path, asked, files)
 
 
 @asks_checkpoints
 def probe(path: PathArgument, *, asked: Asked, files: Files) -> None:
-    """Say what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
+    """Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
     show("probe", path, asked, files)
 
 
@@ -54,10 +57,17 @@ def analyse(
         str,
         typer.Argument(
             metavar="NAME",
-            help="An analysis, or my_module:my_function; a wrong one lists all, a wrong option its options.",
+            help="An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
         ),
     ],
     path: PathArgument,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--over-steps",
+            help="Run it at every saved step of the training of a checkpoint or run.",
+        ),
+    ] = False,
     further: Annotated[
         list[str] | None,
         typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
@@ -66,11 +76,12 @@ def analyse(
     asked: Asked,
     files: Files,
 ) -> None:
-    """Run any one analysis by its name. Example: mechinterp analyse p-probe checkpoints/sparse-h4-noise0.1-s0 --steps 20"""
+    """Run one analysis by its name. Example: mechinterp analyse p-probe
+    checkpoints/sparse-h4-noise0.1-s0 --steps 20"""
     from mechinterp.analysis.registry import analysis_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, files, settings)
+    show(name, path, asked, files, settings, steps=steps)
 
 
 @runs_checkpoints
@@ -84,7 +95,7 @@ def fit(
         typer.Option(
             "--context-length",
             min=1,
-            help="Pairs per prompt; may be repeated; 10, 20, ..., 100 if left out.",
+            help="Pairs per prompt; repeatable; default: 10, 20, ..., 100.",
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -105,12 +116,16 @@ def show(
     asked: Asked,
     files: Files,
     settings: Mapping[str, object] | None = None,
+    *,
+    steps: bool = False,
 ) -> None:
-    """Print what an analysis says of a checkpoint.
+    """Print the result of an analysis of a checkpoint.
 
     Args:
         settings: Further arguments of this analysis.
+        steps: True: at every kept step.
     """
+    from mechinterp.analysis.over_steps import over_steps
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
@@ -118,16 +133,17 @@ def show(
 
     with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
-        result = run_analysis(
-            name,
-            checkpoint,
-            prompts=asked.given,
-            context_length=asked.context_length,
-            n_prompts=asked.n_prompts,
-            seed=asked.seed,
-            progress=progress,
-            settings=settings,
-        )
+        drawn_by: dict[str, Any] = {
+            "prompts": asked.given,
+            "context_length": asked.context_length,
+            "n_prompts": asked.n_prompts,
+            "seed": asked.seed,
+            "progress": progress,
+        }
+        if steps:
+            result: Finding = over_steps(checkpoint, name, **drawn_by | dict(settings or {}))
+        else:
+            result = run_analysis(name, checkpoint, **drawn_by, settings=settings)
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
@@ -141,25 +157,27 @@ def prune(
         str, typer.Option("--rule", help="best-later, least-later or best-first.")
     ] = "best-later",
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="Layer after layer, scored anew each time.")
+        bool,
+        typer.Option("--sequential", help="Prune layer after layer, with new scores each time."),
     ] = False,
     fine_tune: Annotated[
         int | None,
         typer.Option(
-            "--fine-tune", min=1, help="Updates that the pruned model is trained further."
+            "--fine-tune", min=1, help="Number of updates for training of the pruned model."
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="A new folder for the model with the heads chosen on all prompts."
+            "--out", help="New folder for the pruned model, with the heads chosen on all prompts."
         ),
     ] = None,
     *,
     asked: Asked,
     files: Files,
 ) -> None:
-    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out pruned"""
+    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
+    pruned"""
     from mechinterp.analysis.ablation import pruning
     from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
@@ -177,7 +195,7 @@ def prune(
         checkpoint = files.load(path, asked.context_length)
         if checkpoint.config.model.n_layers == 1:
             raise ValueError(
-                f"{path}: prune takes models of several layers, got one; ablate masks its heads."
+                f"{path}: prune needs a model of several layers, got one; use ablate to mask its heads."
             )
         prompts, chosen = asked.drawn(checkpoint), pruning.RULES[rule]
         pruned = pruning.prune(
@@ -203,8 +221,8 @@ def prune(
 
 
 def led(checkpoint: "Checkpoint", text: str) -> str:
-    """The text, below a line that says that the file was not understood, where that is so."""
-    return text if checkpoint.understood else f"{checkpoint.assumed['doubt']}\n{text}"
+    """The text, after a line on why the file may have been read wrongly, if there is a reason."""
+    return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
 
 
 def _fine_tuned(
@@ -219,20 +237,21 @@ def _fine_tuned(
 
     if checkpoint.format != "native":
         raise ValueError(
-            f"--fine-tune is for models that were trained by this package, got one of format {checkpoint.format}."
+            f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
         )
-    # The heads are chosen on all of the prompts that were asked for.
+    # The heads are chosen on the prompts of the options, so the losses are measured on others.
     others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
     return fine_tune(checkpoint, pruned.kept, others, steps=steps, progress=progress)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:
-    """Further arguments of an analysis, from what follows its own options on the command line.
+    """Further arguments of an analysis, from the words after its shared options on the command
+    line.
 
-    A truth value is `--sequential` or `--no-sequential`; an option of several values is repeated.
+    A truth value is `--sequential` or `--no-sequential`; an option with several values is repeated.
 
     Raises:
-        ValueError: If there is no such option, or its value is of the wrong type.
+            ValueError: If there is no such option, or its value has the wrong type.
     Example:
         >>> from mechinterp.analysis.registry import ANALYSES
         >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--variant=map"])
@@ -272,7 +291,8 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
 
 
 def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
-    """A type that a word can be turned into, in a tuple if there may be several; None for others."""
+    """Type that a word can be converted to, in a tuple if several values are possible; None if
+    there is none."""
     if hint is None and parameter.default not in (None, Parameter.empty):
         hint = type(parameter.default)
     choices = [each for each in (get_args(hint) or (hint,)) if each is not NoneType]

@@ -1,4 +1,4 @@
-"""Commands that say what a checkpoint is: argument parsing only."""
+"""Commands that describe a checkpoint: argument parsing only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,13 +33,14 @@ def classify(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="A new table, .parquet or .csv: a row for each checkpoint."),
+        typer.Option("--out", help="New table, .parquet or .csv, with one row per checkpoint."),
     ] = None,
     *,
     asked: Asked,
     files: Files,
 ) -> None:
-    """Say what a model computes, and how sure that is. Example: mechinterp classify checkpoints/*"""
+    """State what a model computes, and how certain that is. Example: mechinterp classify
+    checkpoints/*"""
     from mechinterp.checkpoints.io.errors import NotUnderstoodError
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
@@ -80,7 +81,8 @@ def classify(
 def _steps(
     groups: Sequence[Sequence[Path]], files: Files, context_length: int | None
 ) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
-    """Of those paths that are steps of a run the model at the step, and the step with its loss."""
+    """Model at each step of a run, with the step and its loss, for those paths that are steps of a
+    run."""
     from mechinterp.checkpoints.paths import steps_of
 
     steps = {}
@@ -113,7 +115,8 @@ def _classified(checkpoint: "Checkpoint", asked: Asked) -> "Classified":
 def _show_classification(
     path: Path, result: "Classified", *, headers: set[str] | None, wide: bool
 ) -> None:
-    """Print what was found: at length, or of one among many in few lines below headings that stand once."""
+    """Print a classification: in full, or for one of many in a few lines below headings that are
+    printed once."""
     from mechinterp.report.to_text import brief_text, classification_text
 
     if headers is None:
@@ -129,11 +132,11 @@ def _show_classification(
 def info(
     path: PathArgument,
     as_json: JsonOption = False,
-    wide: Annotated[bool, typer.Option("--wide", help="List the hook points, too.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Also list the hook points.")] = False,
     *,
     hints: "Hints",
 ) -> None:
-    """Show a checkpoint at a glance. Example: mechinterp info checkpoints/softmax-h2-s0"""
+    """Show the main facts of a checkpoint. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.checkpoints.native.folder import outline_of
     from mechinterp.report.info import info_document, info_text
 
@@ -147,7 +150,7 @@ def info(
 def convert(
     path: PathArgument,
     target: Annotated[str, typer.Option("--to", help="native, transformer-lens or npz.")],
-    out: Annotated[Path, typer.Option("--out", help="A new folder; a new file for npz.")],
+    out: Annotated[Path, typer.Option("--out", help="New folder, or new file for npz.")],
     as_json: JsonOption = False,
     *,
     hints: "Hints",

@@ -1,4 +1,4 @@
-"""Options that say what a file of weights does not say itself."""
+"""Options that state what a file of weights does not state."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,54 +13,62 @@ if TYPE_CHECKING:
 
 
 def _option(kind: Any, text: str, *names: str, **settings: Any) -> Any:
-    """The annotation of an option that may be left out."""
+    """Annotation of an optional option."""
     return Annotated[kind | None, typer.Option(*names, help=text, **settings)]
 
 
 OPTIONS: Mapping[str, Any] = {
     "task": _option(
         Path,
-        "Fields of the task, for files that do not state it; else the softmax paper's.",
+        "Fields of the task, if the file does not state them; default: the softmax paper's.",
         metavar="FILE.json",
     ),
-    "format": _option(str, "The file's format, where it does not tell.", metavar="NAME"),
+    "format": _option(str, "Format of the file, if its names do not show it.", metavar="NAME"),
     "d_x": _option(int, "Dimension of a covariate.", min=1),
     "d_y": _option(int, "Number of responses.", min=1),
-    "n_heads": _option(int, "Heads, for files that do not say.", min=1),
-    "scale": _option(float, "Factor on the scores, for files that do not say."),
+    "n_heads": _option(int, "Number of heads, if the file does not state it.", min=1),
+    "scale": _option(float, "Factor on the scores, if the file does not state it."),
     "attend_to_self": _option(
-        bool, "Whether the query is among its keys.", "--attend-to-self/--context-only"
+        bool,
+        "Let the query attend to itself, or to the context only.",
+        "--attend-to-self/--context-only",
     ),
     "score": _option(
         str,
-        "Score function, for files that do not say: softmax, linear, linear/L, 1+tanh, 1+Cx, (1+Cx)^2.",
+        "Score function, if the file does not state it: softmax, linear, linear/L, 1+tanh, 1+Cx, (1+Cx)^2.",
         metavar="NAME",
     ),
-    "score_slope": _option(float, "The constant C of the score; 1 if left out."),
+    "score_slope": _option(float, "The constant C of the score; default 1."),
     "columns": _option(str, "Order of a token's columns.", metavar="x,y|y,x"),
     "orientation": _option(
-        str, "Axes of matrices, for names that do not say: W x or x W.", metavar="out,in|in,out"
+        str,
+        "Axes of matrices, if their names do not show them: W x or x W.",
+        metavar="out,in|in,out",
     ),
     "sign": _option(str, "Sign of the y entry in the prediction.", metavar="plus|minus"),
     "output_column": _option(
-        int, "Entry of a layer's output that is the prediction, from 0.", min=0
+        int, "Entry of the layer's output that is the prediction, from 0.", min=0
     ),
-    "output_scale": _option(float, "Factor on what attention adds, for files without it."),
+    "output_scale": _option(
+        float, "Factor on the output of attention, if the file does not state it."
+    ),
     "model": _option(
         list[str],
-        "How norms, MLPs and tokens are joined (norm=before, layout=in_turn); repeatable.",
+        "How norms, MLPs and tokens are combined (norm=before, layout=in_turn); repeatable.",
         metavar="NAME=VALUE",
     ),
     "map": _option(
-        list[str], "A name as a known one (to_q=q_proj); repeatable.", metavar="THEIRS=KNOWN"
+        list[str],
+        "Known name for an unknown one (to_q=q_proj); repeatable.",
+        metavar="THEIRS=KNOWN",
     ),
-    "weights": _option(str, "State dict to read, where a file holds several.", metavar="NAME"),
-    "anyway": _option(bool, "Show tables of a file that was not understood.", "--anyway"),
+    "weights": _option(str, "State dict to read, if the file has several.", metavar="NAME"),
+    "anyway": _option(bool, "Show tables even if the file was not understood.", "--anyway"),
 }
 
 
 def hints_of(**given: Any) -> "Hints":
-    """What the options say of files that do not say it."""
+    """Settings that the options state for files that do not state them."""
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.config import task_fields
 
@@ -71,7 +79,7 @@ def hints_of(**given: Any) -> "Hints":
 
 
 def _value(text: str) -> str | bool | int | float:
-    """A value as it is typed: true, false, a number or a word."""
+    """Value of a typed word: true, false, a number or a text."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)

@@ -1,7 +1,6 @@
-"""The command line: argument parsing and exit codes; everything else is called.
+"""The command line: parsing of arguments and exit codes; other modules do the work.
 
-Each command imports what it needs, so that `mechinterp --help` and `classify` start fast.
-"""
+Each command imports what it needs, so that `mechinterp --help` and `classify` start fast."""
 
 import atexit
 import gc
@@ -20,20 +19,20 @@ from mechinterp.cli.training import predict_jumps, say, sweep, train
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its help takes twice the start-up, in a third of the width
+    rich_markup_mode=None,  # rich help doubles the start-up time and uses a third of the width
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def show_version(asked: bool) -> bool:
-    """Print the version, if it is asked for, and end."""
-    if asked:
+def show_version(wanted: bool) -> bool:
+    """Print the version and exit, if wanted."""
+    if wanted:
         from mechinterp.version import __version__
 
         say(f"mechinterp {__version__}")
         raise typer.Exit
-    return asked
+    return wanted
 
 
 @app.callback()
@@ -43,27 +42,28 @@ def common(
         typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
     ] = False,
 ) -> None:
-    """What attention models compute when they do in-context linear regression."""
+    """Find out what attention models compute when they do in-context linear regression."""
 
 
-KEPT = "it is not overwritten."  # how the package refuses a file or folder that is there
-INTERRUPTED = 130  # what the argument parser makes of Ctrl-C
+KEPT = "it is not overwritten."  # end of messages about an existing file or folder
+INTERRUPTED = 130  # exit code of the argument parser on Ctrl-C
 
 
 def main() -> None:
     """Entry point of the console script: exit code 0, or 2 with one line on standard error."""
-    # Imports make millions of objects that stay: to look through them for cycles, at the end too, takes half a second.
+    # Imports make millions of lasting objects; a search through them for cycles takes half a
+    # second, also at exit.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     arguments = sys.argv[1:] or ["--help"]
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started the command: nobody listens
+        if getattr(sys, name) is None:  # closed by the calling process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:
             trains = arguments[0] in ("train", "sweep")
-            complain("interrupted" + ("; it goes on with --resume." if trains else "."))
+            complain("interrupted" + ("; to continue, add --resume." if trains else "."))
     except (ValueError, OSError) as error:
         from mechinterp.checkpoints.io.errors import one_line
 
@@ -71,7 +71,7 @@ def main() -> None:
     except Exception as error:
         if is_out_of_memory(error):
             _fail(f"{arguments[0]} {TOO_LARGE}")
-        # Errors of the argument parser; the class is not public in every version of typer.
+        # Errors of the argument parser; their class is not public in every version of typer.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
@@ -81,12 +81,13 @@ def main() -> None:
 
 
 FURTHER = {"ignore_unknown_options": True}
-"""Of a command that reads options itself."""
+"""Settings of a command that parses options itself."""
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
-    """Adds a command; what its docstring says after "Example:" stands below its options, and not in the list of all."""
-    text, _, example = (run.__doc__ or "").partition(" Example: ")
+    """Add a command; the text after "Example:" in its docstring appears below its options, but not
+    in the list of commands."""
+    text, _, example = " ".join((run.__doc__ or "").split()).partition(" Example: ")
     name = run.__name__.replace("_", "-")
     settings = FURTHER if name == "analyse" else None
     return app.command(
@@ -94,7 +95,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     )(run)
 
 
-# In this order they are listed.
+# The order of the help.
 for each in (
     train,
     sweep,
@@ -113,18 +114,18 @@ for each in (
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
-    """The argument parser's message, with what was given for the option it speaks of."""
+    """The argument parser's message, with the value of the option that it names."""
     names = getattr(getattr(error, "param", None), "opts", [])
-    given = []
+    values = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:
-            given.append(value if equals else following)
-    return f"{message.rstrip('.')}, got {', '.join(given)}." if given else message
+            values.append(value if equals else following)
+    return f"{message.rstrip('.')}, got {', '.join(values)}." if values else message
 
 
 def _with_next_step(message: str) -> str:
-    """The message, with what to type next where what is there is left as it is."""
+    """The message, with advice to choose another --out if a file or folder is not overwritten."""
     if not message.endswith(KEPT):
         return message
     return f"{message.removesuffix('.')}; choose another --out."

@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 
 PathArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="PATH", help="A checkpoint: a folder, or weights other code has written."
-    ),
+    typer.Argument(metavar="PATH", help="A checkpoint folder, or a file of weights of other code."),
 ]
 CountOption = Annotated[
     int | None,
     typer.Option(
         "--n-prompts",
-        help="Number of evaluation prompts; the analysis' own number if left out.",
+        help="Number of evaluation prompts; default: the analysis' own number.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
@@ -57,21 +55,21 @@ PromptsOption = Annotated[
 ]
 LengthOption = Annotated[
     int | None,
-    typer.Option("--context-length", min=1, help="Pairs per prompt; the task's own if left out."),
+    typer.Option("--context-length", min=1, help="Pairs per prompt; default: the task's number."),
 ]
 
 SeedOrNoneOption = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; 0 if left out.")
+    int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; default 0.")
 ]
 LENGTH = "task.context_length"
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
-"""Arrays of a file of prompts; the first four are needed."""
-TOO_LARGE = "needs more memory than there is."
+"""Arrays in a file of prompts; the first four are required."""
+TOO_LARGE = "needs more memory than is available."
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Options that all commands about heads share."""
+    """Options of all commands about heads."""
 
     prompts: PromptsOption = None
     n_prompts: CountOption = None
@@ -83,17 +81,17 @@ class Asked:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The file of prompts, which messages may be about."""
+        """The file of prompts, if any; errors may begin with its name."""
         return () if self.prompts is None else (self.prompts,)
 
     @property
     def given(self) -> "Prompts | None":
-        """The prompts of the file; None: they are drawn."""
+        """Prompts of the file; None: prompts are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
 
     @property
     def note(self) -> dict[str, object]:
-        """Field of the JSON document that says on which prompts of a file it rests."""
+        """Field of the JSON document that names the file of prompts, if any."""
         if self.prompts is None:
             return {}
         known = {"beta", "y_query_clean"} & set(arrays_of(self.prompts))
@@ -102,7 +100,7 @@ class Asked:
         return {"prompts": {"file": str(self.prompts), "note": "" if known else NO_TARGET}}
 
     def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
-        """The prompts of the file, or those that an analysis draws by the same options."""
+        """Prompts of the file, or else prompts drawn as the analyses draw them."""
         from mechinterp.models.run.evaluation import evaluation_prompts
 
         return evaluation_prompts(
@@ -118,27 +116,28 @@ def prompts_of(file: Path) -> "Prompts":
     """Prompts from the arrays of a file.
 
     Raises:
-        ValueError: If it is no .npz file, an array is missing or unknown, or the shapes do not fit.
+            ValueError: If it is not an .npz file, an array is missing or unknown, or the shapes do
+                not fit.
     """
     from mechinterp.icl.prompts import Prompts
 
     found = arrays_of(file)
     try:
-        given = Prompts.from_arrays(**found)
+        prompts = Prompts.from_arrays(**found)
     except ValueError as error:
-        raise ValueError(f"{file}: no prompts ({str(error).removesuffix('.')}).") from None
+        raise ValueError(f"{file}: not prompts ({str(error).removesuffix('.')}).") from None
     if not {"beta", "y_query_clean"} & found.keys():
         from mechinterp.analysis.registry import NO_TARGET
 
         complain(f"{file}: {NO_TARGET}.")
-    return given
+    return prompts
 
 
 def arrays_of(file: Path) -> "dict[str, np.ndarray]":
     """Arrays of a file of prompts, by name.
 
     Raises:
-        ValueError: If it is no .npz file of numbers, or an array is missing or unknown.
+            ValueError: If it is not an .npz file of numbers, or an array is missing or unknown.
     """
     import zipfile
 
@@ -153,16 +152,16 @@ def arrays_of(file: Path) -> "dict[str, np.ndarray]":
             found = {name: arrays[name] for name in arrays.files}
     except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile):
         raise ValueError(
-            f"{wrong}, got a file that is none, or holds other than numbers."
+            f"{wrong}, got a file that is not .npz, or has other values than numbers."
         ) from None
     for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
         what = "is missing" if name in needed else "is unknown"
-        raise ValueError(f"{wrong}; {name} {what}, it holds {', '.join(found) or 'none'}.")
+        raise ValueError(f"{wrong}; {name} {what}, the file has {', '.join(found) or 'none'}.")
     return found
 
 
 def by_name(given: dict[str, object]) -> None:
-    """Put the path of a shipped model where its name was given."""
+    """Replace the names of shipped models by their paths."""
     from mechinterp.checkpoints.shipped import shipped_path
 
     path, paths = given.get("path"), given.get("paths")
@@ -173,10 +172,10 @@ def by_name(given: dict[str, object]) -> None:
 
 
 def require_there(given: Mapping[str, object]) -> None:
-    """Refuse the one path of a command that does not exist, before anything is loaded.
+    """Refuse a path that does not exist, before anything is loaded.
 
-    Among several paths, in JSON and in tables it is a row, which the command itself writes.
-    """
+    If there are several paths, or the output is JSON or a table, the command itself reports the
+    error."""
     path, paths = given.get("path"), given.get("paths")
     if isinstance(paths, list) and len(paths) == 1:
         table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
@@ -188,7 +187,8 @@ def require_there(given: Mapping[str, object]) -> None:
 
 
 def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of each of these functions, whose result it takes as an argument of that name."""
+    """Give a command the options of several functions; each result becomes the argument of that
+    name."""
     shared = {name: signature(bundle).parameters for name, bundle in bundles.items()}
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -219,13 +219,14 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 
 @dataclass(frozen=True)
 class Files:
-    """How the options say that files are read, and where models run."""
+    """How options let files be read, and the device on which models run."""
 
     hints: "Hints"
     device: str = "cpu"
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
-        """The checkpoint, or that of the run whose steps several are; what is assumed of it goes to standard error."""
+        """Checkpoint at a path, or run of the files of several steps; assumptions are printed to
+        standard error."""
         from mechinterp.checkpoints.load import load, load_run
 
         given: dict[str, Any] = dict(self.hints.given)
@@ -244,17 +245,17 @@ class Files:
     def run_of(
         self, paths: Sequence[Path], context_length: int | None = None
     ) -> "Checkpoint | None":
-        """The run whose steps these are; None if they are separate models."""
+        """The run to which all these paths belong; None if they are separate models."""
         from mechinterp.checkpoints.io.errors import CheckpointError
 
         if len(paths) > 1:
-            with suppress(CheckpointError):  # each of them says by itself what is wrong with it
+            with suppress(CheckpointError):  # the error of each file is reported later
                 return self.load(paths, context_length)
         return None
 
 
 def files_of(device: DeviceOption = "auto", **hints: object) -> Files:
-    """How files are read, by the options of `hints_of` and --device."""
+    """Settings for reading files, from the options of `hints_of` and --device."""
     return Files(hints_of(**hints), device_of(device))
 
 
@@ -266,15 +267,16 @@ files_of.__signature__ = Signature(  # type: ignore[attr-defined]
     ]
 )
 reads_checkpoints = takes(hints=hints_of)
-"""Gives a command the options of `hints_of`, whose result it takes as its argument `hints`."""
+"""Give a command the options of `hints_of`, as its argument `hints`."""
 runs_checkpoints = takes(files=files_of)
-"""The same, and --device, as its argument `files`."""
+"""Give a command the options of `hints_of` and --device, as its argument `files`."""
 asks_checkpoints = takes(asked=Asked, files=files_of)
-"""The same, and the options of `Asked` as its argument `asked`."""
+"""Give a command the options of `hints_of` and --device as `files`, and those of `Asked` as
+`asked`."""
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:
-    """What neither the file nor the options say, and the best readings of what was left open."""
+    """Settings that were assumed, and the best readings that were tried."""
     shown = dict(checkpoint.assumed)
     divisor = shown.pop("attn_scale", None)
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
@@ -294,7 +296,8 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
 
 @contextmanager
 def about_paths(*paths: Path) -> Iterator[None]:
-    """Puts the first path before the message of a ValueError that begins with none of them."""
+    """Put the first path before the message of a ValueError, unless it begins with one of the
+    paths."""
     try:
         yield
     except ValueError as error:
@@ -308,13 +311,14 @@ def about_paths(*paths: Path) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Python or PyTorch found no more memory, on a GPU too."""
+    """True if Python or PyTorch ran out of memory, on a GPU too."""
     messages = ("allocate memory", "CUDA out of memory")
     return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
 
 
 def say_of(path: Path, text: str) -> None:
-    """Print a text about a path, beside it where there is room; its first word always is."""
+    """Print a text about a path: on the path's line if it fits, else below; a single word always
+    goes on that line."""
     first, _, rest = text.partition("\n")
     beside = f"{shown_path(path)}: {first}"
     below = " " in first and len(beside) > shutil.get_terminal_size().columns
@@ -322,7 +326,7 @@ def say_of(path: Path, text: str) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """A path on one line, whatever its name; of a model that came with the package its name."""
+    """A path as one printable line; for a shipped model, its name."""
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.shipped import BUNDLED
 
@@ -330,9 +334,9 @@ def shown_path(path: Path) -> str:
 
 
 def complain(message: str) -> None:
-    """Print an error on standard error: one line, which a terminal shows broken between words."""
+    """Print an error on standard error: one line, which a terminal shows wrapped between words."""
     line = f"mechinterp: {' '.join(message.split())}"
-    if sys.stderr.isatty():  # a reader, not a script
+    if sys.stderr.isatty():  # read by a person
         line = textwrap.fill(
             line,
             shutil.get_terminal_size().columns,

@@ -38,15 +38,15 @@ def report(
         typer.Option(
             "--analysis",
             metavar="NAME",
-            help="An analysis to show, or my_module:my_function, of one checkpoint; may be repeated; those that suit it if left out.",
+            help="An analysis to show, or my_module:my_function; repeatable; for one checkpoint only; default: all that suit the model.",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a report that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing report.")
     ] = False,
     figures: Annotated[
         str,
-        typer.Option("--figures", help="pdf, svg or png: each figure also as a file for print."),
+        typer.Option("--figures", help="Also write each figure as a file: pdf, svg or png."),
     ] = "",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -81,7 +81,7 @@ def _written(
     files: Files,
     asked: dict[str, Any],
 ) -> tuple[list[dict[str, str]], "Report"]:
-    """What JSON says of every path, and the report on one checkpoint or on several."""
+    """JSON entries of all paths, and the report on one or several checkpoints."""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.report.comparison import write_comparison
     from mechinterp.report.page import write_report
@@ -96,7 +96,7 @@ def _written(
             return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
     for option, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
         if value is not None:
-            raise ValueError(f"{option} is of one checkpoint, got {len(all_paths)} of them.")
+            raise ValueError(f"{option} needs one checkpoint, got {len(all_paths)}.")
     loaded, about = _those_that_load(groups, files)
     left_out = {each["path"]: each["error"] for each in about if "error" in each}
     with about_paths(out):
@@ -106,7 +106,8 @@ def _written(
 def _those_that_load(
     groups: list[list[Path]], files: Files
 ) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
-    """The checkpoints that can be read, a run being one, and of every path what JSON says: its error if there is one."""
+    """Readable checkpoints, where a run counts as one, and a JSON entry of every path with its
+    error, if any."""
     from mechinterp.models.weights import why_no_circuits
 
     loaded, about = [], []
@@ -118,8 +119,8 @@ def _those_that_load(
                     checkpoint = run or files.load(path)
                     if why := why_no_circuits(checkpoint.config.model):
                         raise ValueError(
-                            f"{checkpoint.path}: a comparison takes models of one layer of attention with nothing around "
-                            f"it, got {why}; the report on one model takes it."
+                            f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
+                            f"got {why}; make a report on this model alone."
                         )
                 loaded.append(checkpoint)
                 about.append({"path": str(path)})

@@ -12,21 +12,24 @@ import typer
 if TYPE_CHECKING:
     from mechinterp.training.jobs import Engine
 
-BROKEN_PIPE = 141  # what a shell makes of SIGPIPE
+BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 DEVICES = ("auto", "cpu", "cuda")
 MemoryOption = Annotated[
-    str | None, typer.Option("--memory", help="What a process may use at most, such as 2GB.")
+    str | None, typer.Option("--memory", help="Most memory that a process may use, such as 2GB.")
 ]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run left off.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue a stopped run.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
 WideOption = Annotated[
-    bool, typer.Option("--wide", help="Show every row and column, and standard errors apart.")
+    bool,
+    typer.Option(
+        "--wide", help="Show all rows and columns, with standard errors in columns of their own."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; may be repeated."),
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; repeatable."),
 ]
 
 
@@ -37,7 +40,7 @@ def train(
     ] = None,
     assignments: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The checkpoint folder; runs/<name> if left out.")
+        Path | None, typer.Option("--out", help="Checkpoint folder; default: runs/<name>.")
     ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -73,13 +76,16 @@ def train(
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="A list or grid of models.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="List or grid of models.")],
     out: Annotated[
-        Path, typer.Option("--out", help="Run folder; each model becomes a folder in it.")
+        Path, typer.Option("--out", help="Folder of the run; each model becomes a folder in it.")
     ],
-    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
+    engine: Annotated[
+        str, typer.Option("--engine", help="local, or ray for a Ray cluster.")
+    ] = "local",
     address: Annotated[
-        str | None, typer.Option("--address", help="Of a Ray cluster; else one is started here.")
+        str | None,
+        typer.Option("--address", help="Address of a Ray cluster; default: start one here."),
     ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -111,12 +117,12 @@ def predict_jumps(
     ],
     assignments: SetOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="A new .html file with the predicted loss.")
+        Path | None, typer.Option("--out", help="New .html file with the predicted loss.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
-    from mechinterp.analysis.training.plateaus import jump_forecast
+    from mechinterp.analysis.training.jumps import jump_forecast
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
@@ -137,13 +143,14 @@ def predict_jumps(
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print on standard output or standard error, through which all that the commands show goes.
+    """Print on standard output or standard error; all output of the commands goes through here.
 
-    Control characters and the like, which come from names of files, are shown as escapes, as is what the
-    stream's encoding lacks.
+    Control characters, which may come from names of files, are shown as escapes, as are characters
+    that the stream's encoding lacks.
 
     Raises:
-        ValueError: If standard output is full; where its reader has left, the command ends as by SIGPIPE.
+            ValueError: If standard output is full; if its reader has closed it, the command exits
+                as if by SIGPIPE.
     """
     from mechinterp.checkpoints.io.errors import one_line, spelled, visible
 
@@ -154,19 +161,19 @@ def say(text: str, *, error: bool = False) -> None:
     try:
         print(shown, file=stream, flush=True)
     except OSError as fault:
-        # What is left in the buffer would be tried again at the end.
+        # The rest of the buffer would be written again at exit.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, stream.fileno())
         os.close(devnull)
         if error:
             return
-        if isinstance(fault, BrokenPipeError):  # as `head` ends what feeds it, quietly
+        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
             raise SystemExit(BROKEN_PIPE) from None
         raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
 
 
 def answer(document: object, text: str, *, as_json: bool) -> None:
-    """Print what a command found: a JSON document, or a text."""
+    """Print the result of a command: a JSON document, or a text."""
     if as_json:
         say_json(document)
     else:
@@ -195,9 +202,9 @@ def _engine(name: str, address: str | None, device: str, memory: str | None) -> 
 
     from mechinterp.training.jobs import train_here
 
-    # The tensors of a step are small: a second thread gains nothing, and waits where cores are shared.
+    # The tensors of a step are small: a second thread gains nothing, and waits if cores are shared.
     torch.set_num_threads(1)
-    # "auto" is left to each model: some train on the processor alone.
+    # "auto" is decided for each model, as some train on the processor alone.
     known = device_of(device)
     return partial(train_here, device=device if device == "auto" else known, memory=limit)
 
@@ -210,13 +217,13 @@ def _bytes(text: str) -> int:
 
 
 def require_device(name: str) -> None:
-    """Refuse a device of another name."""
+    """Refuse an unknown device."""
     if name not in DEVICES:
         raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
 
 
 def device_of(device: DeviceOption = "auto") -> str:
-    """The device that --device stands for: a GPU where PyTorch can use one, unless the processor is asked for."""
+    """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
     require_device(device)
     if device == "cpu":
         return device

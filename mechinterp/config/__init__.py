@@ -1,7 +1,7 @@
-"""What decides the numbers of an experiment: the task, the model, the training and the seed.
+"""Config of an experiment: the task, the model, the training and the seed.
 
-Configs are frozen, nested and JSON; they hold no device, no path and no verbosity. A config that
-asks for something the package cannot do is refused when it is made.
+Configs are frozen, nested and JSON. They contain no device, path or verbosity. A config that the
+package cannot train is refused when it is created.
 """
 
 from mechinterp.config.experiment import (

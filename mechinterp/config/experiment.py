@@ -1,4 +1,4 @@
-"""Everything that decides the numbers of one trained model, as one config with an id."""
+"""Config of one trained model, with an id: all settings that decide its numbers."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from mechinterp.config.task import CovarianceConfig, TaskConfig
 from mechinterp.config.train import TrainConfig
 from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
-# Fields that the first version did not have: they must not change the ids it gave.
+# Fields that were added after the first version. At their defaults they do not enter the id, so
+# that old ids are kept.
 LATER_FIELDS = {
     "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed"),
     "model": (
@@ -24,7 +25,11 @@ LATER_FIELDS = {
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """Everything that decides the numbers of one trained model."""
+    """All settings that decide the numbers of one trained model.
+
+    See also:
+        `preset`, `override`.
+    """
 
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -44,21 +49,22 @@ class ExperimentConfig:
             self._check_linear()
 
     def _check_model(self) -> None:
-        """Refuse sizes that do not fit together, and settings that the model's training does not use."""
+        """Refuse sizes that do not fit together, and settings that training this model does not
+        use."""
         model, task = self.model, self.task
-        rule = f"must be d_model = {self.d_model} where merged_qk is true"
+        rule = f"must be d_model = {self.d_model} if merged_qk is true"
         merges = not model.merged_qk or self.d_head == self.d_model
         Rules("model", self).require("d_head", merges, rule)
         divides = not model.context_only or not self.d_model % model.n_heads
         rule = f"must be at most the width {self.d_head} of a head"
         fits = model.rotary_dim is None or model.rotary_dim <= self.d_head
         Rules("model", model).require("rotary_dim", fits, rule)
-        rule = f"must divide the width {self.d_model} where d_head is null"
+        rule = f"must divide the width {self.d_model} if d_head is null"
         Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)
-        rule = f"must be <= d_x = {task.d_x} where model.layout is 'in_turn'"
+        rule = f"must be <= d_x = {task.d_x} if model.layout is 'in_turn'"
         Rules("task", task).require("d_y", model.layout == "pairs" or task.d_y <= task.d_x, rule)
         most, length = model.longest_context, task.context_length
-        rule = f"must be <= {most}, all that {model.n_positions} positions have room for"
+        rule = f"must be <= {most}, the most that {model.n_positions} positions allow"
         Rules("task", task).require("context_length", most is None or length <= most, rule)
         if self.trains_compiled:
             self._check_unused()
@@ -68,15 +74,15 @@ class ExperimentConfig:
         Rules("train", self.train).require("shortest_context", fits, rule)
 
     def _check_unused(self) -> None:
-        """Refuse settings that the training of one layer of plain attention does not use."""
+        """Refuse settings that training one layer of plain attention does not use."""
         unused = {"shortest_context": None, "cosine": False, "clip_norm": None, "warm_up": None}
-        rule = "is not used by one layer of plain attention"
+        rule = "is not used in training one layer of plain attention"
         for name, default in unused.items():
             holds = getattr(self.train, name) == default
             Rules("train", self.train).require(name, holds, rule)
 
     def _check_linear(self) -> None:
-        """Refuse what the closed forms behind training on moments do not cover."""
+        """Refuse settings that training on moments (in closed form) does not support."""
         optimizer = self.train.optimizer
         off = ("attend_to_self", "biases", "context_only", "final_norm")
         absent = ("d_model", "norm", "d_mlp", "n_positions", "rotary_dim", "d_read_in")
@@ -88,7 +94,7 @@ class ExperimentConfig:
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
         if self.task.n_tasks is not None:
-            # The second moment of a pool shares no eigenvectors with another covariance.
+            # The second moment of a pool does not share eigenvectors with another covariance.
             needed["task.covariance.kind"] = "identity"
         for name, value in needed.items():
             value_here = value_of(self, name)
@@ -101,23 +107,26 @@ class ExperimentConfig:
 
     @property
     def d_model(self) -> int:
-        """Width of the residual stream: that of a token unless the model has its own."""
+        """Width of the residual stream: `model.d_model`, or the width of a token."""
         return self.model.stream_width(self.task.d_x, self.task.d_y)
 
     @property
     def d_head(self) -> int:
-        """Width of a head, with the default filled in."""
+        """Width of a head; the default is the stream width, or its share per head for context-only
+        models."""
         return self.model.head_width(self.task.d_x, self.task.d_y)
 
     @property
     def trains_compiled(self) -> bool:
-        """Whether the compiled step or the closed forms of linear attention train it, rather than autograd."""
+        """True if the compiled step or the closed forms of linear attention train it; False if
+        autograd does."""
         merged_by_adam = self.model.merged_qk and self.train.optimizer == "adam"
         return self.model.trains_compiled and not merged_by_adam
 
     @property
     def id(self) -> str:
-        """Eight hexadecimal digits of the sorted JSON, later fields left out where they hold their defaults."""
+        """Eight hexadecimal digits of the hash of the sorted JSON; later fields enter only if they
+        differ from their default."""
         values = self.to_dict()
         default = ExperimentConfig()
         for section, names in LATER_FIELDS.items():
@@ -132,7 +141,7 @@ class ExperimentConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_dict(self) -> dict:
-        """All fields, nested; the scale and the matrix of the covariance only where they are set."""
+        """All fields, nested; scale and matrix of the covariance only if they are not the default."""
         values = asdict(self)
         covariance, default = values["task"]["covariance"], CovarianceConfig()
         for name in ("scale", "matrix"):
@@ -142,15 +151,16 @@ class ExperimentConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "ExperimentConfig":
-        """The config written by `to_json`; fields left out keep their defaults."""
+        """The config written by `to_json`; missing fields get their defaults."""
         return from_dict(json.loads(text))
 
 
 def from_dict(values: object) -> ExperimentConfig:
-    """The config with the fields of a nested dictionary, the others at their defaults.
+    """Config from a nested dictionary; missing fields get their defaults.
 
     Raises:
-        ValueError: If a field is unknown (the known ones are listed), of the wrong type or out of range.
+        ValueError: If a field is unknown (the message lists the known ones), of the wrong type or
+            out of range.
     Example:
         >>> from_dict({"task": {"d_x": 3}, "seed": 1}).task.d_x
         3
@@ -159,12 +169,15 @@ def from_dict(values: object) -> ExperimentConfig:
 
 
 def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
-    """The config with fields changed, all at once.
+    """The config with several fields changed at once.
 
     Args:
-        assignments: Texts such as "model.n_heads=4"; the value is read as JSON, else as text.
+        assignments: Texts such as "model.n_heads=4"; the value is parsed as JSON, or else kept as
+            text.
     Raises:
         ValueError: If an assignment has no "=" or names an unknown field.
+    See also:
+        `preset`, `ExperimentConfig`.
     Example:
         >>> override(ExperimentConfig(), "model.n_heads=4", "seed=1").model.n_heads
         4
@@ -173,7 +186,7 @@ def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise ValueError(f"An assignment reads field=value, got {assignment!r}.")
+            raise ValueError(f"An assignment must have the form field=value, got {assignment!r}.")
         value_of(config, name)
         *parents, last = name.split(".")
         inner = values
@@ -187,10 +200,10 @@ def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
 
 
 def value_of(config: ExperimentConfig, name: str) -> object:
-    """The value of a field named with dots, such as "train.data_seed".
+    """Value of a field with a dotted name, such as "train.data_seed".
 
     Raises:
-        ValueError: If there is no such field; the known ones are listed.
+        ValueError: If there is no such field; the message lists the known ones.
     Example:
         >>> value_of(ExperimentConfig(), "train.batch_size")
         256

@@ -12,14 +12,14 @@ from mechinterp.fields import MAX_SIZE, Rules, build, set_checked
 COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 NONZEROS = ("gaussian", "signs")
 MOST_NUMBERS = 8
-"""Up to this many eigenvalues are printed one by one."""
+"""Largest number of eigenvalues that are printed one by one."""
 MAX_FILE = 2**22
-"""Largest task file that is read, in bytes."""
+"""Largest size of a task file, in bytes."""
 
 
 @dataclass(frozen=True)
 class CovarianceConfig:
-    """Covariance Sigma of the covariates: `scale` times a matrix of the kind."""
+    """Covariance Sigma of the covariates: `scale` times a matrix of the given kind."""
 
     EXAMPLE: ClassVar = (
         '{"kind": "identity", "scale": 2} or {"kind": "matrix", "matrix": [[1, 0.5], [0.5, 1]]}'
@@ -28,17 +28,17 @@ class CovarianceConfig:
     kind: str = "identity"
     """"identity", "kms" (Kac-Murdock-Szego, rho^|i-j|), "eigenvalues" (a diagonal matrix) or "matrix"."""
     rho: float = 0.0
-    """Correlation of neighbouring coordinates, used by "kms"."""
+    """Correlation of neighbouring coordinates, for "kms"."""
     eigenvalues: tuple[float, ...] = ()
-    """The d_x diagonal entries, used by "eigenvalues"."""
+    """The d_x diagonal entries, for "eigenvalues"."""
     scale: float = 1.0
-    """Factor on the whole matrix, of any kind."""
+    """Factor on the matrix, for every kind."""
     matrix: tuple[tuple[float, ...], ...] = ()
-    """All d_x times d_x entries, row by row, used by "matrix"."""
+    """The d_x rows with d_x entries each, for "matrix"."""
 
     @property
     def in_words(self) -> str:
-        """The kind and its numbers.
+        """The kind and its numbers, as text.
 
         Example:
             >>> CovarianceConfig("eigenvalues", eigenvalues=(1, 0.25)).in_words
@@ -86,8 +86,8 @@ class CovarianceConfig:
 
 
 def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:
-    """Whether the rows are those of a symmetric matrix whose eigenvalues are above 0."""
-    import numpy as np  # needed for this kind alone
+    """True if the rows form a symmetric matrix with positive eigenvalues."""
+    import numpy as np  # needed for this kind only
 
     if not matrix or any(len(row) != len(matrix) for row in matrix):
         return False
@@ -101,7 +101,8 @@ T = TypeVar("T")
 
 
 def _noting_what_is_passed(cls: type[T]) -> type[T]:
-    """The class, which notes which fields are passed; `==`, `hash`, the id and JSON do not see it."""
+    """The class with a record of the fields that are passed; `==`, `hash`, the id and JSON ignore
+    the record."""
     own = cls.__init__
 
     @wraps(own)
@@ -117,38 +118,47 @@ def _noting_what_is_passed(cls: type[T]) -> type[T]:
 @_noting_what_is_passed
 @dataclass(frozen=True)
 class TaskConfig:
-    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var)."""
+    """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var).
+
+    See also:
+        `ExperimentConfig`, `sample_prompts`.
+    """
 
     d_x: int = 5
     """Dimension of a covariate."""
     d_y: int = 1
-    """Number of responses of a pair, each with a task vector of its own."""
+    """Number of responses of a pair, each with its own task vector."""
     context_length: int = 40
-    """Number L of (x, y) pairs before the query."""
+    """Number L of pairs (x, y) before the query."""
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
     """Covariance of x and of x_query."""
     beta_var: float | None = None
-    """Variance of an entry of the task vector that may be nonzero; None stands for 1 / d_x."""
+    """Variance of a nonzero entry of the task vector; None means 1 / d_x."""
     noise_var: float = 0.1
     """Variance of the response noise, unit y^2."""
     query_noise: bool = True
-    """Whether y_query, the target of training, carries noise too."""
+    """True: y_query, the target of training, has noise too."""
     supports: tuple[tuple[int, ...], ...] | None = None
-    """Covariate coordinates, from 0, that each response depends on; None: all of them."""
+    """Coordinates of x, from 0, that each response depends on; None means all."""
     shared_beta: bool = False
-    """Whether all responses have one task vector, each on its own support, instead of one each."""
+    """True: all responses share one task vector, each on its own support. False: each response has
+    its own."""
     sparsity: int | None = None
-    """Number s of nonzero entries of a task vector, drawn afresh in every prompt; None: all of them."""
+    """Number s of nonzero entries of a task vector, chosen anew in every prompt; None means all."""
     nonzeros: str = "gaussian"
-    """Law of the nonzero entries where there is a sparsity: "gaussian", N(0, beta_var), or "signs", +-1/sqrt(s)."""
+    """Law of the nonzero entries for sparse tasks: "gaussian", N(0, beta_var), or "signs",
+    +-1/sqrt(s)."""
     n_sequences: int | None = None
-    """Size of a finite training set, for optimizer "gradient_descent"; None: the whole population."""
+    """Size of a finite training set, for optimizer "gradient_descent"; None means the whole
+    population."""
     n_tasks: int | None = None
-    """Size M of a fixed pool that the task vectors of prompts are drawn from, uniformly; None: fresh ones."""
+    """Size M of a fixed pool from which the task vectors are drawn uniformly; None means fresh task
+    vectors."""
     task_seed: int = 0
-    """Seed of the pool; of one seed a smaller pool is the beginning of a larger one."""
+    """Seed of the pool; for one seed a smaller pool is the beginning of a larger one."""
     before: InitVar["TaskConfig | None"] = field(default=None, kw_only=True)
-    """The task that `dataclasses.replace` changes: what was assumed of it stays assumed."""
+    """The task that `dataclasses.replace` changes; its assumed fields stay assumed unless they
+    change."""
 
     def __post_init__(self, before: "TaskConfig | None") -> None:
         set_checked(self, "task")
@@ -166,7 +176,7 @@ class TaskConfig:
         if size != self.d_x:
             what = "numbers" if kind == "eigenvalues" else "rows"
             raise ValueError(
-                f"task.covariance.{kind} must hold d_x = {self.d_x} {what}, got {size}."
+                f"task.covariance.{kind} must have d_x = {self.d_x} {what}, got {size}."
             )
         self._check_supports()
         self._check_sparsity(rules)
@@ -181,16 +191,16 @@ class TaskConfig:
             return
         if len(self.supports) != self.d_y:
             raise ValueError(
-                f"task.supports must hold one list for each of {self.d_y} responses, got {len(self.supports)}."
+                f"task.supports must have one list for each of {self.d_y} responses, got {len(self.supports)}."
             )
         for support in self.supports:
             if not support or len(set(support)) < len(support):
                 raise ValueError(
-                    f"task.supports must list coordinates, each once, got {list(support)}."
+                    f"task.supports must list each coordinate once and at least one, got {list(support)}."
                 )
             if not all(0 <= coordinate < self.d_x for coordinate in support):
                 raise ValueError(
-                    f"task.supports must name coordinates from 0 to {self.d_x - 1}, got {list(support)}."
+                    f"task.supports must contain coordinates from 0 to {self.d_x - 1}, got {list(support)}."
                 )
 
     def _check_sparsity(self, rules: Rules) -> None:
@@ -204,14 +214,14 @@ class TaskConfig:
         signs = self.nonzeros == "signs"
         within = 1 <= self.sparsity <= self.d_x
         rules.require("sparsity", within, f"must lie between 1 and d_x = {self.d_x}")
-        rule = "is not used where task.supports are given"
+        rule = "cannot be combined with task.supports"
         rules.require("sparsity", self.supports is None, rule)
-        rule = "is 1/sparsity where task.nonzeros is 'signs' and must be null"
+        rule = "must be null if task.nonzeros is 'signs' (it is then 1/sparsity)"
         rules.require("beta_var", self.beta_var is None or not signs, rule)
 
     @property
     def told(self) -> dict[str, str]:
-        """The fields that decide what prompts are drawn, in words, each default with its number."""
+        """Fields that decide the prompts, as text; defaults with their value."""
         settings = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
         default = " (1/sparsity)" if self.nonzeros == "signs" else " (1/d_x)"
         settings["covariance"] = self.covariance.in_words
@@ -240,7 +250,7 @@ class TaskConfig:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Names of the fields that nobody stated.
+        """Names of the fields that were not stated and have defaults.
 
         Example:
             >>> "noise_var" in TaskConfig(d_x=4).assumed, "d_x" in TaskConfig(d_x=4).assumed
@@ -249,14 +259,14 @@ class TaskConfig:
         return tuple(each.name for each in fields(self) if each.name not in self.given)
 
     def assuming(self, names: Collection[str]) -> "TaskConfig":
-        """The same task with these fields assumed, and no others."""
+        """The same task with exactly these fields marked as assumed."""
         task = TaskConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
         object.__setattr__(task, "_given", task.given - set(names))
         return task
 
     @property
     def in_words(self) -> str:
-        """The whole task in one line, with the fields that nobody stated.
+        """The task in one line, with the names of its assumed fields.
 
         Example:
             >>> TaskConfig(noise_var=0).assuming(["d_x"]).in_words
@@ -269,24 +279,27 @@ class TaskConfig:
 
     @property
     def beta_variance(self) -> float:
-        """Variance of an entry of the task vector that is not held at zero, with the default filled in."""
+        """Variance of a nonzero entry of the task vector; the default is 1 / d_x, or 1 / s for
+        signs."""
         if self.sparsity is not None and self.nonzeros == "signs":
             return 1 / self.sparsity
         return 1 / self.d_x if self.beta_var is None else self.beta_var
 
     @property
     def posterior_penalty(self) -> float:
-        """Penalty of ridge regression: noise variance over the variance of an entry of the task vector."""
+        """Penalty of Bayes-optimal ridge regression: noise variance / variance of an entry of the
+        task vector."""
         return self.noise_var / (self._live * self.beta_variance)
 
     @property
     def _live(self) -> float:
-        """Share of the coordinates that a response depends on, as far as sparsity decides."""
+        """Fraction of nonzero coordinates of a task vector, by sparsity."""
         return 1.0 if self.sparsity is None else self.sparsity / self.d_x
 
     @property
     def signal_var(self) -> float:
-        """Variance of x . beta, the mean over responses: beta_var times the trace of Sigma on a support, unit y^2."""
+        """Variance of x . beta, mean over responses: beta_var times the trace of Sigma on a
+        support, unit y^2."""
         diagonal = self.covariance.diagonal(self.d_x)
         supports = self.supports or (tuple(range(self.d_x)),)
         traces = [sum(diagonal[i] for i in support) for support in supports]
@@ -294,14 +307,15 @@ class TaskConfig:
 
 
 TaskLike = TaskConfig | Mapping[str, object] | str | Path
-"""A task, some of its fields by name, or a JSON file that holds them."""
+"""A task, a dict of some of its fields, or a JSON file with them."""
 
 
 def as_task(given: TaskLike, own: TaskConfig | None = None) -> TaskConfig:
-    """The task; fields that a dict or a file leaves out are those of `own`, or the defaults, and stay assumed.
+    """A task; fields that a dict or a file leaves out come from `own` or the defaults, and stay
+    assumed.
 
     Raises:
-        ValueError: If it is no task, or a field is unknown, of the wrong type or out of range.
+        ValueError: If it is not a task, or a field is unknown, of the wrong type or out of range.
     Example:
         >>> as_task({"noise_var": 0.5}, TaskConfig(d_x=3)).in_words
         'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0.5, query_noise yes; assumed: d_y, context_length, covariance, beta_var, query_noise'
@@ -316,7 +330,7 @@ def as_task(given: TaskLike, own: TaskConfig | None = None) -> TaskConfig:
 
 
 def task_fields(given: Mapping[str, object] | str | Path) -> dict[str, object]:
-    """Fields of a task by name, from a mapping or a JSON file.
+    """Fields of a task by name, from a dict or a JSON file.
 
     Raises:
         ValueError: If it is neither, or the file cannot be read.
@@ -337,5 +351,5 @@ def task_fields(given: Mapping[str, object] | str | Path) -> dict[str, object]:
         reason = " ".join(str(error).split())
         raise ValueError(f"{given}: not a readable JSON file of a task ({reason}).") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{given}: must hold a JSON object, got {type(values).__name__}.")
+        raise ValueError(f"{given}: must contain a JSON object, got {type(values).__name__}.")
     return values

@@ -1,4 +1,4 @@
-"""Settings of a training: steps, batches and the optimiser."""
+"""Settings of training: steps, batches and the optimiser."""
 
 from dataclasses import dataclass
 
@@ -9,37 +9,46 @@ OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Minimisation of the mean squared error at the query, by Adam with fresh prompts in every step unless told."""
+    """Minimisation of the mean squared error at the query; by default Adam with fresh prompts in
+    every step."""
 
     steps: int = 500_001
     """Number of updates."""
     batch_size: int = 256
-    """Prompts per step."""
+    """Number of prompts per step."""
     learning_rate: float = 1e-3
-    """The step size; Adam's other constants are PyTorch's defaults. A gradient flow takes 2 steps learning_rate
-    units of its time tau in all, as long as descent at this step size."""
+    """Step size; Adam's other constants are PyTorch's defaults. A gradient flow runs for 2 steps
+    learning_rate units of its time tau, which corresponds to gradient descent with this step size.
+    """
     data_seed: int = 0
-    """Seed of the prompts; models with the same one see the same prompts."""
+    """Seed of the prompts; models with the same data_seed see the same prompts."""
     log_every: int = 1000
-    """Steps between two rows of the history."""
+    """Number of steps between two rows of the history."""
     snapshot_every: int | None = None
-    """Steps between two snapshots of the weights; None: 0, 1k, 2k, 5k, 10k, 20k, 50k, ..."""
+    """Number of steps between two snapshots of the weights; None means steps 0, 1k, 2k, 5k, 10k,
+    20k, 50k, ..."""
     n_eval_prompts: int = 4096
-    """Number of fixed prompts behind `eval_loss`."""
+    """Number of fixed prompts for `eval_loss`."""
     optimizer: str = "adam"
-    """"adam", or for one layer of linear attention "gradient_descent", full-batch, on the population or a finite
-    training set, or "gradient_flow", exact, on the population; these train v, K and Q (or U) of every head."""
+    """"adam"; or, for one layer of linear attention, "gradient_descent" (full batch, on the
+    population or a finite training set) or "gradient_flow" (exact, on the population). The last two
+    train v, K and Q (or U) of every head."""
     init_std: float | None = None
-    """Standard deviation of the initial v, K, Q or U of linear attention; None: PyTorch's default."""
+    """Standard deviation of the initial v, K, Q or U of linear attention; None means PyTorch's
+    default."""
     shortest_context: int | None = None
-    """Contexts of a step of a model that autograd trains have one length, uniform from this one to task.context_length;
-    None: task.context_length."""
+    """Smallest context length of a training step. All prompts of a step have one length, uniform
+    between this and task.context_length; None means always task.context_length. Models trained by
+    autograd only."""
     cosine: bool = False
-    """Whether the step size of a model that autograd trains falls to 0 along half a cosine, instead of staying."""
+    """True: the step size falls to 0 along half a cosine. False: it stays constant. Models trained
+    by autograd only."""
     warm_up: int | None = None
-    """Steps in which the step size of a model that autograd trains rises linearly to its full value; None: it starts there."""
+    """Number of steps in which the step size rises linearly to its full value; None means none.
+    Models trained by autograd only."""
     clip_norm: float | None = None
-    """Largest norm of a gradient of a model that autograd trains, longer ones are shortened to it; None: any."""
+    """Largest norm of the gradient: longer gradients are scaled down to it; None means no limit.
+    Models trained by autograd only."""
 
     def __post_init__(self) -> None:
         set_checked(self, "train")
@@ -56,7 +65,7 @@ class TrainConfig:
 
     @property
     def snapshot_steps(self) -> tuple[int, ...]:
-        """Steps (numbers of updates) at which the weights are kept, 0 included."""
+        """Steps (numbers of updates) at which the weights are saved, including 0."""
         if self.snapshot_every is not None:
             return tuple(range(0, self.steps + 1, self.snapshot_every))
         grid = (mantissa * 10**power for power in range(3, 19) for mantissa in (1, 2, 5))

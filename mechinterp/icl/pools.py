@@ -28,6 +28,8 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
         ValueError: If noise_var is negative, or the pool is empty, not finite or has another d_x or d_y.
     Source:
         Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
+    See also:
+        `task_pool`, `compare_priors`.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts, task_pool

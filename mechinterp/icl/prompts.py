@@ -1,7 +1,7 @@
-"""Prompts of in-context linear regression, and how they are drawn.
+"""Prompts of in-context linear regression, and their random generation.
 
-A prompt holds L pairs (x, y) of one linear task and a query x whose y is to be predicted. A batch of
-prompts is a pure function of (seed, stream, step), so that a run can be resumed and models compared
+A prompt has L pairs (x, y) of one linear task and a query x whose y is to be predicted. A batch of
+prompts is a pure function of (seed, stream, step), so that runs can be resumed and models compared
 on the same prompts.
 """
 
@@ -19,18 +19,22 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 STREAMS = ("init", "train", "eval", "pool")
-NO_LAW = "The law of the given prompts is not known, so that no others can be drawn; pass task= (--task), too."
+NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
 POOL_BLOCK = 1024
-"""Task vectors of a pool that are drawn at once."""
+"""Number of task vectors of a pool that are drawn at once."""
 
 
 class NoTaskVectorsError(ValueError):
-    """Given prompts come without the task vectors that an analysis needs."""
+    """Error: given prompts have no task vectors, which an analysis needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """A batch of regression prompts."""
+    """A batch of regression prompts.
+
+    See also:
+        `sample_prompts`, `evaluation_prompts`.
+    """
 
     x: Float[Tensor, "batch context d_x"]
     """Covariates of the context."""
@@ -39,11 +43,11 @@ class Prompts:
     x_query: Float[Tensor, "batch d_x"]
     """Covariates of the query."""
     y_query: Float[Tensor, "batch d_y"]
-    """Target of training; carries noise unless the task says otherwise."""
+    """Target of training; it has noise unless `query_noise` is False."""
     y_query_clean: Float[Tensor, "batch d_y"]
-    """x_query . beta, the target without noise; y_query where neither is known."""
+    """Target without noise, x_query . beta; y_query if it is unknown."""
     beta: Float[Tensor, "batch d_x d_y"] | None
-    """Task vectors; None where they are not known."""
+    """Task vectors; None if unknown."""
 
     @classmethod
     def from_arrays(
@@ -55,18 +59,19 @@ class Prompts:
         beta: ArrayLike | None = None,
         y_query_clean: ArrayLike | None = None,
     ) -> "Prompts":
-        """Prompts of your own data, numpy or torch; a missing axis of one response is added.
+        """Prompts from your own data, numpy or torch; the axis of a single response may be missing.
 
         Args:
             x: Covariates [batch, L, d_x].
             y: Responses [batch, L, d_y], or [batch, L] for one response.
             x_query: Covariates of the query, [batch, d_x].
             y_query: Response of the query, [batch, d_y] or [batch].
-            beta: Task vectors [batch, d_x, d_y] or [batch, d_x], where the targets are linear and they are known.
-            y_query_clean: Target without noise, [batch, d_y] or [batch]; None: x_query . beta. Without both, y_query
-                stands for it, and an "excess risk" is then the loss, its noise included.
+            beta: Task vectors [batch, d_x, d_y] or [batch, d_x], if the targets are linear and the
+                vectors are known.
+            y_query_clean: Target without noise, [batch, d_y] or [batch]; None means x_query . beta.
+                Without both, y_query is used, and every "excess risk" includes the noise.
         Raises:
-            ValueError: If the shapes do not fit each other, or an entry is not a finite number.
+            ValueError: If the shapes do not fit each other, or an entry is not finite.
         Example:
             >>> x, y = np.ones((8, 5, 3)), np.ones((8, 5))
             >>> Prompts.from_arrays(x, y, x[:, 0], y[:, 0])
@@ -78,7 +83,7 @@ class Prompts:
         tensors = {name: _tensor(name, array) for name, array in given.items()}
         shape = tensors["x"].shape
         if len(shape) != 3 or 0 in shape:
-            raise ValueError(f"x must be [batch, L, d_x], none of them 0, got {list(shape)}.")
+            raise ValueError(f"x must have shape [batch, L, d_x] without zeros, got {list(shape)}.")
         batch, length, d_x = shape
         start = {"y": (batch, length), "x_query": (batch, d_x), "beta": (batch, d_x)}
         for name, tensor in tensors.items():
@@ -89,7 +94,7 @@ class Prompts:
             full = shape if name == "x" else want if name == "x_query" else (*want, *d_y)
             if tuple(tensor.shape) != tuple(full) or not tensor.numel():
                 raise ValueError(
-                    f"{name} must be {[*full]} beside x {[*shape]}, got {list(tensor.shape)}."
+                    f"{name} must have shape {[*full]} for x of shape {[*shape]}, got {list(tensor.shape)}."
                 )
         dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
         tensors = {name: tensor.to(tensors["x"].device, dtype) for name, tensor in tensors.items()}
@@ -132,7 +137,7 @@ class Prompts:
         return self._each(lambda tensor: tensor.to(target))
 
     def shortened(self, context_length: int) -> "Prompts":
-        """The same prompts with their first pairs alone.
+        """The same prompts with their first `context_length` pairs only.
 
         Raises:
             ValueError: If they have fewer pairs.
@@ -145,10 +150,10 @@ class Prompts:
         return replace(self, x=self.x[:, :context_length], y=self.y[:, :context_length])
 
     def task_vectors(self, purpose: str) -> Float[Tensor, "batch d_x d_y"]:
-        """The task vectors, which must be known.
+        """Task vectors, which must be known.
 
         Raises:
-            NoTaskVectorsError: If they are not; it names the purpose.
+            NoTaskVectorsError: If they are unknown; the message names the purpose.
         """
         if self.beta is None:
             raise NoTaskVectorsError(f"{purpose} needs the task vectors of the prompts; pass beta.")
@@ -160,7 +165,7 @@ class Prompts:
 
 
 def _tensor(name: str, values: ArrayLike) -> Tensor:
-    """A real, finite tensor; whole numbers become float64."""
+    """Real, finite tensor; whole numbers become float64."""
     try:
         tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
     except (TypeError, ValueError):
@@ -177,7 +182,8 @@ def _tensor(name: str, values: ArrayLike) -> Tensor:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor; a copy that can take part in gradients if it was made in torch.inference_mode."""
+    """The tensor, copied if it was made in torch.inference_mode, so that it can be used with
+    gradients."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -187,10 +193,12 @@ def ordinary(tensor: Tensor) -> Tensor:
 def generator_for(
     seed: int, stream: str, step: int, *, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A random generator whose state is a function of (seed, stream, step) alone.
+    """Random generator whose state depends on (seed, stream, step) only.
 
     Raises:
         ValueError: If the stream is not one of "init", "train", "eval", "pool".
+    See also:
+        `sample_prompts`.
     Example:
         >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
         >>> torch.equal(first, again)
@@ -220,7 +228,7 @@ def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarra
 
 
 def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "d_x d_y"]:
-    """1 where a response depends on a coordinate, else 0.
+    """Mask [coordinate, response]: 1 if the response depends on the coordinate, else 0.
 
     Example:
         >>> support_mask(((0, 1), (1,)), 2)
@@ -236,14 +244,15 @@ def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "
 def random_support(
     like: Float[Tensor, "batch d_x d_y"], sparsity: int, *, generator: torch.Generator
 ) -> Float[Tensor, "batch d_x d_y"]:
-    """1 at `sparsity` coordinates of each task vector, each choice of them equally likely, else 0.
+    """Mask with 1 at `sparsity` random coordinates of each task vector; all choices are equally
+    likely.
 
     Example:
         >>> random_support(torch.zeros(2, 5, 1), 3, generator=generator_for(0, "eval", 0)).sum(1)
         tensor([[3.],
                 [3.]])
     """
-    # Drawn behind everything else, and in sparse tasks only: those of other tasks keep their bits.
+    # Drawn last, and in sparse tasks only, so that other tasks keep their random numbers.
     order = torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
     live = order.topk(sparsity, dim=1).indices
     return torch.zeros_like(like).scatter_(1, live, 1.0)
@@ -262,21 +271,23 @@ def sample_prompts(
     """Fresh prompts of a task, on the generator's device.
 
     Args:
-        seed: Of evaluation prompts, (seed, "eval", 0); not used where a generator is given.
-        generator: What the prompts are drawn from; `generator_for` makes one.
-        context_length: Number of pairs; None stands for the task's.
-        new_tasks: Whether prompts of a task with a pool have fresh task vectors instead of the pool's; the
-            covariates and the noise are the same.
+        seed: Seed of evaluation prompts, (seed, "eval", 0); unused if a generator is given.
+        generator: Random generator, such as from `generator_for`.
+        context_length: Number of pairs; None means the task's.
+        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's,
+            with the same covariates and noise.
     Raises:
-        ValueError: If n_prompts or context_length is below 1, the prompts do not fit into memory, or the task is that
-            of given prompts without a law.
+        ValueError: If n_prompts or context_length is below 1, the prompts do not fit into memory,
+            or the task belongs to given prompts of unknown law.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
+    See also:
+        `evaluation_prompts`, `generator_for`, `Prompts`.
     Example:
         >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
     """
-    if getattr(task, "law", task) is None:  # `given.PromptsTask` of prompts without a law
+    if getattr(task, "law", task) is None:  # a `given.PromptsTask` of unknown law
         raise ValueError(NO_LAW)
     if generator is None:
         generator = generator_for(seed, "eval", 0)
@@ -284,14 +295,14 @@ def sample_prompts(
     for name, value in (("n_prompts", n_prompts), ("context_length", length)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
-    # The numbers that are drawn, covariates and responses made of them, and the tokens.
+    # The drawn numbers, the covariates and responses made from them, and the tokens.
     width = dtype.itemsize
     needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
     require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
     n_tokens = length + 1
     n_vectors = 1 if task.shared_beta else task.d_y
     sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors]
-    # One draw for everything: the generator's start-up costs more than its numbers.
+    # One draw for everything: starting the generator costs more than its numbers.
     normal = torch.empty(n_prompts * sum(sizes), device=generator.device, dtype=dtype)
     normal.normal_(generator=generator)
     x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
@@ -302,7 +313,7 @@ def sample_prompts(
     if task.n_tasks is None or new_tasks:
         beta = _task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
     else:
-        # Drawn behind everything else: covariates and noise are those of fresh task vectors.
+        # Drawn last: covariates and noise equal those with fresh task vectors.
         shape, device = (n_prompts,), normal.device
         rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
         beta = _pool(_pool_key(task))[rows.cpu()].to(normal)
@@ -322,7 +333,7 @@ def sample_prompts(
 def _task_vectors(
     task: TaskConfig, normal: Float[Tensor, "batch d_x vector"], generator: torch.Generator
 ) -> Float[Tensor, "batch d_x d_y"]:
-    """Task vectors made of standard normal numbers, of one vector for all responses or one for each."""
+    """Task vectors from standard normal numbers; one vector for all responses, or one for each."""
     beta = normal
     if task.sparsity is not None:
         if task.nonzeros == "signs":
@@ -336,14 +347,16 @@ def _task_vectors(
 
 
 def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
-    """The pool of task vectors that the prompts of a task are drawn from, in float64.
+    """Pool of task vectors of a task, in float64.
 
-    It is a function of the law of the task vectors, n_tasks and task_seed alone.
+    It depends on the law of the task vectors, n_tasks and task_seed only.
 
     Raises:
         ValueError: If the task has no pool.
     Source:
         Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
+    See also:
+        `dmmse`, `sample_prompts`.
     Example:
         >>> pool = task_pool(TaskConfig(d_x=3, n_tasks=16))
         >>> prompts = sample_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)
@@ -356,9 +369,9 @@ def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
 
 
 def _pool_key(task: TaskConfig) -> TaskConfig:
-    """The task with everything at its default that its pool does not depend on."""
+    """The task with all fields reset that do not affect its pool."""
     return replace(
-        getattr(task, "law", task),  # of given prompts, the law that they are drawn from
+        getattr(task, "law", task),  # for given prompts, their law
         context_length=1,
         covariance=CovarianceConfig(),
         noise_var=0.0,
@@ -389,15 +402,15 @@ def prompt_chunks(
     size: int = 8192,
     new_tasks: bool = False,
 ) -> Iterator[Prompts]:
-    """Evaluation prompts in chunks, so that a million of them fit into memory; of long prompts in smaller ones.
+    """Evaluation prompts in chunks that fit into memory; chunks of long prompts are smaller.
 
-    Chunk i is drawn from (seed, "eval", i): the first chunks of a long evaluation are those of a short one.
+    Chunk i is drawn from (seed, "eval", i): a short evaluation uses the first chunks of a long one.
 
     Example:
         >>> [len(chunk) for chunk in prompt_chunks(TaskConfig(), 10_000, seed=0)]
         [8192, 1808]
     """
-    # Closed-form learners make a matrix [d_x, d_x] of each prompt.
+    # Closed-form learners need a matrix [d_x, d_x] for each prompt.
     per_prompt = prompt_bytes(task, context_length=context_length) + 4 * task.d_x**2
     size = min(size, max(1, CHUNK_BYTES // per_prompt))
     for chunk in range(0, n_prompts, size):

@@ -11,6 +11,7 @@ from mechinterp import figures
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.needs import one_attention
+from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
 from mechinterp.analysis.registry import ANALYSES, NO_TARGET, Analysis, analysis_of, run_analysis
 from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -53,29 +54,35 @@ def contents_of(
         require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
-    def told_of(analysis: Analysis) -> dict[str, Any]:
-        return prompts_of(analysis, n_prompts, seed, prompts)
+    def drawn_by(name: str, analysis: Analysis) -> dict[str, Any]:
+        if not name.endswith(SUFFIX):
+            return prompts_of(analysis, n_prompts, seed, prompts)
+        few = None if prompts is None else prompts[:N_PROMPTS]
+        return prompts_of(analysis, min(n_prompts or N_PROMPTS, N_PROMPTS), seed, few)
 
-    def run(analysis: Analysis) -> Finding:
-        return run_analysis(analysis.function, checkpoint, progress=progress, **told_of(analysis))
+    def run(name: str, analysis: Analysis) -> Finding:
+        told = drawn_by(name, analysis) | {"progress": progress}
+        if name.endswith(SUFFIX):
+            return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
+        return run_analysis(analysis.function, checkpoint, **told)
 
     results: dict[str, Finding] = {}
     left_out: dict[str, str] = {}
-    shown = dict(analysis_of(each) for each in analyses or default_names(checkpoint))
+    shown = dict(_named(each) for each in analyses or default_names(checkpoint))
     for name, analysis in list(shown.items()):
         try:
-            results[name] = run(analysis)
+            results[name] = run(name, analysis)
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
             left_out[name] = str(error)
             del shown[name]
-    answers = (results[name] for name, analysis in shown.items() if analysis == CLASSIFY)
-    classified = cast("Classified", next(answers, None) or run(CLASSIFY))
+    classified = next((r for r in results.values() if isinstance(r, Classified)), None)
+    classified = classified or cast("Classified", run("classify", CLASSIFY))
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
     for name, analysis in shown.items():
-        text = _prompts_text(told_of(analysis))
+        text = _prompts_text(drawn_by(name, analysis))
         section = section_of(name, analysis, results[name], shown=top, prompts=text)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
@@ -131,8 +138,19 @@ def _prompts_text(told: Mapping[str, Any]) -> str:
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
     """Names of the analyses that suit a model."""
-    taken = (name for name, each in ANALYSES.items() if each.needs(checkpoint))
-    return tuple(name for name in taken if ANALYSES[name].on_page(checkpoint))
+    taken = {name: each for name, each in ANALYSES.items() if each.needs(checkpoint)}
+    once = [name for name, each in taken.items() if each.on_page(checkpoint)]
+    steps = [name for name, each in taken.items() if each.steps_on_page(checkpoint)]
+    return (*once, *(f"{name}{SUFFIX}" for name in steps if checkpoint.steps))
+
+
+def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
+    """Name and analysis; the name of an analysis over steps ends in `SUFFIX`."""
+    if callable(named) or not named.endswith(SUFFIX):
+        return analysis_of(named)
+    name, analysis = analysis_of(named.removesuffix(SUFFIX))
+    title = f"{analysis.title or name.capitalize()}, step by step"
+    return f"{name}{SUFFIX}", replace(analysis, title=title)
 
 
 def section_of(

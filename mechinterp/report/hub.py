@@ -46,6 +46,8 @@ def model_card(
         source: Argument for `from_pretrained` in the card; None: the checkpoint's name.
         licence: Licence of the weights, by the hub's short name.
         seed: Seed of the evaluation prompts.
+    See also:
+        `push_to_hub`.
     Example:
         >>> from mechinterp import load
         >>> card = model_card(load("softmax-h2-s0"))
@@ -113,6 +115,8 @@ def push_to_hub(
         Address of the commit.
     Raises:
         CheckpointError: If the hub refuses, or the extra `hub` is not installed.
+    See also:
+        `model_card`, `from_pretrained`.
     """
     hub = hub_library()
     api = hub.HfApi(token=token)

@@ -159,6 +159,11 @@ for (const details of document.querySelectorAll("details.more")) {
   });
 }
 
+// A term unfolds the list of words that it leads to.
+for (const term of document.querySelectorAll(".term")) {
+  term.addEventListener("click", () => { document.querySelector(term.hash).closest("details").open = true; });
+}
+
 // A table that is wider than the page says so.
 function tell() {
   for (const box of document.querySelectorAll(".table")) {

@@ -68,6 +68,8 @@ def write_report(
     Raises:
         ValueError: If `out` is a file or a nonempty folder without `overwrite`, n_prompts is too small for the model, or
             an analysis does not exist or does not take the model.
+    See also:
+        `classify`, `save_figure`.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.checkpoint import load

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 import pandas as pd
 import plotly.graph_objects as go
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures, heatmaps
@@ -28,6 +28,13 @@ SHOWN_ROWS = 12
 """Largest number of rows for which the first table of a section is shown at once; longer ones unfold."""
 
 
+EVERYDAY = {"positive", "negative", "mixed", "mismatched"}
+"""Terms that texts also use as everyday words; they get no links."""
+TERMS = {term: number for number, words in enumerate(WORDS) for term in words.split(", ")}
+"""Number of the glossary's entry of each term."""
+LINKED = re.compile(
+    rf"(?<![\w./-])({'|'.join(sorted(TERMS.keys() - EVERYDAY, key=len, reverse=True))})(?![\w-])"
+)
 MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
 """Mark in the head of our pages, with the names of the report's files."""
 HEAD = 2**16
@@ -59,7 +66,7 @@ def page(
         "least_width": _least_width,
         "narrow": narrow,
         "texts": _texts,
-        "joined": joined,
+        "linked": _linked,
         "breakable": _breakable,
         "cell": cell,
     }
@@ -80,6 +87,22 @@ def page(
         script=_text("page.js"),
         plotly_js=Markup(get_plotlyjs()),
     )
+
+
+def _linked(text: str) -> Markup:
+    """The text with no-break spaces, and with a link from the first use of each term to the glossary."""
+    used: set[str] = set()
+    meanings = [*WORDS.values()]
+
+    def link(found: re.Match[str]) -> str:
+        term = found[0]
+        if term in used:
+            return term
+        used.add(term)
+        tag = Markup('<a class="term" href="#word-{}" title="{}">{}</a>')
+        return tag.format(TERMS[term], meanings[TERMS[term]], term)
+
+    return Markup(LINKED.sub(link, str(escape(joined(text)))))
 
 
 def files_of(page: Path) -> frozenset[str]:

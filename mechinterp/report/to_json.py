@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mechinterp.analysis.result import Finding, fields_of, records
-from mechinterp.analysis.training.plateaus import JumpForecast
+from mechinterp.analysis.training.jumps import JumpForecast
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
 from mechinterp.checkpoints.native.exchange import positions_for

@@ -1,4 +1,4 @@
-"""What one layer of linear attention, keys reading x and values reading y, can know of a pool of tasks: its second moment."""
+"""Best prediction of one linear attention layer for a pool of tasks: it depends on the pool by its second moment only."""
 
 import numpy as np
 from jaxtyping import Float

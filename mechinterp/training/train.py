@@ -81,6 +81,8 @@ def train_models(
     Raises:
         CheckpointError: If the folder contains another run, another process trains there, a stored config
             differs from the requested one, or a file cannot be read or written.
+    See also:
+        `train`, `sweep_frame`.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
@@ -150,6 +152,8 @@ def train(
         ValueError: If the preset or config file does not exist.
         CheckpointError: If the folder is not free, another process trains there, the model diverges, or the stored
             config differs.
+    See also:
+        `preset`, `train_models`.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset

@@ -109,7 +109,7 @@ def test_halves_are_halves():
     assert halves.sum(1).tolist() == [4, 5] * 3
     assert (halves[::2] ^ halves[1::2]).all()
     assert len({tuple(half) for half in halves}) == 6
-    with pytest.raises(ValueError, match="at least 4 prompts to choose and to measure on, got 3"):
+    with pytest.raises(ValueError, match="need at least 4 prompts, got 3"):
         random_halves(3, 1)
     with pytest.raises(ValueError, match="splits must be >= 1, got 0"):
         random_halves(4, 0)

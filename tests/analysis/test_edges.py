@@ -281,7 +281,9 @@ def test_what_has_no_edges_is_refused():
         attribute_edges(random_model(1, 2))
     with pytest.raises(ValueError, match=r"^model must have a residual stream that is the sum"):
         attribute_edges(random_model(2, 2, d_model=8, d_head=4, norm="after"))
-    with pytest.raises(ValueError, match=r"must have one shape, of at least 2 prompts, got \[3"):
+    with pytest.raises(
+        ValueError, match=r"must have the same shape, with at least 2 prompts, got \[3"
+    ):
         attribute_edges(random_model(2, 2), drawn(1), drawn(2, 2))
     with pytest.raises(ValueError, match=r"^prompts must be >= 2, .*, got 1\.$"):
         attribute_edges(random_model(2, 2), drawn(1, 1), drawn(2, 1))

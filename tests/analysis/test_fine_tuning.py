@@ -94,5 +94,5 @@ def test_it_helps_and_pruned_heads_stay_away(checkpoint, fresh, tmp_path):
 def test_what_is_refused(checkpoint, fresh):
     with pytest.raises(ValueError, match=r"train.steps must be >= 1, got 0"):
         fine_tune(checkpoint, KEPT, fresh, steps=0)
-    with pytest.raises(ValueError, match="At least one of 12 heads must be kept, got none"):
+    with pytest.raises(ValueError, match="must keep at least one of 12 heads, got none"):
         fine_tune(checkpoint, ~np.ones((3, 4), dtype=bool), fresh)

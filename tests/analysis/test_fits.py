@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 
 from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
-from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.fits import LEARNERS, _through_omega, fit_learners
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.predictors import (
     debiased_gd,
@@ -17,9 +19,12 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.predictor import learner_of
 from mechinterp.training.general.trainer import initial_deep_weights
+from tests.conftest import CHECKPOINTS
 
 TASK = TaskConfig()
 BAYES = TASK.noise_var / TASK.beta_variance
@@ -34,7 +39,7 @@ def column(learner: str) -> int:
     [
         ("vanilla_gd", lambda prompts: vanilla_gd(prompts, eta=0.8), 0.8),
         ("debiased_gd", lambda prompts: debiased_gd(prompts, eta=0.8), 0.8),
-        ("kernel_head", lambda prompts: nadaraya_watson(prompts, omega=-0.3, mu=-1.4), -1.4),
+        ("kernel_head", lambda prompts: nadaraya_watson(prompts, omega=-0.3, mu=-1.4), 1.4),
         ("ridge", lambda prompts: ridge(prompts, penalty=BAYES), np.nan),
         ("zero", lambda prompts: 0 * prompts.y_query, np.nan),
     ],
@@ -87,6 +92,48 @@ def test_step_size_and_its_standard_error_over_repeated_prompts():
     assert sem.mean() == pytest.approx(eta.std(), rel=0.35)  # the spread of 60 is known to 9%
 
 
+def test_rounding_of_the_predictions_does_not_reach_the_standard_errors():
+    model, generator = (
+        learner_of(load(CHECKPOINTS / "softmax-h2-s0")),
+        torch.Generator().manual_seed(0),
+    )
+
+    def rounded(prompts):
+        found = model(prompts)
+        return found * (1 + 1e-7 * torch.randn(found.shape, generator=generator))
+
+    asked = {"context_lengths": [10, 40], "n_prompts": 1000}
+    expected, *others = (fit_learners(m, TASK, **asked) for m in (model, *[rounded] * 4))
+    for found in others:
+        np.testing.assert_allclose(found.factor_sem, expected.factor_sem, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_factor_of_a_kernel_head_moves_with_a_prompts_weight_as_its_standard_error_says():
+    prompts = sample_prompts(TASK, 200, seed=3, dtype=torch.float64)
+    prediction = debiased_gd(prompts, eta=0.8).numpy()
+
+    def errors(factors: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """0 where omega and mu are best, each prompt having its share."""
+        omega, mu = factors
+        below, at, above = (
+            nadaraya_watson(prompts, omega=omega + step, mu=1.0).numpy()
+            for step in (-1e-5, 0, 1e-5)
+        )
+        left = (share * (prediction - mu * at)[:, 0])[:, None]
+        return np.array([(left * at).sum(), (left * (above - below)).sum() / 2e-5])
+
+    even = np.full(200, 1 / 200)
+    best = scipy.optimize.root(errors, (0.5, 1.5), args=even, tol=1e-12).x
+    through_omega = _through_omega(prompts, prediction, *best)
+    for index in range(5):
+        heavier = even + 1e-6 * (np.arange(200) == index)
+        omega = scipy.optimize.root(errors, best, args=heavier, tol=1e-12).x[0]
+        shape = nadaraya_watson(prompts, omega=omega, mu=1.0).numpy()
+        moved = (shape * prediction).mean() / np.square(shape).mean()
+        assert (moved - best[1]) / 1e-6 == pytest.approx(through_omega[index], rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_pair_tends_to_debiased_gd_as_omega_falls():
     distances = []
@@ -125,7 +172,7 @@ def test_without_lengths_a_model_takes_those_that_it_has_positions_for():
 
 def test_a_tie_is_said_to_be_one():
     fits = fit_learners(kernel_head(0.5, 1.5, d_x=5), context_lengths=[40], n_prompts=64)
-    told_apart = "; the two cannot be told apart."
+    told_apart = "; the difference is not significant."
     assert replace(fits, lead=0.019, lead_sem=0.01).verdict.endswith(told_apart)
     assert not replace(fits, lead=0.021, lead_sem=0.01).verdict.endswith(told_apart)
 

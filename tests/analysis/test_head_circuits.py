@@ -59,7 +59,7 @@ def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, 
     model = random_model(**kind)
     found = circuits(model)
     assert found.of_weights_alone == reason
-    assert f"of the weights alone, the model has {reason}" in repr(found)
+    assert f"of the weights alone, because the model has {reason}" in repr(found)
     expected = model.weights.scale * model.W_Q[2, 1] @ model.W_K[2, 1].mT
     np.testing.assert_allclose(found.QK[2, 1], expected.numpy(force=True), rtol=1e-12)
     np.testing.assert_allclose(
@@ -133,7 +133,9 @@ def test_a_norm_before_the_layers_is_taken_into_what_they_read():
 
 
 def test_what_has_no_weights_or_no_later_layer_is_refused():
-    with pytest.raises(ValueError, match=r"needs the weights by name, got a model without them\.$"):
+    with pytest.raises(
+        ValueError, match=r"needs named weights of this package, got a model without them\.$"
+    ):
         composition_scores(random_gpt2())
     with pytest.raises(ValueError, match=r"needs at least 2 layers, got 1\.$"):
         composition_scores(load(CHECKPOINTS / "softmax-h2-s0"))

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation import gates
-from mechinterp.analysis.ablation.gates import HeadGates, learn_gates
+from analyses.lib import gates
+from analyses.lib.gates import HeadGates, learn_gates
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.orders import ablate_pairs, greedy_heads, greedy_order
 from mechinterp.analysis.ablation.single import ablate_heads

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from mechinterp.analysis.training.plateaus import jump_forecast
+from mechinterp.analysis.training.jumps import jump_forecast
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes

@@ -92,7 +92,7 @@ def test_opposite_heads_may_serve_a_response_half_as_much(part: float):
 
 def test_opposite_heads_that_serve_a_response_too_little_do_not_weigh():
     found = opposite(UNEVEN, [2, 0.8])
-    assert_undetermined(found, "theta_spread 0.333 is above 0.25")
+    assert_undetermined(found, "theta_spread is 0.333, above the limit 0.25")
 
 
 @pytest.mark.slow
@@ -116,8 +116,8 @@ def test_a_step_is_plain_only_where_all_supports_are_full():
 @pytest.mark.parametrize(
     ("omega", "mu", "reason"),
     [
-        ((0.08, -0.16), (3.4, -3.4), "omega_spread 1.000 is above 0.25"),
-        ((0.13, -0.13), (3.4, -2.4), "zero_sum 0.172 is above 0.05"),
+        ((0.08, -0.16), (3.4, -3.4), "omega_spread is 1.000, above the limit 0.25"),
+        ((0.13, -0.13), (3.4, -2.4), "zero_sum is 0.172, above the limit 0.05"),
     ],
 )
 def test_what_is_not_even_is_undetermined_with_several_responses(omega, mu, reason):
@@ -129,7 +129,9 @@ def test_what_is_not_even_is_undetermined_with_several_responses(omega, mu, reas
 def test_an_uneven_theta_is_no_superposition():
     omega = TABLE_2.omega * torch.tensor([1, 1.6, 1, 1, 1, 1])
     found = two_responses(omega.tolist(), TABLE_2.mu.tolist(), TWO)
-    assert_undetermined(found, "heads serve several responses and theta_spread 0.600 is above 0.25")
+    assert_undetermined(
+        found, "heads serve several responses and theta_spread is 0.600, above the limit 0.25"
+    )
 
 
 def test_a_response_that_is_pushed_away_is_undetermined():
@@ -151,7 +153,7 @@ def test_a_response_that_no_head_serves_is_named(missing: int):
 
 def test_heads_that_all_cancel_are_no_model():
     found = classify(diagonal_heads([0.13, 0.13], [3.4, -3.4], d_x=5))
-    assert_undetermined(found, "no head is active, or those that are cancel each other")
+    assert_undetermined(found, "no head is active, or the active heads cancel each other")
 
 
 @pytest.mark.slow
@@ -167,8 +169,8 @@ def test_a_leaning_head_needs_a_better_substitute():
     assert found.pattern == "undetermined"
     assert 0.9 < found.substitution.r2 < 0.95
     cosine = 1 / (1 + 0.55**2) ** 0.5
-    assert f"has cosine {cosine:.3f} with its form, below 0.9" in found.reason
-    assert f"R² = {found.substitution.r2:.3f}, below 0.95" in found.reason
+    assert f"with its form is {cosine:.3f}, below the limit 0.9" in found.reason
+    assert f"R² = {found.substitution.r2:.3f}, below the limit 0.95" in found.reason
 
 
 def test_one_leaning_head_among_clean_ones_is_enough():
@@ -176,7 +178,7 @@ def test_one_leaning_head_among_clean_ones_is_enough():
     found = classify(with_blocks(blocks, [0.7, 1.5]))
     assert found.labels == ("positive", "positive")
     cosine = 1 / (1 + 0.7**2) ** 0.5
-    assert f"has cosine {cosine:.3f} with its form" in found.reason
+    assert f"with its form is {cosine:.3f}, below" in found.reason
 
 
 @pytest.mark.slow
@@ -198,7 +200,9 @@ def test_a_head_that_reads_x_is_named_with_its_number():
     found = classify(from_circuits(weights.QK, OV))
     assert found.pattern == "undetermined"
     value = 3.4 / np.hypot(3.4, 3.0)
-    assert f"head 0 is unstructured: ov_last_entry {value:.3f} is below 0.9" in found.reason
+    assert (
+        f"head 0 is unstructured: ov_last_entry is {value:.3f}, below the limit 0.9" in found.reason
+    )
 
 
 @pytest.mark.parametrize(("size", "pattern"), [(0.05, "undetermined"), (0.3, "unstructured")])

@@ -19,7 +19,7 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
-from mechinterp.analysis.training.deep_snapshots import deep_snapshots
+from mechinterp.analysis.over_steps import over_steps
 from mechinterp.checkpoints.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -80,13 +80,8 @@ def test_what_it_keeps_is_what_the_analyses_say():
     np.testing.assert_allclose(rows["rise"], found.rise.ravel(), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(rows["rise_sem"], found.rise_sem.ravel(), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(rows.groupby("layer")["share"].sum(), 1, rtol=1e-6)
-    assert deep_snapshots(run, prompts).rise.shape == (3, 2, 2)
-    np.testing.assert_allclose(
-        deep_snapshots(run, prompts).rise.reshape(3, 4).ravel(),
-        run.history["rise"],
-        rtol=1e-4,
-        atol=1e-7,
-    )
+    rise = over_steps(run, "ablate-heads", prompts).to_frame()["rise"]
+    np.testing.assert_allclose(rise, run.history["rise"], rtol=1e-4, atol=1e-7)
 
 
 def test_a_head_that_writes_nothing_has_no_share():
@@ -174,7 +169,7 @@ def test_histories_begin_with_the_same_columns(runs):
 
 def test_analyses_of_snapshots_agree(runs):
     prompts = evaluation_prompts(runs[0], n_prompts=64)
-    watched, files = (deep_snapshots(run, prompts).to_frame() for run in runs)
+    watched, files = (over_steps(run, "ablate-heads", prompts).to_frame() for run in runs)
     assert list(watched) == list(files)
     np.testing.assert_allclose(
         watched.select_dtypes("number"), files.select_dtypes("number"), rtol=1e-4, atol=1e-6
@@ -183,7 +178,7 @@ def test_analyses_of_snapshots_agree(runs):
 
 @pytest.mark.slow
 def test_pages_have_the_same_sections_and_tables(runs, tmp_path: Path):
-    asked = ["head-snapshots", "training"]
+    asked = ["ablate-heads-over-steps", "training"]
     pages = [
         write_report(run, tmp_path / str(n), n_prompts=64, analyses=asked)
         for n, run in enumerate(runs)
@@ -191,9 +186,9 @@ def test_pages_have_the_same_sections_and_tables(runs, tmp_path: Path):
     texts = [each.page.read_text(encoding="utf-8") for each in pages]
     titles = [re.findall(r"<h2[^>]*>(.*?)</h2>", text) for text in texts]
     assert titles[0] == titles[1]
-    assert all("3 kept steps, 0 to 10" in text for text in texts)
+    assert all("3 saved steps, 0 to 10" in text for text in texts)
     names = [{table.name for table in page.tables} for page in pages]
-    assert names[0] == names[1] == {"snapshots.csv", "history.csv"}
+    assert names[0] == names[1] == {"ablate_heads_over_steps.csv", "history.csv"}
 
 
 @pytest.mark.slow

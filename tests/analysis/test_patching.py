@@ -98,7 +98,9 @@ def test_unknown_activation_is_refused():
 
 
 def test_prompts_of_other_lengths_are_refused():
-    rule = r"^clean and corrupted tokens must have one shape, got \[6, 5, 5\] and \[6, 6, 5\]\.$"
+    rule = (
+        r"^clean and corrupted tokens must have the same shape, got \[6, 5, 5\] and \[6, 6, 5\]\.$"
+    )
     with pytest.raises(ValueError, match=rule):
         patch_positions(random_model(), random_prompts(4, 1), random_prompts(5, 2))
 

@@ -87,7 +87,7 @@ def test_a_weak_head_is_a_dummy_whatever_its_circuits():
 
 def test_no_active_head_is_undetermined():
     found = classify(zero_head(d_x=5))
-    reason = "no head is active, or those that are cancel each other"
+    reason = "no head is active, or the active heads cancel each other"
     assert_undetermined(found, reason, "dummy")
     assert not found.sign_matching
 
@@ -96,9 +96,14 @@ def test_no_active_head_is_undetermined():
     ("omega", "mu", "second", "reason"),
     [
         ([0.3, -0.3], [2, 2], "mismatched", r"head 1 is mismatched: omega is -0\.3 and mu is 2"),
-        ([0.13, -0.2], [3, -3], "negative", r"omega_spread 0\.538 is above 0\.25"),
-        ([0.13, -0.13], [3, -2], "negative", r"zero_sum 0\.200 is above 0\.05"),
-        ([1.5, -1.5], [0.3, -0.3], "negative", r"learner_r2 of debiased_gd .* is below 0\.9"),
+        ([0.13, -0.2], [3, -3], "negative", r"omega_spread is 0\.538, above the limit 0\.25"),
+        ([0.13, -0.13], [3, -2], "negative", r"zero_sum is 0\.200, above the limit 0\.05"),
+        (
+            [1.5, -1.5],
+            [0.3, -0.3],
+            "negative",
+            r"learner_r2 is .* for debiased_gd, below the limit 0\.9",
+        ),
     ],
 )
 def test_what_is_not_clear_is_undetermined_and_says_the_number(omega, mu, second, reason):
@@ -118,8 +123,13 @@ def test_heads_that_only_average_or_only_read_x_are_unstructured():
     for weights, pattern in ((average, "undetermined"), (reads_x, "unstructured")):
         found = classify(weights)
         assert (found.labels, found.pattern) == (("unstructured",), pattern)
-    assert "head 0 is unstructured: qk_diagonal 0.000 is below 0.8" in classify(average).reason
-    assert "random weights reach as far: qk_diagonal_best p = 1" in classify(reads_x).reason
+    assert (
+        "head 0 is unstructured: qk_diagonal is 0.000, below the limit 0.8"
+        in classify(average).reason
+    )
+    assert (
+        "random weights reach the same values: qk_diagonal_best p = 1" in classify(reads_x).reason
+    )
     assert np.isnan(classify(reads_x).scales.zero_sum)
     assert np.isinf(classify(stack([kernel_head(0.5, 1.5, d_x=5), average])).scales.omega_spread)
 
@@ -150,8 +160,8 @@ def test_general_covariance_has_no_isotropic_optimum():
 @pytest.mark.parametrize(
     ("d_y", "d_x", "message"),
     [
-        (2, 2, "task's d_y must be the model's, 2, got 1"),
-        (1, 3, "d_x must be the model's, 2, got 3"),
+        (2, 2, "must have the model's d_y = 2, got d_y = 1"),
+        (1, 3, "must have the model's d_x = 2, got d_x = 3"),
     ],
 )
 def test_what_cannot_be_classified_is_refused(d_y, d_x, message):

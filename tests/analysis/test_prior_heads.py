@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.prior_heads import prior_heads
-from mechinterp.analysis.learners.closeness import closeness
+from analyses.pools.map import transient
+from mechinterp.analysis.ablation.prior_heads import _rises, prior_heads
+from mechinterp.analysis.learners.closeness import ERROR
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.analysis.training.prior_snapshots import PriorSnapshots, prior_snapshots
+from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.heads import AttentionWeights
@@ -70,6 +71,20 @@ def test_standard_errors_of_heads_are_those_of_repeated_samples():
         assert (np.abs(np.log(ratio)) < 4 * 2 / (2 * 39) ** 0.5).all(), name
 
 
+def test_prompts_on_which_the_full_or_the_masked_model_errs_most_are_left_out():
+    squares = np.random.default_rng(0).chisquare(1, (2000, 3, 8))
+    squares[7, 1] = squares[8, 0] = (
+        1e9  # one mask explodes on one prompt, the full model on another
+    )
+    worst = max((i for i in range(2000) if i != 8), key=lambda i: squares[i, [0, 2], ERROR].max())
+    rises = _rises(squares)
+    for head, gone in enumerate(([7, 8], [8, worst])):
+        expected = np.delete(squares[:, head + 1] - squares[:, 0], gone, 0)
+        np.testing.assert_array_equal(rises[:1998, head, 0], expected)
+    # The rows behind stand for the prompts that go, and are those of the worst that stays.
+    assert np.abs(rises).max() < 100
+
+
 def test_which_heads_memorise_follows_from_both_effects():
     found = prior_heads(layer(), TASK, n_prompts=50)
     ones = {f"{name}_sem": np.ones((2, 2)) for name in EFFECTS}
@@ -81,6 +96,7 @@ def test_which_heads_memorise_follows_from_both_effects():
         memory_excess=np.array([[far, near], [far, far]]),
         dmmse_rise=np.zeros((2, 2)),
         ridge_rise=np.array([[near, far], [-far, 0.0]]),
+        carried_by_few=np.zeros((2, 2), bool),
     )
     assert known.memorises == [(0, 0)]
     assert known.generalises == [(0, 1)]
@@ -90,42 +106,32 @@ def test_which_heads_memorise_follows_from_both_effects():
     assert len(known.plot().data) == 2
 
 
-def test_snapshots_are_compared_like_models(tmp_path: Path):
-    kept = {step: weights_of_layer(layer(step), model=CONFIG.model) for step in (0, 10, 20)}
-    save(tmp_path / "model", CONFIG, kept[20], step=20, snapshots=kept)
-    found = prior_snapshots(load(tmp_path / "model"), n_prompts=64, context_lengths=[2, 5])
-    assert found.step.tolist() == [0, 10, 20]
-    for index, weights in enumerate(kept.values()):
-        one = compare_priors(weights, TASK, n_prompts=64, context_lengths=[5, 2]).overall
-        np.testing.assert_allclose(found.closeness.relative[:, index], one.relative)
-        np.testing.assert_allclose(found.closeness.risk_sem[:, index], one.risk_sem)
-    frame = found.to_frame()
-    for kind in ("new", "pool"):
-        assert frame[frame["tasks"] == kind]["step"].tolist() == [0, 10, 20]
-    assert len(found.plot().data) == 2
-    assert len(found.plot_risks().data) == 6
+def test_the_usual_lengths_are_those_of_training(tmp_path: Path):
+    weights = weights_of_layer(layer(), model=CONFIG.model)
+    save(tmp_path / "model", CONFIG, weights, step=20)
     # This model was trained with five pairs in every prompt.
     default = compare_priors(load(tmp_path / "model"), n_prompts=16)
     assert default.context_length.tolist() == [5]
     shorter = replace(TASK, context_length=3)
     asked = compare_priors(load(tmp_path / "model"), shorter, n_prompts=16)
     assert asked.context_length.tolist() == [3]
-    with pytest.raises(ValueError, match="prior_snapshots needs a checkpoint with snapshots"):
-        prior_snapshots(layer(), TASK)
 
 
-def path_of(relative: list[float], sem: float) -> PriorSnapshots:
-    """Snapshots with these relative distances on new tasks."""
-    some = closeness(np.random.default_rng(0).random((10, 2, len(relative), 8)))
-    both = np.array([some.relative[0], relative])
-    known = replace(some, relative=both, relative_sem=np.full_like(both, sem))
-    return PriorSnapshots(4, np.arange(len(relative)) * 1000, known)
+def path_of(relative: list[float], sem: float) -> OverSteps:
+    """Comparisons at steps 0, 1000, ... with these relative distances on new tasks."""
+    some = compare_priors(layer(), TASK, n_prompts=16, context_lengths=[5])
+    results = []
+    for value in relative:
+        both = np.array([some.trimmed.relative[0], value])
+        trimmed = replace(some.trimmed, relative=both, relative_sem=np.full(2, sem))
+        results.append(replace(some, trimmed=trimmed))
+    step = np.arange(len(relative)) * 1000
+    return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))
 
 
 def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
-    assert path_of([0.5, 0.8, 0.9, 0.2], 0.01).transient == 1000
-    assert "nearer to ridge first, from step 1,000" in repr(path_of([0.5, 0.8, 0.9, 0.2], 0.01))
-    assert path_of([0.5, 0.52, 0.4, 0.2], 0.02).transient is None  # not clearly above
-    assert path_of([0.8, 0.4, 0.4, 0.2], 0.02).transient is None  # untrained
-    assert path_of([0.5, 0.8, 0.9, 0.48], 0.02).transient is None  # not clearly below
-    assert path_of([0.5, 0.8, 0.9, 0.95], 0.01).transient is None
+    assert transient(path_of([0.5, 0.8, 0.9, 0.2], 0.01)) == 1000
+    assert transient(path_of([0.5, 0.52, 0.4, 0.2], 0.02)) is None  # not clearly above
+    assert transient(path_of([0.8, 0.4, 0.4, 0.2], 0.02)) is None  # untrained
+    assert transient(path_of([0.5, 0.8, 0.9, 0.48], 0.02)) is None  # not clearly below
+    assert transient(path_of([0.5, 0.8, 0.9, 0.95], 0.01)) is None

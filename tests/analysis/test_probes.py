@@ -155,7 +155,7 @@ def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     task = TaskConfig(d_x=4, context_length=9)
     prompts = sample_prompts(task, 60, generator=generator_for(0, "eval", 0), dtype=torch.float64)
     bridge = random_gpt2()
-    rule = "need a model of one position for each of the target's 10, got 19; -1"
+    rule = "Only position -1, .* the model must have 10 positions .*, got 19"
     for positions in ([0, 3], [3, -1]):
         with pytest.raises(ValueError, match=rule):
             probe_layers(bridge, prompts, positions=positions)

@@ -36,7 +36,7 @@ from tests.conftest import CHECKPOINTS
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 MADE_KERNELS, MADE_STEPS = (
-    f"of {PATTERNS[pattern].named} models made here"
+    f"of {PATTERNS[pattern].named} calibration models"
     for pattern in ("kernel_regression", "linear_gd")
 )
 
@@ -49,11 +49,10 @@ def step():
 def test_a_step_is_told_with_its_size_and_the_best_one(step):
     computes, sure = step.verdict.computes, step.verdict.sure
     assert "x minus its mean x̄ (debiased_gd): ŷ = 0.700 (1/L) Σ_l y_l (x_l − x̄)·x" in computes
-    assert computes.endswith("the step size that is best for its task is 0.879")
+    assert computes.endswith("(best step size for the task: 0.879)")
     assert f"explains {explained(step.learner.r2, step.learner.r2_sem)} of" in sure
     label = PATTERNS["debiased_gd"]
-    wrong = f"it was wrong for {label.wrong} "
-    assert f"of {label.named} models made here that got this label {wrong}" in sure
+    assert f"{label.wrong} of {label.named} calibration models with this label" in sure
     chance = f"none of {step.n_random} models with random weights does the task as well"
     assert f"{chance} (p < {1 / step.n_random:.2g})" in sure
 
@@ -61,14 +60,16 @@ def test_a_step_is_told_with_its_size_and_the_best_one(step):
 def test_with_other_limits_nothing_is_said_of_the_calibration():
     limits = Thresholds(omega_spread=0.5)
     found = classify(debiased_gradient_step(0.7, 0.05, d_x=5), thresholds=limits)
-    assert "wrong" not in found.verdict.sure
+    assert "mislabelled" not in found.verdict.sure
 
 
 def test_the_runner_up_is_no_case_of_the_pattern(step):
     assert step.near.learners[0] == "debiased_gd"
     assert step.near.lead[1] > 2 * step.near.lead_sem[1]
-    less = f"{with_error(step.near.lead[1], step.near.lead_sem[1])} less than the formula"
-    assert step.verdict.is_not.startswith("a plain gradient step, which times its best factor")
+    less = (
+        f"lower by {with_error(step.near.lead[1], step.near.lead_sem[1])} (both at the best factor)"
+    )
+    assert step.verdict.is_not.startswith("a plain gradient step, R² = ")
     assert less in step.verdict.is_not
     assert step.verdict.alike == ""
 
@@ -90,8 +91,8 @@ def test_what_cannot_be_told_apart_is_not_called_what_the_model_is_not():
     together = told(1.0)
     assert together.is_not == NOTHING_EXCLUDED
     far = told(0.01, less=0.6)
-    assert (far.alike, far.is_not) == ("", "near to a simple learner")
-    assert "which is not near" in far.sure
+    assert (far.alike, far.is_not) == ("", "close to any simple learner")
+    assert "below 0.5: not close" in far.sure
 
 
 def test_the_repr_and_the_lines_are_the_verdict(step):
@@ -115,8 +116,9 @@ def test_a_handful_of_models_without_an_error_is_no_evidence():
         assert (p - wrong / named) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / named, rel=1e-12)
     assert upper_limit(0, 293) == pytest.approx(Z95**2 / (293 + Z95**2))
     assert calibration_text(Label("", "", 0, 34)) == ""
-    assert "of 35 models made here" in calibration_text(Label("", "", 0, 35))
-    assert "it was wrong for 3 (at most 31.0%, 95% limit)" in calibration_text(Label("", "", 3, 24))
+    assert "0 of 35 calibration models" in calibration_text(Label("", "", 0, 35))
+    assert "3 of 24" in (text := calibration_text(Label("", "", 3, 24)))
+    assert "95% upper bound 31.0%" in text
 
 
 def test_a_p_value_is_told_by_its_count():
@@ -140,7 +142,7 @@ def test_the_task_is_doubted_by_the_best_factor(factor, sem, r2, doubted):
     said = task_doubt((factor, sem), (r2, 0.01))
     assert bool(said) == doubted
     if doubted:
-        assert f"the best factor on its prediction is {with_error(factor, sem)}, 1 for" in said
+        assert f"the best factor on its prediction is {with_error(factor, sem)} (1 for" in said
 
 
 def test_a_step_of_another_size_is_doubted_whatever_was_stated_of_its_task():
@@ -168,7 +170,7 @@ def test_a_step_of_another_size_is_doubted_whatever_was_stated_of_its_task():
         ("two-tasks-h3-s0", ["Θ_0 = diag(0.89, 0.91, 0.90, 0.93, 0.03, 0.03)", "Θ_1 = diag("]),
         ("linear-merged-s0", ["singular values of Γ 2.23 to 7.31", MADE_STEPS]),
         ("kms-0.5-h2-s0", ["preconditioned", "(x_l − x̄), singular values of Γ 0.420 to 2.07"]),
-        ("softmax-h8-s1", ["none of the known formulas clearly", "omega and mu are what a head"]),
+        ("softmax-h8-s1", ["none of the known formulas fits clearly", "x·x by omega and y by mu"]),
     ],
 )
 def test_shipped_models_are_told_with_their_numbers(name: str, parts: list[str]):
@@ -190,7 +192,7 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]
     assert {names[label] for label in LARGER & set(found.algorithm.members)} <= set(alike)
     assert found.verdict.is_not.split(",")[0] in set(names.values()) - set(alike)
-    assert "models made here" not in found.verdict.sure or LAYERED[found.pattern].wrong
+    assert "calibration models" not in found.verdict.sure or LAYERED[found.pattern].wrong
 
 
 @pytest.mark.slow
@@ -229,9 +231,11 @@ def test_calibration_is_what_the_analyses_counted(file: str, labels: dict[str, L
 
 
 def test_names_of_numbers_are_spelled_out():
-    assert spelled_out("omega_spread 1.000 is above 0.25").startswith("the spread of |omega|")
+    assert spelled_out("omega_spread is 1.000, above the limit 0.25").startswith(
+        "the spread of |omega|"
+    )
     assert spelled_out("qk_diagonal_best p = 0.5, substitution_r2 p = 0.4").startswith(
-        "the diagonal's part of the best head's QK circuit, p = 0.5, R² of heads that keep omega and mu only, p = 0.4"
+        "the largest diagonal part of a QK circuit, p = 0.5, R² of heads that keep only omega and mu, p = 0.4"
     )
     assert spelled_out("no head is active") == "no head is active"
 

@@ -37,9 +37,9 @@ class Opened:
     complaints: list[str] = field(default_factory=list)
 
     def moved_to(self, name: str, position: int) -> None:
-        """Move the slider whose label begins with a name, as a reader does."""
-        slider = self.page.locator("label.slider", has_text=name).locator("input")
-        slider.fill(str(position))
+        """Move the sliders whose labels begin with a name, as a reader does."""
+        for label in self.page.locator("label.slider", has_text=name).all():
+            label.locator("input").fill(str(position))
         self.page.wait_for_timeout(300)
 
     def unfold(self, what: str) -> None:
@@ -156,28 +156,31 @@ def test_text_is_seen_before_figures(visit: Visit):
 def test_the_slider_moves_the_heatmaps_and_their_titles(visit: Visit):
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
     at = visit("evil")
-    at.unfold("#figure-snapshot_qk")
+    at.unfold("#figure-circuits_over_steps")
     steps = list(checkpoint.snapshots)
-    before = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
+    before = at.page.locator("#figure-circuits_over_steps image").first.get_attribute("href")
     at.moved_to("step", 1)
-    after = at.page.locator("#figure-snapshot_qk image").first.get_attribute("href")
+    after = at.page.locator("#figure-circuits_over_steps image").first.get_attribute("href")
     assert before != after
     expected = checkpoint.snapshots[steps[1]].circuits.QK[0, :5].numpy()
-    assert f"QK circuits at step {steps[1]:,}" in at.page.locator("figcaption").all_inner_texts()
+    assert (
+        f"QK and OV circuits at step {steps[1]:,}"
+        in at.page.locator("figcaption").all_inner_texts()
+    )
     assert at.page.locator("label.slider output").last.inner_text() == f"{steps[1]:,}"
     shown = at.page.evaluate(
-        "document.getElementById('figure-snapshot_qk').calcdata[0][0].z.map(row => Array.from(row))"
+        "document.getElementById('figure-circuits_over_steps').calcdata[0][0].z.map(row => Array.from(row))"
     )
     np.testing.assert_allclose(shown, expected, rtol=1e-5, atol=1e-7)
-    mark = at.page.evaluate("document.getElementById('figure-snapshot_loss').data[1].x[0]")
+    mark = at.page.evaluate("document.getElementById('figure-classify_loss').data[1].x[0]")
     assert mark == steps[1]
     assert at.complaints == []
 
 
 def test_the_slider_of_linear_attention_tells_the_algorithm(visit: Visit):
     at = visit("linear", width=400)
-    at.unfold("#figure-component_loss")
-    section = at.page.locator("section", has=at.page.locator("#figure-component_loss"))
+    at.unfold("#figure-components_loss")
+    section = at.page.locator("section", has=at.page.locator("#figure-components_loss"))
     slider = section.locator("label.slider", has_text="step").locator("input")
     slider.focus()
     at.page.keyboard.press("Home")

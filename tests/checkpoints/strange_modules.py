@@ -141,6 +141,60 @@ class Parameters(nn.Module):
         return self.pattern(x, head) @ (x @ self.W_v[head]) @ self.o_proj.weight[:, rows].T
 
 
+class Heads(nn.Module):
+    """Each head a module of its own, with its own softmax over the root of the stream's width."""
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(WIDTH, EACH, bias=False) for _ in "qkv")
+
+        def pattern(self, x):
+            scores = self.query(x) @ self.key(x).mT / math.sqrt(WIDTH)
+            later = torch.full(scores.shape[-2:], -math.inf).triu(1)
+            return torch.softmax(scores + later, -1)
+
+        def forward(self, x):
+            return self.pattern(x) @ self.value(x)
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(self.One() for _ in range(HEADS))
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.proj(torch.cat([head(x) for head in self.heads], -1))
+
+    def written(self, x, head):
+        rows = slice(head * EACH, (head + 1) * EACH)
+        return self.heads[head](x) @ self.proj.weight[:, rows].T
+
+
+class ByEntry(Parameters):
+    """The first entries of all heads come before their second entries, (d_head head)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in "qkv")
+        del self.W_q, self.W_k, self.W_v
+
+    def forward(self, x):
+        q, k, v = (
+            part(x).unflatten(-1, (EACH, HEADS)).movedim(-1, 1)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj((torch.softmax(q @ k.mT, -1) @ v).movedim(1, -1).flatten(-2))
+
+
+class WithSink(LinearAttention):
+    """A softmax with one more key, whose score is 0 and which has no value."""
+
+    def forward(self, x):
+        q, k, v = (split(part(x), HEADS) for part in (self.to_q, self.to_k, self.to_v))
+        scores = nn.functional.pad(q @ k.mT, (1, 0))
+        return self.to_out(joined(torch.softmax(scores, -1)[..., 1:] @ v))
+
+
 class Layer(nn.Module):
     """A layer with a norm before its attention and an MLP."""
 

@@ -1,7 +1,7 @@
 """Models that a stranger writes and trains in plain PyTorch, which share no code with the package."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,10 +20,15 @@ class Kind:
     width: int = 16
     layout: str = "pairs"
     positions: str = "none"
-    """none, learned, halves or adjacent (rotary)."""
+    """none, learned, sines (all before the cosines), halves or adjacent (rotary)."""
     norm: str = "none"
-    """none, layer or rms; before attention and MLP, and before the read-out."""
+    """none, layer, rms or bare (without weights); before attention and MLP, and before the read-out."""
     mlp: bool = False
+    activation: str = "gelu"
+    scale: str = "head"
+    """head or width: the width whose inverse root is the factor on the scores."""
+    parallel: bool = False
+    """Whether the MLP reads what attention reads, and both are added."""
     passes: int = 1
     base: float = 10000.0
     steps: int = 600
@@ -41,16 +46,24 @@ def turned(x: Tensor, kind: Kind) -> Tensor:
     return torch.cat([both.real, both.imag], -1)
 
 
+NORMS = {
+    "layer": nn.LayerNorm,
+    "rms": nn.RMSNorm,
+    "bare": partial(nn.LayerNorm, elementwise_affine=False),
+}
+ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
+
+
 class Block(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind, n = kind, kind.width
         self.q_proj, self.k_proj = nn.Linear(n, n, bias=False), nn.Linear(n, n, bias=False)
         self.v_proj, self.o_proj = nn.Linear(n, n, bias=False), nn.Linear(n, n, bias=False)
-        made = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}.get(kind.norm)
+        made = NORMS.get(kind.norm)
         self.norm1 = nn.Identity() if made is None else made(n)
         self.norm2 = nn.Identity() if made is None or not kind.mlp else made(n)
-        self.mlp = nn.Sequential(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n)) if kind.mlp else None  # fmt: skip
+        self.mlp = nn.Sequential(nn.Linear(n, 2 * n), ACTIVATIONS[kind.activation](), nn.Linear(2 * n, n)) if kind.mlp else None  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         read = self.norm1(x)
@@ -60,8 +73,12 @@ class Block(nn.Module):
         )
         if self.kind.positions in ("halves", "adjacent"):
             q, k = turned(q, self.kind), turned(k, self.kind)
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o_proj(z.transpose(1, 2).flatten(2))
+        scale = (x if self.kind.scale == "width" else q).shape[-1] ** -0.5
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        written = self.o_proj(z.transpose(1, 2).flatten(2))
+        if self.kind.parallel and self.mlp is not None:
+            return x + written + self.mlp(self.norm2(x))
+        x = x + written
         return x if self.mlp is None else x + self.mlp(self.norm2(x))
 
 
@@ -74,7 +91,7 @@ class Stranger(nn.Module):
         if kind.positions == "learned":
             self.pos_emb = nn.Embedding(n_pos, kind.width)
         self.blocks = nn.ModuleList(Block(kind) for _ in range(kind.layers))
-        made = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}.get(kind.norm)
+        made = NORMS.get(kind.norm)
         self.final_norm = nn.Identity() if made is None else made(kind.width)
         self.read_out = nn.Linear(kind.width, 1)
 
@@ -90,6 +107,10 @@ class Stranger(nn.Module):
         stream = self.read_in(tokens)
         if self.kind.positions == "learned":
             stream = stream + self.pos_emb.weight
+        if self.kind.positions == "sines":
+            turns = 10000.0 ** (-torch.arange(0, self.kind.width, 2) / self.kind.width)
+            angle = torch.arange(stream.shape[1])[:, None] * turns
+            stream = stream + torch.cat([angle.sin(), angle.cos()], -1)
         for _ in range(self.kind.passes):
             for block in self.blocks:
                 stream = block(stream)

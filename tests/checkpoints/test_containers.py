@@ -151,7 +151,7 @@ REFUSED = {
     ),
     "a module": (
         lambda f: torch.save(torch.nn.Linear(2, 2), f),
-        r"asks for torch\.nn\.modules\.linear\.Linear.*torch\.save\(model\.state_dict\(\), FILE\)",
+        r"needs torch\.nn\.modules\.linear\.Linear.*torch\.save\(model\.state_dict\(\), FILE\)",
     ),
     "TorchScript": (scripted, r"a TorchScript archive.*torch\.jit\.load\(FILE\)\.state_dict\(\)"),
 }

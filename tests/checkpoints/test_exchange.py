@@ -177,11 +177,14 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
     ("changes", "words"),
     [
         ({ATTN + "W_O": torch.ones(2, 4, 5)}, "x columns of blocks.0.attn.W_O must be zero, got 1"),
-        ({ATTN + "b_V": torch.ones(2, 4)}, "b_V must be zero (the side-car says that there are no"),
-        ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car says"),
+        (
+            {ATTN + "b_V": torch.ones(2, 4)},
+            "b_V must be zero (the side-car file states that there are no",
+        ),
+        ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car file states"),
         ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
         ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
-        ({"unembed.W_U": torch.ones(5, 2)}, "W_U must read the y entries as they are"),
+        ({"unembed.W_U": torch.ones(5, 2)}, "W_U must copy the y entries"),
     ],
 )
 def test_weights_that_contradict_their_side_car_are_refused(

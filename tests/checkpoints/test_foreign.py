@@ -333,7 +333,7 @@ def test_a_tensor_is_in_one_shard(tmp_path: Path):
 
 def test_a_foreign_folder_without_weights(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    assert_refused(r"must hold model\.safetensors or model\.safetensors", load, tmp_path)
+    assert_refused(r"must have model\.safetensors or model\.safetensors", load, tmp_path)
     (tmp_path / "config.json").write_text('{"n_heads": "x"}')
     save_file(
         attention_module(0, width=4, n_heads=2, bias=False).state_dict(),

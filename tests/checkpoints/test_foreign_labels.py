@@ -166,7 +166,7 @@ def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
     assert result.pattern == "linear_gd"
     assert result.loss.r2 > 0.1  # a step by this matrix does the task
     assert (
-        f"{float(rest.norm() / turn.norm()):.0%} of its matrix is no multiple of the identity"
+        f"{float(rest.norm() / turn.norm()):.0%} of its matrix is not a multiple of the identity"
         in result.reason
     )
 
@@ -190,7 +190,7 @@ def test_a_module_with_own_names_and_positions(tmp_path: Path):
     }
     state["clock"] = torch.zeros(1, 30, 32)
     file = saved(tmp_path, state)
-    with pytest.raises(CheckpointError, match="say what it is by --map THEIRS=KNOWN") as refused:
+    with pytest.raises(CheckpointError, match="state its part by --map THEIRS=KNOWN") as refused:
         load(file, n_heads=4)
     assert not str(refused.value).endswith("...")
     rows = [

@@ -74,7 +74,7 @@ def test_the_assumed_context_is_never_longer_than_the_positions():
     state = changed(garg().state_dict(), **{"_backbone.wpe.weight": torch.randn(8, 16)})
     assert read(state, n_heads=4).task.context_length == 3
     task = {"context_length": 4}
-    words = r"x.pt: task.context_length must be <= 3, all that 8 positions have room for, got 4\."
+    words = r"x.pt: task.context_length must be <= 3, the most that 8 positions allow, got 4\."
     assert_refused(words, read, state, n_heads=4, task=task)
 
 
@@ -231,10 +231,8 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
         assert_same(checkpoint.weights, written.weights)
         assert "task.noise_var" in checkpoint.assumed
         assert_refused("it is not overwritten", convert, written, target, out)
-        assert_refused("only for files that do not state theirs", load, out, attend_to_self=True)
-        with pytest.raises(
-            CheckpointError, match="takes one layer of attention from here, got several"
-        ):
+        assert_refused("only for files that do not state it", load, out, attend_to_self=True)
+        with pytest.raises(CheckpointError, match="needs one layer of attention, got several"):
             convert(written, "transformer-lens", tmp_path / "lens")
 
 

@@ -107,7 +107,7 @@ def test_a_task_file(tmp_path: Path):
     assert as_task(file).in_words == as_task({"noise_var": 0.2}).in_words
     file.write_text("[1]")
     refused = [file, tmp_path, tmp_path / "gone.json"]
-    with pytest.raises(ValueError, match=r"task\.json: must hold a JSON object, got list"):
+    with pytest.raises(ValueError, match=r"task\.json: must contain a JSON object, got list"):
         as_task(file)
     file.write_text("{")
     for path in refused:

@@ -20,8 +20,9 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import read_pickle
 from tests.checkpoints.files import read as load
 from tests.checkpoints.files import saved
-from tests.checkpoints.foreign_files import random_heads, softmax_paper_state, whole_run
+from tests.checkpoints.foreign_files import softmax_paper_state, whole_run
 from tests.checkpoints.test_archives import little, with_pickle
+from tests.conftest import CHECKPOINTS
 
 # A tuple 60 deep, each one twice in the next: 2**60 leaves in 240 bytes.
 DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
@@ -45,11 +46,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "the key of a storage": (STORAGE % DOUBLED, "a storage without a name"),
     "the class of a storage": (b"(X\x07\0\0\0storage" + DOUBLED + b"K\0K\0K\0tQ", "a storage without"),
     "a persistent id": (DOUBLED + b"Q", "a storage without a name"),
-    "the key of an OrderedDict": (in_state(called(ORDERED, b"(" + DOUBLED + b"N\x86t")), "asks for collections"),
+    "the key of an OrderedDict": (in_state(called(ORDERED, b"(" + DOUBLED + b"N\x86t")), "needs collections"),
     "an item of an OrderedDict": (called(ORDERED, b"") + DOUBLED + b"Ns", "must hold a state dict"),
-    "an argument": (in_state(called(b"ctorch\nSize\n", DOUBLED)), "asks for torch.Size"),
-    "a dtype": (in_state(called(b"ctorch\ndevice\n", DOUBLED)), "asks for torch.device"),
-    "the shape of a tensor": (in_state(called(TENSOR, WORD + b"K\0" + DOUBLED + b")\x89)")), "asks for"),
+    "an argument": (in_state(called(b"ctorch\nSize\n", DOUBLED)), "needs torch.Size"),
+    "a dtype": (in_state(called(b"ctorch\ndevice\n", DOUBLED)), "needs torch.device"),
+    "the shape of a tensor": (in_state(called(TENSOR, WORD + b"K\0" + DOUBLED + b")\x89)")), "needs"),
     "a function": (DOUBLED + b")R", "must hold a state dict"),
     "the class of an object": (DOUBLED + b")\x81", "must hold a state dict"),
     "the name of a class": (DOUBLED + DOUBLED + b"\x93", "a name that is no short text"),
@@ -61,7 +62,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "deep root": (DEEP, "must hold a state dict"),
     "deep value": (in_state(DEEP), "must hold a state dict"),
     "deep key": (b"}" + DEEP + b"Ns", "must hold a state dict"),
-    "deep argument": (in_state(called(b"ctorch\nSize\n", DEEP)), "asks for torch.Size"),
+    "deep argument": (in_state(called(b"ctorch\nSize\n", DEEP)), "needs torch.Size"),
     "deep dictionaries": (b"}X\x01\0\0\0a" * 70_000 + b"N" + b"s" * 70_000, "must hold a state dict"),
     "itself": (b"}q\0X\x05\0\0\0modelh\0s", "must hold a state dict"),
     "a long name": (
@@ -206,7 +207,8 @@ def test_a_long_run_is_read_in_seconds(tmp_path: Path):
 
 @pytest.mark.slow
 def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
-    torch.save(whole_run(softmax_paper_state(random_heads())), tmp_path / "good.pth")
+    trained = load(CHECKPOINTS / "softmax-h2-s0").weights.circuits
+    torch.save(whole_run(softmax_paper_state(trained)), tmp_path / "good.pth")
     for name in ("the key of a dictionary", "deep root", "the key of a storage"):
         archive(tmp_path / f"{name}.pth", HOSTILE[name][0])
     # In a process of its own: the crash of one file must not be that of the tests.

@@ -291,31 +291,31 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
     ("module", "settings", "message"),
     [
         (nn.Linear(WIDTH, 1), {}, "outputs must name the modules .* a Linear has no"),
-        (Gated(), {}, "heads must be given: the module around o does not say how many"),
+        (Gated(), {}, "heads must be given: the module around o does not state the number"),
         (Gated(), {"heads": 3}, "heads must divide the width of the heads' outputs, 4, got 3"),
         (Bare(), {"heads": 4}, "heads must be 2, the number in the softmax in Bare, got 4"),
         (Idle(), {"heads": 2}, "o must run for a prediction, got 0 times"),
-        (Twice(), {"heads": 2}, "o must lie in a module of its own, which is the layer"),
+        (Twice(), {"heads": 2}, "o must lie in a separate module, the layer"),
         (
             SideBySide(),
             {"heads": 2, "outputs": ["one", "two"]},
-            "one must lie in a module of its own",
+            "one must lie in a separate module",
         ),
         (Bare(), {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
         (
             Pairs(),
             {},
-            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; embed=",
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; use embed=",
         ),
         (
             Pairs(),
             {"embed": lambda prompts: (prompts.x, prompts.y)},
-            "embed must give one tensor, got tuple; a module of several inputs goes into one that splits them",
+            "embed must return one tensor, got tuple; wrap a module of several inputs",
         ),
         (
             nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
             {},
-            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*; embed= makes .* task= says d_x",
+            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*; use embed= to make .* task= to state d_x",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_what_cannot_be_hooked_is_refused_in_one_line(module, settings, message)
 
 def test_layers_of_different_numbers_of_heads_are_refused():
     mixed = nn.Sequential(*(nn.TransformerEncoderLayer(4, heads, 4) for heads in (2, 4)))
-    with pytest.raises(ValueError, match="heads must be as many in every layer, got 2, 4"):
+    with pytest.raises(ValueError, match="heads must be the same number in every layer, got 2, 4"):
         hook_module(mixed, task=TASK)
 
 

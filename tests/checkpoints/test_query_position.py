@@ -154,7 +154,7 @@ def test_all_positions_of_its_stream_are_patched(prompts):
 
 
 def test_positions_of_pairs_are_refused_where_the_stream_has_others(prompts):
-    with pytest.raises(ValueError, match=f"one position for each of the target's {PAIRS}, got 14"):
+    with pytest.raises(ValueError, match=f"the model must have {PAIRS} positions .*, got 14"):
         probe_layers(split(), prompts, positions=[0])
     with pytest.raises(ValueError, match=f"needs one position for each pair, got 14 for {PAIRS}"):
         p_probe(split(), prompts, variant="map")

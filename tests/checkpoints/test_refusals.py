@@ -70,7 +70,7 @@ W_K, MASK = "blocks.0.attn.W_K", "blocks.0.attn.mask"
 # What a refusal says that names a tensor, and the change of a good file that leads to it.
 PAPERS: dict[str, State] = {
     "x_proj.weight is not among the tensors of format softmax": {"x_proj.weight": ones(1)},
-    "or names that can be told": {"q_proj.weight": None},
+    "or names that can be recognised": {"q_proj.weight": None},
     "must hold finite numbers, got 32 NaN": {"v_proj.weight": torch.full((8, 4), torch.nan)},
     "v_proj.weight must hold floating-point numbers": {"v_proj.weight": ones(8, 4).int()},
     "o_proj.weight must have shape (4, 8), got (5, 8)": {"o_proj.weight": ones(5, 8)},
@@ -119,12 +119,12 @@ ALONE: dict[str, State] = {
     "mine must hold floating-point numbers": {"mine": ones(4, 4).int()},
     "a model of word tokens (embed.W_E [6, 9])": OLD_LENS | {"embed.W_E": ones(6, 9)},
     "a model of word tokens (wte.weight [50257, 16])": WORDS,
-    "3.weight is not among the tensors of such a model": SEQUENTIAL
+    "3.weight is not among the tensors of an nn.Sequential": SEQUENTIAL
     | {"2.weight": ones(4, 4), "3.weight": ones(1, 4)},
-    "1.weight is not among the tensors of such a model": BEHIND_TWO,
+    "1.weight is not among the tensors of an nn.Sequential": BEHIND_TWO,
 }
 OF_ONE_HEAD: dict[str, State] = {
-    "an output projection is needed beside layers.0.W_q.weight": {
+    "an output projection is needed with layers.0.W_q.weight": {
         "layers.0.W_o.weight": None,
         **{f"layers.1.W_{x}.weight": ones(4, 4) for x in "qkv"},
     },
@@ -148,17 +148,17 @@ OF_ONE_HEAD: dict[str, State] = {
     "W_q.weight must read tokens of >= 2 entries, got 1": {name: ones(1, 1) for name in BARE},
 }
 ENCODERS: dict[str, State] = {
-    "norm.bias has no matrix beside it": {"norm.bias": ones(4)},
-    "must be alike, got layers.0.linear1.bias in some": {"layers.1.linear1.bias": None},
+    "norm.bias is a bias without a weight": {"norm.bias": ones(4)},
+    "must have the same parts, got layers.0.linear1.bias in some": {"layers.1.linear1.bias": None},
     "0.weight is a second tensor for mlp_in.weight": {"layers.0.feed_forward.0.weight": ones(8, 4)},
-    "both of its matrices, got layers.1.linear1.weight alone": {"layers.1.linear2.weight": None},
+    "two matrices, got only layers.1.linear1.weight": {"layers.1.linear2.weight": None},
     "layers.0.linear1.weight must be a matrix": {"layers.0.linear1.weight": ones(8)},
     "linear2.weight must have shape (4, 8), got (4, 9)": {"layers.1.linear2.weight": ones(4, 9)},
     "read_in.weight, a read-in, needs a read-out": {"read_in.weight": ones(4, 4)},
 }
 ENDS: dict[str, State] = {
     "read_out.weight must have shape (1, 4), got (1, 5)": {"read_out.weight": ones(1, 5)},
-    "two layers needs both, got read_in.0.weight alone": {
+    "two layers needs both, got only read_in.0.weight": {
         "read_in.weight": None,
         "read_in.0.weight": ones(4, 4),
     },
@@ -172,7 +172,7 @@ GPT2S: dict[str, State] = {
     f"{'h' * 97}... is not among the tensors of format gpt2;": {"h" * 300: zeros(0)},
     "got torch.float32, torch.sparse_coo": {"h.0.ln_1.bias": zeros(16).to_sparse()},
     "must hold 16000000000 numbers, got 16": {"wpe.weight": zeros(1, 16).expand(10**9, 16)},
-    "got h.03.ln_1.bias; say what it is": {"h.03.ln_1.bias": zeros(0)},
+    "got h.03.ln_1.bias; state its part": {"h.03.ln_1.bias": zeros(0)},
 }
 LENSES: dict[str, State] = {
     "head.weight is not among the tensors of an attention-only Hooked": {"head.weight": ones(1)},
@@ -181,9 +181,9 @@ LENSES: dict[str, State] = {
     "W_K must have three axes, head first, got shape": {W_K: ones(4, 2)},
     "W_K must have shape (2, 4, 2), got (2, 4, 3)": {W_K: ones(2, 4, 3)},
     "b_Q must have shape (2, 2), got (2, 5)": {"blocks.0.attn.b_Q": ones(2, 5)},
-    "embed.W_E must be zero (tokens are vectors": {"embed.W_E": ones(1, 4)},
-    "no position is added), got entries up to 0.5;": {"pos_embed.W_pos": ones(6, 4) / -2},
-    "no position is added), got entries up to 1;": {"pos_embed.W_pos": ones(6, 4).bool()},
+    "embed.W_E must be zero (tokens must be vectors": {"embed.W_E": ones(1, 4)},
+    "without added positions), got entries up to 0.5;": {"pos_embed.W_pos": ones(6, 4) / -2},
+    "without added positions), got entries up to 1;": {"pos_embed.W_pos": ones(6, 4).bool()},
     "unembed.b_U must be zero (the model has no bias": {"unembed.b_U": ones(1)},
     "W_out must be zero (the model has no MLP)": {"blocks.0.mlp.W_out": ones(20, 4)},
     "at y and zeros elsewhere, got another of shape [4, 1]": {"unembed.W_U": ones(4, 1)},
@@ -209,7 +209,7 @@ CHANGED: dict[str, tuple[State, dict[str, object]]] = {
     for words, changes in refused.items()
 } | {"a file of format gpt2 must hold h.0.attn.c_attn.weight;": (PAPER, {"format": "gpt2"})}
 HOW = (
-    "; say what it is by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, KNOWN being one of "
+    "; state its part by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, where KNOWN is one of "
     f"{', '.join(KNOWN)}."
 )
 
@@ -249,7 +249,7 @@ def test_the_files_above_reach_every_such_refusal():
 
 # What a refusal says that names no tensor, the file and the hints.
 REFUSED: dict[str, tuple[State, dict[str, object]]] = {
-    "n_heads is not in the file; give --n-heads (n_heads=).": (OWN, {}),
+    "n_heads is not stated in the file; give --n-heads (n_heads=).": (OWN, {}),
     "n_heads must divide the width 4, got 3": (OWN, {"n_heads": 3}),
     "n_heads must divide the width 7, got 2": (MERGED | {"value.weight": ones(7, 4)}, {}),
     "n_heads must divide the width 3, got 2": (
@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
     "attend_to_self must be the file's False, got True": (PAPER, {"attend_to_self": True}),
     "a file of format arrays must hold W_Q, W_K, W_V, W_O or QK": (PAPER, {"format": "arrays"}),
     "must hold self_attn.in_proj_weight and": (TORCH, {"format": "torch-encoder", "n_heads": 2}),
-    "format must be that of other people's files, got 'native'": (PAPER, {"format": "native"}),
+    "format must be one of external files (transformer-lens, ": (PAPER, {"format": "native"}),
     "Unknown field 'task.noise'; known: ": (PAPER, {"task": {"noise": 1}}),
     "W_Q must stay finite under the scale, got 1e+06": (
         ARRAYS | {"W_Q": ARRAYS["W_Q"] * 1e36},
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         GPT2,
         {"n_heads": 4, "attend_to_self": False},
     ),
-    "task.context_length must be <= 0, all that 2 positions have room for, got 1.": (
+    "task.context_length must be <= 0, the most that 2 positions allow, got 1.": (
         GPT2 | {"wpe.weight": zeros(2, 16)},
         {"n_heads": 4},
     ),
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         ENCODER,
         {"n_heads": 2, "d_y": 4},
     ),
-    "module 1 of the nn.Sequential has no weights, and a file": (BEHIND_RELU, {"n_heads": 2}),
+    "module 1 of the nn.Sequential has no weights, so": (BEHIND_RELU, {"n_heads": 2}),
 }
 
 
@@ -321,8 +321,8 @@ def test_hints_that_agree_with_the_file_are_taken():
         ({"score": "sigmoid"}, f"score must be one of {'; '.join(SCORES)}, got 'sigmoid'"),
         ({"columns": "xy"}, f"columns must be one of {'; '.join(COLUMNS)}, got 'xy'"),
         ({"model": {"norm": "both"}}, "got norm=both"),
-        ({"model": {"depth": 2}}, "model must hold some of norm=before; norm=after; "),
-        ({"map": ["mine_q"]}, "map must hold rows THEIRS=KNOWN, got 'mine_q'"),
+        ({"model": {"depth": 2}}, "model must have fields of norm=before; norm=after; "),
+        ({"map": ["mine_q"]}, "map must have entries THEIRS=KNOWN, got 'mine_q'"),
     ],
     ids=str,
 )

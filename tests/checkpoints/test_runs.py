@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.training.deep_snapshots import deep_snapshots
-from mechinterp.analysis.training.snapshots import training_snapshots
+from mechinterp.analysis.over_steps import over_steps
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.paths import runs_among, steps_of
@@ -161,9 +160,9 @@ def test_files_that_say_everything(tmp_path: Path):
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
-    assert_refused(r"number of the step alone, got best.pt, step_0.pt", load_run, folder)
+    assert_refused(r"differ in the step number only, got best.pt, step_0.pt", load_run, folder)
     assert_refused("several files of weights", load, folder)
-    assert_refused("must hold or fit checkpoints", load_run, tmp_path / "none_*.pt")
+    assert_refused("must be a folder with checkpoints", load_run, tmp_path / "none_*.pt")
     wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
@@ -172,13 +171,13 @@ def test_what_is_no_run(tmp_path: Path):
 
 def test_analyses_and_formats_take_a_run(tmp_path: Path):
     run = load_run(write_run(tmp_path / "mine"), **HINTS)
-    patterns = training_snapshots(run, n_prompts=64)
+    patterns = over_steps(run, n_prompts=64)
     assert patterns.step.tolist() == list(STEPS)
-    assert patterns.pattern[-1] == "debiased_gd"
+    assert patterns.headlines[-1] == "debiased_gd"
     np.testing.assert_array_equal(
         patterns.eval_loss, run.history.drop_duplicates("step")["eval_loss"]
     )
-    assert deep_snapshots(run, n_prompts=64).rise.shape == (3, 1, 2)
+    assert len(over_steps(run, "ablate-heads", n_prompts=64).to_frame()) == 3 * 2
     run.save_pretrained(tmp_path / "native")
     again = load(tmp_path / "native")
     assert again.steps == list(STEPS)
@@ -209,10 +208,10 @@ def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
         *("report", folder, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
     )
     tables = {Path(each).name for each in json.loads(done.out)["tables"]}
-    assert {"snapshots.csv", "history.csv"} <= tables
+    assert {"heads_over_steps.csv", "history.csv"} <= tables
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
-    assert "Training, step by step" in page
-    assert "3 kept steps, 0 to 10,000" in page
+    assert "What it computes, step by step" in page
+    assert "3 saved steps, 0 to 10,000" in page
     assert "Adam, step size" not in page  # nobody knows how it was trained
 
 

@@ -50,7 +50,7 @@ def test_a_weights_file_of_this_package_is_its_folder(name: str):
     require_same(file, folder)
     assert list(file.snapshots) == list(folder.snapshots)
     assert (file.history is None) == (folder.history is None)
-    with pytest.raises(CheckpointError, match="n_heads is only for files that do not state theirs"):
+    with pytest.raises(CheckpointError, match="n_heads is only for files that do not state it"):
         load(SHIPPED / name / "model.safetensors", n_heads=2)
 
 
@@ -233,7 +233,7 @@ def test_a_layer_that_writes_y_alone_has_no_other_entry(tmp_path: Path):
     }
     torch.save(state, tmp_path / "x.pt")
     words = (
-        "output_column is for layers that write whole tokens, got one that writes 1 of 6 entries"
+        "output_column needs a layer that writes whole tokens, got one that writes 1 of 6 entries"
     )
     assert_refused(words, load, tmp_path / "x.pt", n_heads=2, output_column=0)
 
@@ -242,7 +242,9 @@ def test_the_options_that_decide_are_named_where_too_many_are_open(tmp_path: Pat
     generator = torch.Generator().manual_seed(0)
     state = {f"W{x}": torch.randn(17, 17, generator=generator) for x in "qkvo"}
     torch.save(state, tmp_path / "x.pt")
-    words = r"at most 64 readings are tried, got \d+; say some of .*--orientation.*--output-column"
+    words = (
+        r"at most 64 readings are tried, got \d+; state some of .*--orientation.*--output-column"
+    )
     assert_refused(words, load, tmp_path / "x.pt", n_heads=1, d_x=10, d_y=1)
 
 
@@ -362,6 +364,6 @@ def test_a_reason_without_a_label_says_which_scores_the_file_leaves_open():
     label, reason = agreed_label(["undetermined"] * 2, "why", readings)
     assert (label, reason) == (
         "undetermined",
-        "why with score linear/L; undetermined with softmax too; say --score",
+        "why with score linear/L; undetermined with softmax too; state --score",
     )
     assert agreed_label(["undetermined"], "why", readings[:1])[1] == "why"

@@ -213,6 +213,33 @@ def test_what_would_give_wrong_heads_is_refused():
     refused(Outputs("odd"), "read must be given", "[2, 4]")
 
 
+def test_heads_that_are_modules_are_counted_by_name(prompts):
+    module = random(strange.Stack(strange.Heads(), strange.Heads()))
+    hooked = hook_module(module, task=TASK)
+    rise = ablate_heads(hooked, prompts).rise
+
+    def risk(*mask: tuple[int, int]) -> float:
+        error = module.by_hand(prompts.tokens, mask) - prompts.y_query_clean
+        return float(error.square().mean())
+
+    for at in np.ndindex(2, HEADS):
+        assert rise[at] == pytest.approx(risk(at) - risk(), rel=1e-9)
+    refused(module, "heads must be 4", "the modules beside", "got 2", heads=2)
+    assert "all heads at once" in hooked.model.unfollowed[0]
+
+
+def test_heads_that_lie_entry_by_entry_are_refused():
+    refused(random(strange.Stack(strange.ByEntry())), "side by side", "(d_head head)")
+
+
+def test_a_softmax_over_more_keys_than_there_are_shows_no_pattern(prompts):
+    hooked = hook_module(random(strange.Stack(strange.WithSink())), task=TASK)
+    assert "over 8 keys" in hooked.model.unfollowed[0]
+    assert ablate_heads(hooked, prompts).rise.shape == (1, HEADS)
+    with pytest.raises(ValueError, match="hook_pattern"):
+        attention_patterns(hooked, prompts)
+
+
 class AllParameters(strange.Parameters):
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """Files that a stranger's code wrote: no number without a word where something was guessed."""
 
 import argparse
+import json
 from itertools import product
 from pathlib import Path
 
@@ -52,6 +53,8 @@ STATED = {"layout": "pairs", "context_only": False, "residual": True, "activatio
         (Kind(2, norm="rms", mlp=True), {"rms_norm": True, "norm": "before", "positions": "none"}),
         (Kind(passes=3, norm="layer", mlp=True), {"passes": 3, "norm": "before"}),
         (Kind(layout="in_turn", positions="learned"), {"layout": "in_turn"}),
+        (Kind(2, positions="sines"), {"positions": "sinusoidal_halves"}),
+        (Kind(2, norm="bare", mlp=True), {"norm": "before", "rms_norm": False}),
     ],
 )
 def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Kind, stated: dict):
@@ -74,6 +77,12 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
         Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
         Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
         Kind(2, norm="rms", mlp=True),
+        Kind(2, norm="bare", mlp=True),
+        Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
+        Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
+        Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
+        Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
+        Kind(passes=3, norm="layer", mlp=True),
     ],
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
@@ -86,7 +95,23 @@ def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
     ours, theirs = prediction(checkpoint, model)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     ties = any(each.ties for each in checkpoint.readings[1:])
-    assert ("say --" in str(checkpoint.assumed.get("undetermined"))) is ties
+    assert ("state --" in str(checkpoint.assumed.get("undetermined"))) is ties
+    assert checkpoint.doubt == ""
+
+
+@pytest.mark.slow
+def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, run: Run):
+    """Attention and MLP side by side, which no reading has."""
+    model = trained(Kind(2, norm="layer", mlp=True, parallel=True))
+    path = saved(tmp_path, model.state_dict())
+    checkpoint = load(path, n_heads=2, task=TASK)
+    assert "in doubt" in checkpoint.doubt
+    law = tmp_path / "task.json"
+    law.write_text(json.dumps(TASK))
+    for command in ("classify", "ablate"):
+        shown = run(command, path, "--n-heads", 2, "--task", law, "--n-prompts", 64).done().out
+        words = " ".join(shown.split())
+        assert words.index("how this file was read, or its task, is in doubt") < words.index("L0H0")
 
 
 @pytest.mark.slow
@@ -147,7 +172,17 @@ def test_a_stated_reading_that_predicts_nothing_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["classify", "ablate", "probe", "prune", "fit", "info"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "classify",
+        "ablate",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("probe", "prune", "fit", "info")
+        ),
+    ],
+)
 def test_commands_lead_with_it(tmp_path: Path, command: str, run: Run):
     arguments = [command, random_file(tmp_path), "--n-heads", 2]
     run(*arguments).assert_refused("this file was not understood", "--task", "--anyway")
@@ -303,6 +338,12 @@ def test_a_block_with_all_of_them_is_called_llama_like(tmp_path: Path):
     refused = assert_refused("a Llama-like block", read, saved(tmp_path, block(**more)))
     for words in ("gated MLP", "8 rows of queries, 4 of keys", "RMSNorm"):
         assert words in refused
+
+
+def test_outputs_that_are_classes_are_named_at_the_first_try(tmp_path: Path):
+    state = Stranger(Kind()).state_dict()
+    state["read_out.weight"], state["read_out.bias"] = torch.randn(57, 16), torch.zeros(57)
+    assert_refused("classes or words: 57 outputs", read, saved(tmp_path, state), n_heads=2)
 
 
 def test_offers_of_map_stand_only_where_they_help(tmp_path: Path):

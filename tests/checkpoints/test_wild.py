@@ -169,7 +169,7 @@ def test_a_factor_on_the_output(tmp_path: Path):
 
 def test_how_layers_are_joined_is_not_said_of_attention_alone(tmp_path: Path):
     file = saved(tmp_path, LAYOUTS["modules {x}_proj"](known("linear-h1-s0")[0]))
-    with pytest.raises(CheckpointError, match=r"model \(norm\) is for layers with norms or MLPs"):
+    with pytest.raises(CheckpointError, match=r"model \(norm\) needs layers with norms or MLPs"):
         load(file, n_heads=1, model={"norm": "before"})
 
 
@@ -200,7 +200,7 @@ def test_a_row_for_one_run(tmp_path: Path):
         CheckpointError, match="map must name whole words of a tensor's name, got 'a=b'"
     ):
         load(file, n_heads=2, map=["a=b"])
-    assert_refused("map must keep the names apart", load, file, n_heads=2, map=["mine_q=mine_k"])
+    assert_refused("map must give different names", load, file, n_heads=2, map=["mine_q=mine_k"])
 
 
 def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):

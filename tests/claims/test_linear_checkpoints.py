@@ -4,8 +4,9 @@
 import numpy as np
 import pytest
 
+from analyses.lib.plateaus import crossings
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.training.plateaus import crossings, jump_forecast
+from mechinterp.analysis.training.jumps import jump_forecast
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import override
 from mechinterp.theory.linear import modes

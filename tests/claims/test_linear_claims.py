@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.plateaus import Plateaus, crossings, plateaus
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.lib.theory import linear_jumps as bounds
 from analyses.lib.theory.learners import one_step_pcr, pcr
-from mechinterp.analysis.training.plateaus import Plateaus, crossings, plateaus
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory import linear_jumps as jumping

@@ -82,7 +82,7 @@ def test_convert_writes_them(folder: Path, tmp_path: Path, run: Run):
         assert (ran.code, ran.document["to"]) == (0, target)
         assert_same(load(tmp_path / name).weights, load(folder).weights)
     refused = run("convert", folder, "--to", "transformer-lens", "--out", tmp_path / "lens")
-    refused.assert_refused(folder, "takes one layer of attention from here, got several layers (4)")
+    refused.assert_refused(folder, "needs one layer of attention, got several layers (4)")
     assert not (tmp_path / "lens").exists()
 
 
@@ -108,7 +108,7 @@ def test_report_does_not_compare_them(folder: Path, tmp_path: Path, run: Run):
     assert ran.code == 2
     good, bad = ran.document["checkpoints"]
     assert (good, bad["path"]) == ({"path": str(one)}, str(folder))
-    assert "a comparison takes models of one layer of attention" in bad["error"]
+    assert "a comparison needs models of one layer of attention" in bad["error"]
     assert "got several layers (4)" in bad["error"]
 
 

@@ -74,7 +74,7 @@ def test_a_gpu_that_is_not_there_is_refused(command: str, run: Run, tmp_path: Pa
 def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with (
-        pytest.raises(ValueError, match=r"^model: needs more memory than there is\.$"),
+        pytest.raises(ValueError, match=r"^model: needs more memory than is available\.$"),
         about_paths(Path("model")),
     ):
         raise error

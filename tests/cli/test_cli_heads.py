@@ -51,7 +51,7 @@ def test_ablate(run: Run, deep: Path):
     assert effective == expected.effective_heads.tolist()
     text = run("ablate", deep, "--n-prompts", 40).out
     assert "excess risk " in text
-    assert "How a layer spreads it over its heads" in text
+    assert "Distribution of the rise over the heads of a layer" in text
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
         (expected.refit_ratio, expected.refit_ratio_sem),
     ):
         assert f"{with_error(ratio, sem)} times" in text
-    assert "chosen: in which share of the halves" in text
+    assert "chosen: share of the halves" in text
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("train", out / "config.json").assert_refused("it was pruned from another")
     said = " ".join(run("prune", deep, *options).out.split())
     few, full = (with_error(*pair[:, -1]) for pair in np.stack([found.ratio, found.ratio_sem], 1))
-    told = f"After 8 steps of further training {few} times (all heads, trained as long: {full})."
+    told = f"{few} for the pruned model, {full} with all heads."
     assert told in said
-    words = "--fine-tune is for models that were trained by this package"
+    words = "--fine-tune needs a model that this package trained"
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
@@ -144,7 +144,7 @@ def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
     rises = [row["rise"] for row in found["heads"] if row["method"] == "zero"]
     assert rises == pytest.approx(expected.increase.ravel().tolist(), rel=1e-3, abs=1e-5)
     text = run("ablate", gpt2, *OF_GPT2, "--n-prompts", 40, "--quiet")
-    assert "How a layer spreads it over its heads" in text.out
+    assert "Distribution of the rise over the heads of a layer" in text.out
     assert text.err.count("\n") == 1  # what is assumed, and no bar
 
 
@@ -197,7 +197,7 @@ def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
 @pytest.mark.slow
 def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
-    words = "prune takes models of several layers, got one; ablate masks its heads."
+    words = "prune needs a model of several layers, got one; use ablate to mask its heads."
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "A probe of 12 features needs more")
     torch.save(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict(), tmp_path / "layer.pt")
@@ -209,4 +209,4 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     for command, (option, value, message) in asked:
         ran = run(command, gpt2, *OF_GPT2, option, value)
         ran.assert_refused(f"mechinterp: {gpt2}: ", message, lines=2)
-    run("probe", gpt2).assert_refused("n_heads is not in the file")
+    run("probe", gpt2).assert_refused("n_heads is not stated in the file")

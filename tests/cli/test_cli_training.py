@@ -46,7 +46,7 @@ def test_a_table_that_is_there_is_not_overwritten(run, sweep: Path, tmp_path: Pa
     run("sweep", sweep, "--out", tmp_path / "run").assert_refused(table, "already exists")
     assert table.read_text() == "mine"
     again = ("sweep", sweep, "--out", tmp_path / "run", "--resume")
-    run(*again).assert_refused(table, "must be a table that a sweep of this version wrote")
+    run(*again).assert_refused(table, "must be a table written by a sweep of this version")
     pd.DataFrame({"mine": [1]}).to_parquet(table)
     before = table.read_bytes()
     run(*again).assert_refused(table, "it is not overwritten")

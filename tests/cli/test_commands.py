@@ -177,7 +177,7 @@ def test_ablate(run: Run, trained: Path, tmp_path: Path):
     assert (len(ran.document["heads"]), len(ran.document["subsets"])) == (6, 4)
     ran = run("ablate", trained, "--n-prompts", 128)
     assert ran.out.startswith(f"{trained}: excess risk 0.")
-    assert "Shapley values: fall of the excess risk a head brings" in ran.out
+    assert "Shapley values: fall of the excess risk due to a head" in ran.out
     # Weights in double precision get prompts in double precision.
     double = run("ablate", hand_built(tmp_path / "pair"), "--json", "--n-prompts", 128)
     assert double.document["shapley"][0]["shapley"] > 0
@@ -189,7 +189,7 @@ def test_fit(run: Run, trained: Path):
     ran = run("fit", trained, *options, "--json").done(silent=True)
     assert {row["context_length"] for row in ran.document["fits"]} == {10, 20, 40}
     said = " ".join(run("fit", trained, *options).out.split())
-    assert said.startswith(f"{trained}: No learner fitted here is close, the nearest is ")
+    assert said.startswith(f"{trained}: No learner is close (R² < 0.5); nearest: ")
 
 
 @pytest.mark.slow
@@ -394,5 +394,5 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path):
     assert (process.returncode, printed) == (130, "")
     assert "Traceback" not in complaints
     last = complaints.splitlines()[-1]
-    assert last == "mechinterp: interrupted; it goes on with --resume."
+    assert last == "mechinterp: interrupted; to continue, add --resume."
     assert [file.name for file in out.iterdir()] == ["training-0.safetensors"]

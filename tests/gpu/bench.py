@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.hooked.masks import mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import by_tensors
-from mechinterp.training.run import Run
+from mechinterp.training.run import Batch, Run
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state
 
@@ -117,7 +118,7 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
                 loop(sizes.steps)
 
         ours = partial(updates, pack, sizes.steps)
-        graphs = replayed(pack, sizes.steps)[0] if device == "cuda" else None
+        graphs = replayed(pack, sizes.steps) if device == "cuda" else None
         speeds = per_second(sizes.steps, device, sizes.rounds, by_hand, ours, graphs)
         by_plain, own, graphed = speeds
         graphed = None if graphed is None else n * graphed
@@ -125,36 +126,52 @@ def packs(sizes: Sizes, device: str) -> Iterator[Row]:
         yield Row(what, "model-steps", by_plain or 0.0, n * (own or 0.0), graphed)
 
 
-def replayed(pack: Pack, steps: int) -> tuple[Callable[[], None], Pack]:
-    """Runs the steps of a pack as replays of one recorded step; and the pack, of the same state, that they train."""
-    train, generator = pack.config.train, torch.Generator(device="cuda")
+def replayed(pack: Pack, steps: int, device: str = "cuda") -> Callable[[], Pack]:
+    """Runs the steps of a pack as replays of one recorded step; returns the pack, of the same state, that they train.
 
-    def chunks(stream: str, step: int, n_prompts: int) -> Iterator[Prompts]:
-        yield sample_prompts(pack.config.task, n_prompts, generator=generator)
+    A replay reads and writes the tensors of that pack where they lay when it was recorded, so `run` keeps the pack.
+    On the processor, where nothing can be recorded, the step itself runs each time.
+    """
+    train, generator = pack.config.train, torch.Generator(device=device)
 
-    recorded = Pack(pack.models, device="cuda")
-    recorded._chunks = chunks  # type: ignore[method-assign]
+    def prompts(stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
+        chunks = [batch_chunks(task, n_prompts, generator=generator) for task in pack.tasks]
+        return zip(*chunks, strict=True)
+
+    recorded = Pack(pack.models, device=device)
+    recorded._prompts = prompts  # type: ignore[method-assign]
+    step = partial(recorded.update, 0)
+    replay = recording(step, generator) if device == "cuda" else step
+    for mine, start in zip(state_of(recorded), state_of(pack), strict=True):
+        mine.copy_(start)
+
+    def run() -> Pack:
+        for number in range(steps):
+            seed = generator_for(train.data_seed, "train", number).initial_seed()
+            generator.manual_seed(seed)
+            replay()
+        return recorded
+
+    return run
+
+
+def recording(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """Runs a step again as it was recorded once."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # what PyTorch asks for before it records
         for _ in range(3):
-            recorded.update(0)
+            step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        recorded.update(0)
-    own, given = ((*one.adam_rows, one.n_updates, one.loss_sum) for one in (recorded, pack))
-    for mine, start in zip(own, given, strict=True):
-        mine.copy_(start)
+        step()
+    return graph.replay
 
-    def run() -> None:
-        for step in range(steps):
-            seed = generator_for(train.data_seed, "train", step).initial_seed()
-            generator.manual_seed(seed)
-            graph.replay()
 
-    return run, recorded
+def state_of(pack: Pack) -> tuple[torch.Tensor, ...]:
+    return (*pack._adam_rows, pack._n_updates, pack.loss_sum)
 
 
 def architecture(width: int, score: str = "softmax") -> ModelConfig:
@@ -245,17 +262,16 @@ def main() -> int:
         print(line)
         if code:
             return code
-    rows: list[Row] = []
+    rows, machine = list[Row](), described(asked.device)
     with tensor_operations():
         for part in (packs, deep_models, masking):
             for row in part(QUICK if asked.quick else Sizes(), asked.device):
                 print(f"{row.what}: {row.ratio:.1f} times the plain loop", flush=True)
                 rows.append(row)
-    machine = described(asked.device)
-    if asked.out is not None:
-        document = {"machine": machine, "rows": [asdict(row) for row in rows]}
-        asked.out.write_text(json.dumps(document, indent=1) + "\n")
-        asked.out.with_suffix(".md").write_text(table(rows, machine))
+                if asked.out is not None:
+                    document = {"machine": machine, "rows": [asdict(row) for row in rows]}
+                    asked.out.write_text(json.dumps(document, indent=1) + "\n")
+                    asked.out.with_suffix(".md").write_text(table(rows, machine))
     return 0
 
 

@@ -225,13 +225,19 @@ ANALYSES: dict[str, tuple[Path, Callable[[object], object]]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("analysis", ANALYSES)
-def test_an_analysis_gives_the_processors_numbers(analysis: str, device: str, record: Record):
+def test_an_analysis_gives_the_processors_numbers(
+    analysis: str, dtype: torch.dtype, device: str, record: Record
+):
     path, analyse = ANALYSES[analysis]
     checkpoint = load(path)
+    checkpoint = replace(checkpoint, weights=checkpoint.weights.to(dtype))
     expected, frame = (analyse(one).to_frame() for one in (checkpoint, checkpoint.to(device)))
     assert list(frame) == list(expected)
     for name in expected:
+        if name == "p_value" and dtype == torch.float32:
+            continue  # it is of ranks, which rounding changes where two prompts are nearly equal
         if not pd.api.types.is_float_dtype(expected[name]):
             assert frame[name].tolist() == expected[name].tolist()
             continue
@@ -260,11 +266,8 @@ def test_memory_of_a_step(n_models: int, batch_size: int, device: str, record: R
 
 
 def test_a_recorded_step_replayed_trains_as_the_step_itself(device: str, record: Record):
-    if device != "cuda":
-        pytest.skip("CUDA graphs are recorded on a GPU only")
     pack = Pack(pack_models(3), device=device)
-    run, recorded = replayed(pack, STEPS)
-    run()
+    recorded = replayed(pack, STEPS, device)()
     for step in range(STEPS):
         pack.update(step)
     record("weights", distance(recorded.flat, pack.flat.cpu()), AFTER_STEPS)

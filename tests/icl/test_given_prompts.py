@@ -56,11 +56,11 @@ def test_the_clean_target_is_that_of_the_task_vectors(arrays):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x": np.ones((4, 3))}, r"x must be \[batch, L, d_x\]"),
-        ({"y": np.ones((N, LENGTH + 1))}, rf"y must be \[{N}, {LENGTH}, 1\]"),
-        ({"x_query": np.ones((N, D_X + 1))}, rf"x_query must be \[{N}, {D_X}\]"),
-        ({"y_query": np.ones((N, 2))}, rf"y_query must be \[{N}, 1\]"),
-        ({"beta": np.ones((N, D_X + 1))}, rf"beta must be \[{N}, {D_X}, 1\]"),
+        ({"x": np.ones((4, 3))}, r"x must have shape \[batch, L, d_x\]"),
+        ({"y": np.ones((N, LENGTH + 1))}, rf"y must have shape \[{N}, {LENGTH}, 1\]"),
+        ({"x_query": np.ones((N, D_X + 1))}, rf"x_query must have shape \[{N}, {D_X}\]"),
+        ({"y_query": np.ones((N, 2))}, rf"y_query must have shape \[{N}, 1\]"),
+        ({"beta": np.ones((N, D_X + 1))}, rf"beta must have shape \[{N}, {D_X}, 1\]"),
         ({"y": np.full((N, LENGTH), np.nan)}, "y must hold finite numbers"),
         ({"y": np.ones((N, LENGTH), complex)}, "y must hold real numbers"),
         ({"y": "text"}, "y must be an array of numbers"),
@@ -80,7 +80,7 @@ def test_given_prompts_stand_for_their_law(arrays):
     assert task.posterior_penalty == pytest.approx(PENALTIES[int(np.argmin(losses))])
     assert no_law(task)
     assert "law is not known" in task.in_words
-    with pytest.raises(ValueError, match="law of the given prompts is not known"):
+    with pytest.raises(ValueError, match="law of the given prompts is unknown"):
         sample_prompts(task, 4)
     law = TaskConfig(d_x=D_X, noise_var=0.3)
     stated = PromptsTask.of(given, law)
@@ -147,5 +147,5 @@ def test_covariances_of_another_scale_and_of_any_matrix():
     for matrix in ([[1, 2], [2, 1]], [[1, 0.5], [0.4, 1]], [[1, 0]], []):
         with pytest.raises(ValueError, match=re.escape("task.covariance.matrix must be a symm")):
             as_task({"d_x": 2, "covariance": {"kind": "matrix", "matrix": matrix}})
-    with pytest.raises(ValueError, match=r"matrix must hold d_x = 3 rows, got 2\.$"):
+    with pytest.raises(ValueError, match=r"matrix must have d_x = 3 rows, got 2\.$"):
         TaskConfig(d_x=3, covariance=full.covariance)

@@ -106,7 +106,7 @@ def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, 
     path, reason = (html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row))
     assert path == str(bad)
     assert reason.startswith("must hold the tensors of a format known here (transformer-lens, ")
-    assert f"got {EVIL}.weight; say " in reason
+    assert f"got {EVIL}.weight; state " in reason
     assert EVIL not in text
 
 

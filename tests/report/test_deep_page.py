@@ -187,7 +187,7 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     about = (
         "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, d_y 1, context_length 6, "
         "covariance identity, beta_var 1, noise_var 0; assumed: context_length, covariance, beta_var, noise_var; "
-        "format gpt2; assumed, as the file does not say it: "
+        "format gpt2; assumed, as the file does not state it: "
     )
     assert about in page.text
     # Without noise and with more pairs than coordinates, least squares is exact.

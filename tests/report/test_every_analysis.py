@@ -33,17 +33,13 @@ from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 N_PROMPTS = 64
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-SLOW = {"gates", "component-snapshots", "coefficient-snapshots", "snapshots", "edges"}
+SLOW = {"edges"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
-RANDOM = {kind: {"learning-coefficient", "head-snapshots"} for kind in ("gpt2", "encoder")}
+RANDOM = {kind: {"learning-coefficient"} for kind in ("gpt2", "encoder")}
 """Random weights are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 """Nor do they follow a path that could be drawn."""
-SOURCES = {
-    "component-snapshots": "linear-merged",
-    "coefficient-snapshots": "linear-merged",
-    "edges": "descent",
-}
+SOURCES = {"edges": "descent"}
 PAIRS = sampled(
     [
         (name, kind)
@@ -151,7 +147,7 @@ def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     run("analyse", "sise", path).assert_refused("An analysis must be one of classify, ", "'sise'")
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
-    run("report", path, path, *out, "fit").assert_refused("--analysis is of one checkpoint, got 2")
+    run("report", path, path, *out, "fit").assert_refused("--analysis needs one checkpoint, got 2")
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
     run("report", deep, *out, "attention-entropy").assert_refused("that add up to 1")
     assert not (tmp_path / "page").exists()

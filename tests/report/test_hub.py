@@ -113,7 +113,7 @@ def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch)
     assert card == model_card(own, source="two")
     monkeypatch.chdir(tmp_path)
     assert from_pretrained("someone/two").step == own.step
-    with pytest.raises(CheckpointError, match="a revision is of a repository, got 'main'"):
+    with pytest.raises(CheckpointError, match="revision needs a repository of the hub, got 'main'"):
         from_pretrained("someone/two", revision="main")
 
 

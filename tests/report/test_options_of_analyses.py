@@ -11,15 +11,14 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"edges": 4, "snapshots": 8}
-"""Edges take long; of snapshots only labels hang on prompts, which few of them turn."""
-OF_SEVERAL_LAYERS = {"algorithm", "edges", "head-snapshots"}
+FEW = {"edges": 4}
+"""Edges take long."""
+OF_SEVERAL_LAYERS = {"algorithm", "edges"}
 SHIPPED = {
-    **dict.fromkeys(("priors", "prior-heads", "prior-snapshots"), "pool-linear-m16-s0"),
-    "snapshots": "linear-h2-s0",
-    "component-snapshots": "linear-merged-s0",
+    **dict.fromkeys(("priors", "prior-heads"), "pool-linear-m16-s0"),
+    **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),
 }
-"""Models that these need: those of a pool of tasks, and some that have learned."""
+"""Models that these need: of a pool of tasks, with labels that other prompts turn, and with components."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,6 @@ def test_an_option_changes_the_answer_or_is_refused(name: str, two_steps: Checkp
             dumps(to_json(name, checkpoint, run_analysis(name, checkpoint, **usual | told)))
             for told in ({}, *({option: value} for option, value in others.items()))
         )
-    if name == "snapshots":
-        return  # It shows labels, which its least number of prompts decides already.
     for option, answer in zip(others, answers, strict=True):
         assert answer != first, option
 

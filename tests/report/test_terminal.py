@@ -65,7 +65,7 @@ def test_ablations_say_when_subsets_are_left_out(pair, prompts):
     text = to_text("ablate", Ablations(single, None))
     risk = with_error(single[0].full_risk, single[0].full_risk_sem)
     assert text.splitlines()[0] == f"excess risk {risk} y²."
-    words = "Subsets are left out: they are of one layer of attention with at most 12 heads."
+    words = "Subsets are left out: they need one layer of attention with at most 12 heads."
     assert words in " ".join(text.split())
     subsets = ablate_subsets(pair, prompts)
     last = to_text("ablate", Ablations(single, subsets)).splitlines()[-1].split()
@@ -116,7 +116,7 @@ def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_head
     assert str(found.verdict).split() == said.split()[1 : 1 + len(str(found.verdict).split())]
     assert f"Loss on its task: {found.loss}." in " ".join(said.split())
     words, heads, *rows = table.splitlines()
-    assert words == "Heads: share of the output; omega and mu are what one multiplies x·x and y by"
+    assert words == "Heads: share = part of the output; a head multiplies x·x by omega and y by mu"
     assert heads.split() == ["head", "label", "share", "omega", "(1/x²)", "mu"]
     assert len(rows) == n_heads
     assert max(map(len, [words, heads, *rows, *said.splitlines()])) <= 80

@@ -12,7 +12,7 @@ import pytest
 SITE = os.environ.get("SITE")
 HTML = """
 html head body meta title link script style noscript template header footer main nav aside
-article section div h1 h2 h3 h4 h5 h6 p a span em strong b i code pre kbd sup sub small br hr ul
+article section div h1 h2 h3 h4 h5 h6 p a span em strong b i code pre kbd sup sub small br wbr hr ul
 ol li dl dt dd details summary blockquote table thead tbody tfoot tr th td caption colgroup col
 figure figcaption img svg path iframe form label input button select option
 """

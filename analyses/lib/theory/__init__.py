@@ -1,1 +1,2 @@
-"""Closed forms of the papers that only the analyses and the tests use; `mechinterp.theory` has what the package needs."""
+"""Closed forms that only the analyses and the tests use; `mechinterp.theory` has those of the
+package."""

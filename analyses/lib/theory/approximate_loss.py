@@ -1,8 +1,7 @@
-"""The approximate loss of softmax attention in its reduced form: heads with scales omega and mu.
+"""Approximate loss of softmax attention in its reduced form: heads with scales omega and mu.
 
-Numbers in, numbers out. All assume x ~ N(0, I), signal variance 1 (beta ~ N(0, I/d_x)) and write
-`noise_var` for the noise variance s^2 in units of the signal variance; c stands for (1 + s^2) / L.
-"""
+All functions assume x ~ N(0, I) and signal variance 1 (beta ~ N(0, I/d_x)). `noise_var` is the
+noise variance s^2 in units of the signal variance; c stands for (1 + s^2) / L."""
 
 from dataclasses import dataclass
 
@@ -54,10 +53,11 @@ def loss_gradients(
 def taylor_terms(
     omega: Heads, mu: Heads, *, d_x: int, context_length: int, noise_var: float, n_terms: int = 30
 ) -> Float[np.ndarray, " term"]:
-    """The terms c (d^k / k!) <mu, omega^k>^2, k = 0, 1, ...: what the loss adds to 1 + s^2 - 2 p + p^2.
+    """The terms c (d^k / k!) <mu, omega^k>^2, k = 0, 1, ..., that the loss adds to 1 + s^2 - 2 p +
+    p^2.
 
-    Here p = <mu, omega>. Term 0 is the price of heads whose mu do not sum to zero; even terms vanish
-    where |omega| is the same for heads of both signs.
+    Here p = <mu, omega>. Term 0 is the cost of mu that do not sum to zero; even terms vanish if
+    |omega| is the same for heads of both signs.
 
     Source:
         Derived here from He et al. 2025, arXiv 2503.12734, eq. (4.1).
@@ -74,18 +74,18 @@ def taylor_terms(
 
 @dataclass(frozen=True, eq=False)
 class StepTerms:
-    """What one step of gradient descent on half the approximate loss does, by what causes it."""
+    """Parts of one step of gradient descent on half the approximate loss, by cause."""
 
     sign_matching_mu: Heads
-    """omega (1 - p): mu grows along omega, p being <mu, omega>."""
+    """omega (1 - p), with p = <mu, omega>: mu grows along omega."""
     zero_sum: Heads
-    """-c sum mu: all mu are pushed towards a sum of 0."""
+    """-c sum mu: all mu are driven towards a sum of 0."""
     rest_mu: Heads
     """-c sum over k >= 1 of (d^k / k!) <mu, omega^k> omega^k."""
     sign_matching_omega: Heads
     """mu (1 - p (1 + c d)): omega grows along mu until p reaches 1 / (1 + c d)."""
     homogenising: Heads
-    """-c d mu sum over k >= 1 of (d^k / k!) <mu, omega^(k+1)> omega^k: |omega| is made equal."""
+    """-c d mu sum over k >= 1 of (d^k / k!) <mu, omega^(k+1)> omega^k: |omega| becomes equal."""
 
     @property
     def mu(self) -> Heads:
@@ -101,7 +101,7 @@ class StepTerms:
 def step_terms(
     omega: Heads, mu: Heads, *, d_x: int, context_length: int, noise_var: float
 ) -> StepTerms:
-    """The terms of a gradient step on half the approximate loss.
+    """Terms of a gradient step on half the approximate loss.
 
     Source:
         Derived here from the gradients of He et al. 2025, arXiv 2503.12734, eq. (4.1); its section 4.2.
@@ -124,7 +124,7 @@ def step_terms(
 
 
 def optimal_mu(omega: Heads, *, d_x: int, context_length: int, noise_var: float) -> Heads:
-    """The mu that minimise the approximate loss for given omega; the shortest where several do.
+    """mu that minimise the approximate loss for given omega; the shortest one if there are several.
 
     Source:
         He et al. 2025, arXiv 2503.12734, section 4: the loss is quadratic in mu.
@@ -140,8 +140,8 @@ def optimal_mu(omega: Heads, *, d_x: int, context_length: int, noise_var: float)
 def single_head(*, d_x: int, context_length: int, noise_var: float) -> tuple[float, float]:
     """The positive omega and mu that minimise the approximate loss of one head.
 
-    omega = 1/sqrt(d), mu = sqrt(d) / (1 + e (1 + s^2) d / L). At L = 40 trained heads are elsewhere (omega
-    0.52, mu 1.49): there the approximation is not accurate.
+    omega = 1/sqrt(d), mu = sqrt(d) / (1 + e (1 + s^2) d / L). At L = 40 trained heads differ (omega
+    0.52, mu 1.49), because the approximation is not accurate there.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
@@ -173,7 +173,7 @@ def corrected_loss(
 ) -> float:
     """The approximate loss plus (2 p - kappa p^2) / L, with p = <mu, omega> and kappa = 1 + c d.
 
-    The leading part, for small omega, of what the approximation leaves out at finite L.
+    The correction is the leading term, for small omega, of the approximation's error at finite L.
 
     Source:
         Derived here; checked against Monte Carlo in tests/theory.

@@ -1,4 +1,4 @@
-"""Learners that only the analyses compare with: prompts in, predictions [batch, d_y] out, unit y."""
+"""Learners that only the analyses use: functions from prompts to predictions [batch, d_y], unit y."""
 
 import numpy as np
 import torch
@@ -43,8 +43,8 @@ def pcr(
 
     Args:
         components: Number m of components, from 0 to d_x.
-        covariance: Covariance of x, whose eigenvectors are the components; None: X^T X of each
-            prompt's own context.
+        covariance: Covariance of x, whose eigenvectors are the components; None means X^T X of each
+            prompt's context.
     Raises:
         ValueError: If components is not in 0 to d_x.
     Source:
@@ -71,7 +71,8 @@ def pcr(
 def one_step_pcr(
     prompts: Prompts, *, components: int, covariance: Float[np.ndarray, "d_x d_x"]
 ) -> Float[Tensor, "batch d_y"]:
-    """Function of linear attention on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T x_query.
+    """Function that linear attention computes on its plateaus: b^T sum_{d <= m} m_d e_d e_d^T
+    x_query.
 
     b = (1/L) sum_l y_l x_l and m_d = 1 / (lambda_d a_d), for noiseless tasks with beta ~ N(0, I). For long contexts it
     approaches `pcr` with this covariance.
@@ -108,7 +109,8 @@ def _check_components(prompts: Prompts, components: int) -> None:
 
 
 def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
-    """Lasso without intercept: minimises (1/2L) sum_l (y_l - <u, x_l>)^2 + alpha |u|_1, by scikit-learn.
+    """Lasso without intercept, by scikit-learn: minimises (1/2L) sum_l (y_l - <u, x_l>)^2 + alpha
+    |u|_1.
 
     Args:
         alpha: Penalty; unit x y.

@@ -1,8 +1,7 @@
 """Time courses of merged linear-attention heads under gradient flow from small weights.
 
-The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau. How long is tau in steps of descent,
-when does the one drop in loss come, and how does the loss run through it?
-"""
+The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau. The functions give tau in steps of
+descent, the time of the one drop in loss, and the loss during it."""
 
 import numpy as np
 from jaxtyping import Float
@@ -15,11 +14,14 @@ from mechinterp.theory.linear_heads import MergedHeads
 def learning_rate_time(
     learning_rate: float, *, n_factors: int, context_length: int | None = None
 ) -> tuple[float, float]:
-    """tau in steps of gradient descent on L, and the factor from the code's weights to those of the flow.
+    """tau in steps of gradient descent on L, and the factor from the weights of the paper's code to
+    those of the flow.
 
     Args:
-        n_factors: Weights multiplied in a head: 2 for merged, 3 for separate key and query.
-        context_length: N where the model sums over the context without dividing by N; None where it divides.
+        n_factors: Number of weights multiplied in a head: 2 for merged heads, 3 for separate key
+            and query.
+        context_length: N if the model sums over the context without dividing by N; None if it
+            divides.
     Raises:
         ValueError: If learning_rate is not positive.
     Source:
@@ -34,9 +36,10 @@ def learning_rate_time(
 
 
 def effective_scale(heads: MergedHeads, directions: Modes) -> float:
-    """w_eff = |W_1 e + w_2| / 2, the part of random small weights that grows; e = vec(Lambda^2) normalised.
+    """w_eff = |W_1 e + w_2| / 2, the growing part of random small weights; e = vec(Lambda^2)
+    normalised.
 
-    w_2 holds the v_i and the rows of W_1 the vec(U_i).
+    w_2 contains the v_i, and the rows of W_1 are the vec(U_i).
 
     Source:
         Derived here: near zero (W_1 e)' = |Lambda^2| w_2 and w_2' = |Lambda^2| W_1 e, so the sum grows.
@@ -54,17 +57,17 @@ def effective_scale(heads: MergedHeads, directions: Modes) -> float:
 def white_time_course(
     time: Float[np.ndarray, " time"], directions: Modes, *, scale: float, tau: float = 1.0
 ) -> tuple[Float[np.ndarray, " time"], Float[np.ndarray, " time"]]:
-    """sigma(t), with M = sigma(t) I, and the loss of merged heads when x ~ N(0, c I).
+    """sigma(t), where M = sigma(t) I, and the loss of merged heads for x ~ N(0, c I).
 
-    sigma = e^{At} / [c a (e^{At} - 1) + sqrt(D) / w^2], A = 2 c^2 sqrt(D) / tau.
-    Exact for weights that start balanced and aligned, with w their norm per layer.
+    sigma = e^{At} / [c a (e^{At} - 1) + sqrt(D) / w^2], A = 2 c^2 sqrt(D) / tau. Exact for weights
+    that start balanced and aligned, with norm w per layer.
 
     Args:
-        scale: w, or effective_scale of random weights.
+        scale: w, or `effective_scale` of random weights.
     Raises:
         ValueError: If the eigenvalues differ or scale or tau is not positive.
     Source:
-        Zhang et al. 2025, arXiv 2501.16265, eq. (10), there for c = 1.
+        Zhang et al. 2025, arXiv 2501.16265, eq. (10), which has c = 1.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.ones(4), context_length=31))
@@ -79,7 +82,7 @@ def white_time_course(
 
 
 def white_half_time(directions: Modes, *, scale: float, tau: float = 1.0) -> float:
-    """Time at which sigma(t) is half of its last value: (1/A) ln(sqrt(D) / (c a w^2) - 1).
+    """Time at which sigma(t) reaches half of its final value: (1/A) ln(sqrt(D) / (c a w^2) - 1).
 
     Raises:
         ValueError: If the eigenvalues differ, or scale or tau is not positive.
@@ -98,17 +101,18 @@ def white_half_time(directions: Modes, *, scale: float, tau: float = 1.0) -> flo
 def merged_time_course(
     time: Float[np.ndarray, " time"], directions: Modes, *, scale: float, tau: float = 1.0
 ) -> tuple[Float[np.ndarray, " time"], Float[np.ndarray, "time mode"], Float[np.ndarray, " time"]]:
-    """v(t), u_d(t) and the loss of merged heads that grew together from small weights, any covariance.
+    """v(t), u_d(t) and the loss of merged heads that grew together from small weights, for any
+    covariance.
 
     tau v' = sum_d u_d (g_d - g_d v u_d / m_d), tau u_d' = v (g_d - g_d v u_d / m_d), M = v diag(u).
 
     Args:
-        time: Rising from 0 or later.
-        scale: effective_scale of the weights.
+        time: Increasing times, from 0 or later.
+        scale: `effective_scale` of the weights.
     Raises:
         ValueError: If scale or tau is not positive.
     Source:
-        Derived here: all heads share one direction, which leaves D + 1 numbers.
+        Derived here: all heads share one direction, so that D + 1 numbers remain.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))

@@ -1,7 +1,7 @@
-"""Bounds and levels of separate linear-attention heads that grow one after another (Zhang et al. 2025, section 5).
+"""Bounds and levels for separate linear-attention heads that grow one after another (Zhang et al.
+2025, section 5).
 
-The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau.
-"""
+The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau."""
 
 import numpy as np
 from jaxtyping import Float
@@ -11,14 +11,15 @@ from mechinterp.theory.linear_heads import SeparateHeads
 
 
 def first_jump_bound(heads: SeparateHeads, directions: Modes, *, tau: float = 1.0) -> float:
-    """A time before which no head can have grown out: tau sqrt(3) / (g_1 max_i |theta_i|).
+    """Lower bound on the time at which the first head grows: tau sqrt(3) / (g_1 max_i |theta_i|).
 
     theta_i = (v_i, K_i, Q_i) holds the initial weights of a head.
 
     Raises:
         ValueError: If all weights are zero or tau is not positive.
     Source:
-        Derived here: v sum_r k_r^T G q_r <= g_1 |theta|^3 / (3 sqrt 3); the bound of alternating gradient flows.
+        Derived here: v sum_r k_r^T G q_r <= g_1 |theta|^3 / (3 sqrt 3), as for alternating gradient
+        flows.
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.ones(1), context_length=31))
@@ -34,12 +35,13 @@ def first_jump_bound(heads: SeparateHeads, directions: Modes, *, tau: float = 1.
 def settled_head(
     targets: Float[np.ndarray, " learned"],
 ) -> tuple[float, Float[np.ndarray, " learned"]]:
-    """|v| = (sum_d m_d)^(1/3) and |k_r| = |q_r| = sqrt(m_d / |v|) of a head that holds the directions d.
+    """|v| = (sum_d m_d)^(1/3) and |k_r| = |q_r| = sqrt(m_d / |v|) of a head that has learned the
+    directions d.
 
     Raises:
         ValueError: If a target is not positive.
     Source:
-        Zhang et al. 2025, arXiv 2501.16265, eq. (20) for one direction; for several derived here.
+        Zhang et al. 2025, arXiv 2501.16265, eq. (20) for one direction; derived here for several.
     Example:
         >>> v, norms = settled_head(np.array([8.0]))
         >>> round(v, 9), norms.round(9).tolist()
@@ -51,7 +53,8 @@ def settled_head(
 
 
 def long_levels(directions: Modes, *, rank: int) -> list[int]:
-    """Numbers of learned directions at which heads of a rank rest long: 0, R, 2R, ... and D.
+    """Numbers of learned directions at the long plateaus of heads with a given rank: 0, R, 2R, ...
+    and D.
 
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 5.
@@ -67,14 +70,15 @@ def long_levels(directions: Modes, *, rank: int) -> list[int]:
 def residence_in_head(
     directions: Modes, first: int, second: int, *, scale: float, tau: float = 1.0
 ) -> float:
-    """Time that a head of rank 2 or more takes from one direction to its next, up to a constant.
+    """Time between two directions learned by one head of rank 2 or more, up to a constant.
 
-    tau (1 - g_2 / g_1) ln(1 / scale) / (v g_2) with v = m_1^(1/3): compare two scales.
+    tau (1 - g_2 / g_1) ln(1 / scale) / (v g_2) with v = m_1^(1/3). The constant drops out when two
+    scales are compared.
 
     Raises:
         ValueError: If scale or tau is not positive.
     Source:
-        Derived here: with v fixed the next pair grows at rate v g_2, from scale^(1 - g_2 / g_1).
+        Derived here: at fixed v the next pair grows at rate v g_2, from scale^(1 - g_2 / g_1).
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31))

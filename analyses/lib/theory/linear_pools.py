@@ -50,24 +50,24 @@ def pool_optimum(
         pool: Task vectors for one response.
         covariance: Covariance Lambda of x, or its eigenvalues.
         noise_var: Variance of the responses' noise, unit y^2.
-        new_tasks: E beta beta^T of new tasks, or its diagonal; None: the identity.
+        new_tasks: E beta beta^T of new tasks, or its diagonal; None means the identity.
     Raises:
-        ValueError: If sizes differ, the pool is all 0 or not finite, or for the reasons of `population_moments`.
+        ValueError: If sizes differ, the pool is all 0 or not finite, or as in `population_moments`.
     Source:
-        Derived here: `population_moments` with T in place of the task covariance.
+        Derived here: `population_moments` with T as the task covariance.
     Example:
         >>> pool_optimum(np.eye(2), np.ones(2), context_length=10)
         PoolOptimum(risk 0.2308 on the pool, 0.4615 on new tasks)
     """
     if not np.isfinite(pool).all():
-        raise ValueError("pool must be finite, got a number that is not.")
+        raise ValueError("pool must be finite, got NaN or an infinite number.")
 
     def moments_of(tasks: TaskCovariance | None) -> Moments:
         return population_moments(
             covariance, context_length=context_length, task_covariance=tasks, noise_var=noise_var
         )
 
-    # zz = B (x) Lambda and yz = Lambda T Lambda: zz M = B M Lambda = yz, whence M = B^-1 Lambda T.
+    # zz = B (x) Lambda and yz = Lambda T Lambda: zz M = B M Lambda = yz, so that M = B^-1 Lambda T.
     here = moments_of(second_moment(pool))
     lam = np.diag(covariance) if np.ndim(covariance) == 1 else np.asarray(covariance)
     B = np.einsum("ijkl,jl->ik", here.zz, np.linalg.inv(lam)) / len(lam)

@@ -1,8 +1,8 @@
-"""Risks of one (debiased) gradient step with a preconditioner, for any covariance, and the best one.
+"""Risks of one (debiased) gradient step with a preconditioner, for any covariance, and the best
+preconditioner.
 
-Numbers in, numbers out. All assume beta ~ N(0, I/d_x), x ~ N(0, Sigma) and write `noise_var` for the noise
-variance s^2; with Sigma = I the signal variance is 1.
-"""
+All functions assume beta ~ N(0, I/d_x) and x ~ N(0, Sigma). `noise_var` is the noise variance s^2;
+for Sigma = I the signal variance is 1."""
 
 import numpy as np
 from jaxtyping import Float
@@ -40,7 +40,8 @@ def vanilla_step_risk(
     """Exact risk, noise included, of x_query^T Gamma (1/L) sum x_l y_l.
 
     Source:
-        He et al. 2025, arXiv 2503.12734, section 5.3; for any Gamma derived here from Wishart moments.
+        He et al. 2025, arXiv 2503.12734, section 5.3; derived here for any Gamma from Wishart
+        moments.
     Example:
         >>> eye = np.eye(5)
         >>> round(vanilla_step_risk(0.8602 * eye, eye, context_length=40, noise_var=0.1), 4)

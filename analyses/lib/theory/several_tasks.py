@@ -1,10 +1,11 @@
-"""One debiased step for several responses at once: the best one, its exact risk, and the heads it takes.
+"""One debiased step for several responses at once: the best step, its exact risk, and the heads
+that it needs.
 
-Response n is predicted as y_hat_n = sum_mi theta_nmi g_mi x_query_i from g_mi = (1/L) sum_l y_lm (x_li - mean(x)_i).
-Attention heads whose QK is diagonal on x and whose mu sum to zero take such a step, and H of them can give theta,
-as a matrix from (n, m) to i, a rank of H - 1: sum_h mu_h omega_h^T with sum_h mu_h = 0. x ~ N(0, I); task vectors have
-entries of variance `beta_var` on their supports, one vector for all responses (`shared_beta`) or one for each.
-"""
+Response n is predicted as y_hat_n = sum_mi theta_nmi g_mi x_query_i from g_mi = (1/L) sum_l y_lm
+(x_li - mean(x)_i). Attention heads whose QK is diagonal on x and whose mu sum to zero compute such
+a step. With H heads, theta as a matrix from (n, m) to i has rank at most H - 1: sum_h mu_h
+omega_h^T with sum_h mu_h = 0. x ~ N(0, I); task vectors have entries of variance `beta_var` on
+their supports, with one vector for all responses (`shared_beta`) or one for each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ STARTS, SWEEPS = 20, 500
 
 @dataclass(frozen=True, eq=False)
 class StepMoments:
-    """What the risk of a step depends on."""
+    """Moments that determine the risk of a step."""
 
     second: Float[np.ndarray, "d_x source source"]
-    """E g_mi g_ki for every coordinate; other coordinates have no part in one another's prediction."""
+    """E g_mi g_ki for every coordinate; different coordinates do not interact in a prediction."""
     first: Theta
     """E beta_ni g_mi."""
     variance: Float[np.ndarray, " response"]
-    """E y_query_n^2, noise included where the query has it."""
+    """E y_query_n^2, including the noise of the query if there is any."""
 
 
 def step_moments(
@@ -63,10 +64,12 @@ def step_moments(
 
 
 def joint_step(moments: StepMoments) -> Theta:
-    """The step of least risk. With one task vector for all responses each learns from the others' too.
+    """Step with the smallest risk. If all responses share a task vector, each also uses the others'
+    data.
 
     Source:
-        Derived here. With a vector for each, theta_nni = 1 / (1 + (|S_n| + s^2 / beta_var) / L) on the support, else 0.
+        Derived here. With separate vectors, theta_nni = 1 / (1 + (|S_n| + s^2 / beta_var) / L) on
+        the support, else 0.
     Example:
         >>> moments = step_moments([[0], [1]], d_x=2, context_length=40, beta_var=1, noise_var=1, query_noise_var=0, shared_beta=False)
         >>> joint_step(moments)[0].round(4).tolist()
@@ -76,7 +79,7 @@ def joint_step(moments: StepMoments) -> Theta:
 
 
 def joint_step_risk(theta: Theta, moments: StepMoments) -> float:
-    """Exact mean squared error over responses.
+    """Exact mean squared error, averaged over responses.
 
     Source:
         Derived here from Wishart moments.
@@ -91,7 +94,8 @@ def joint_step_risk(theta: Theta, moments: StepMoments) -> float:
 
 
 def joint_step_of_rank(moments: StepMoments, rank: int) -> Theta:
-    """The step of least risk that `rank` + 1 heads can take, by alternating least squares from several starts.
+    """Step with the smallest risk among those of `rank` + 1 heads, by alternating least squares
+    from several starts.
 
     Raises:
         ValueError: If rank is below 1.
@@ -110,7 +114,7 @@ def joint_step_of_rank(moments: StepMoments, rank: int) -> Theta:
 
 
 def _alternate(moments: StepMoments, omega: Float[np.ndarray, "rank d_x"]) -> Theta:
-    """Least risk of sum_k mu_knm omega_ki over mu, then over omega, and again."""
+    """Smallest risk of sum_k mu_knm omega_ki: minimised alternately over mu and omega."""
     (rank, _), (d_y, sources, _) = omega.shape, moments.first.shape
     for _ in range(SWEEPS):
         gram = np.einsum("ki,imp,li->kmlp", omega, moments.second, omega)

@@ -1,7 +1,7 @@
 """Risks of gradient steps, linear attention and ridge regression in the setting of He et al. 2025.
 
-All assume x ~ N(0, I) and signal variance 1 (beta ~ N(0, I/d_x)); `noise_var` is in units of the signal variance.
-"""
+All functions assume x ~ N(0, I) and signal variance 1 (beta ~ N(0, I/d_x)); `noise_var` is in units
+of the signal variance."""
 
 import numpy as np
 
@@ -51,9 +51,10 @@ def debiased_risk(eta: float, *, d_x: int, context_length: int, noise_var: float
 def linear_attention_risk(
     *, trained_length: int, context_length: int, d_x: int, noise_var: float
 ) -> float:
-    """Risk of linear attention with the fixed factor 1/L, best at one length and tested at another.
+    """Risk of linear attention with the fixed factor 1/L, optimal at one context length and tested
+    at another.
 
-    Its step size grows with the length of the context, so that its risk turns up beyond the trained one.
+    Its step size grows with the context length, so that its risk rises beyond the trained length.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (5.1) and figure 8; the closed form is derived here.
@@ -101,7 +102,7 @@ def ridge_risk(
 ) -> tuple[float, float]:
     """Risk of the Bayes predictor, s^2 + s^2 E tr(X X^T + d s^2 I)^-1, and its standard error.
 
-    The expectation over contexts is taken by Monte Carlo.
+    The expectation over contexts is computed by Monte Carlo.
 
     Source:
         He et al. 2025, arXiv 2503.12734, section 4.3.

@@ -1,8 +1,8 @@
-"""Reference risks of sparse regression: learners that cannot see sparsity, and one that is told.
+"""Reference risks of sparse regression: learners that do not use sparsity, and an oracle that knows
+the support.
 
-Covariates are N(0, I) unless said otherwise, and risks are excess risks E <beta_hat - beta, x>^2, the noise of
-the query left out, in units of y^2.
-"""
+Covariates are N(0, I) unless stated otherwise. Risks are excess risks E <beta_hat - beta, x>^2,
+without the noise of the query, in units of y^2."""
 
 import numpy as np
 from jaxtyping import Float
@@ -39,14 +39,14 @@ def oracle_risk(*, sparsity: int, context_length: int, noise_var: float) -> floa
 def minimum_norm_risk(
     *, d_x: int, context_length: int, noise_var: float, signal_var: float
 ) -> float:
-    """Excess risk of least squares of minimal norm: (1 - L/d) signal_var + noise_var L / (d - L - 1).
+    """Excess risk of minimum-norm least squares: (1 - L/d) signal_var + noise_var L / (d - L - 1).
 
     Args:
         signal_var: |beta|^2, the variance of x . beta; unit y^2.
     Raises:
         ValueError: If context_length is not below d_x - 1.
     Source:
-        Classical: the projection on L of d directions, and E tr (X X^T)^-1 = L / (d - L - 1).
+        Classical: projection on L of d directions, and E tr (X X^T)^-1 = L / (d - L - 1).
     Example:
         >>> minimum_norm_risk(d_x=64, context_length=32, noise_var=0.25, signal_var=1.0)
         0.7580645161290323
@@ -58,7 +58,7 @@ def minimum_norm_risk(
 
 
 def best_ridge_risk(*, d_x: int, context_length: int, noise_var: float, signal_var: float) -> float:
-    """Excess risk of ridge regression at its best penalty, for d and L large at a fixed ratio.
+    """Excess risk of ridge regression at its best penalty, for large d and L at a fixed ratio.
 
     noise_var g m,   m = (-(1 - g + l) + sqrt((1 - g + l)^2 + 4 g l)) / (2 g l),   g = d/L,  l = noise_var g / signal_var
 
@@ -69,7 +69,8 @@ def best_ridge_risk(*, d_x: int, context_length: int, noise_var: float, signal_v
     Raises:
         ValueError: If noise_var or signal_var is not positive.
     Source:
-        Marchenko and Pastur's law with the resolvent of X^T X / L, as in Dobriban and Wager 2018, arXiv 1507.03003.
+        Marchenko-Pastur law with the resolvent of X^T X / L, as in Dobriban and Wager 2018, arXiv
+        1507.03003.
     Example:
         >>> round(best_ridge_risk(d_x=64, context_length=128, noise_var=0.25, signal_var=1.0), 4)
         0.1754
@@ -95,7 +96,7 @@ def correlation_moments(
     E r_j = lambda_j beta_j,   Var r_j = (lambda_j (sum_i lambda_i beta_i^2 + noise_var) + lambda_j^2 beta_j^2) / L
 
     Args:
-        eigenvalues: Variances lambda of the covariates, which are independent.
+        eigenvalues: Variances lambda of the independent covariates.
     Source:
         Derived here: fourth moments of a Gaussian vector (Isserlis).
     Example:

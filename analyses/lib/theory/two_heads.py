@@ -1,4 +1,4 @@
-"""The slow drift of two heads of opposite sign, in closed form."""
+"""Slow drift of two heads of opposite sign, in closed form."""
 
 import numpy as np
 from jaxtyping import Float

@@ -1,4 +1,5 @@
-"""Cost of heads chosen from data, measured on other data: choices on random halves of the prompts."""
+"""Cross-fitting: heads are chosen on random halves of the prompts, and their cost is measured on
+the other halves."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,26 +17,29 @@ from mechinterp.models.run.predictor import Predictor, Source
 from mechinterp.progress import ProgressCallback, no_progress
 
 Rule = Callable[[np.ndarray], np.ndarray]
-"""From the rises [layer, head] of the excess risk to what is kept, a truth value for each head."""
+"""Function from the rises [layer, head] of the excess risk to a mask [layer, head], True for heads
+that are kept."""
 Mask = tuple[Head, ...]
 T = TypeVar("T")
 SPLITS = 8
-"""Random halvings of the prompts."""
+"""Number of random halvings of the prompts. More halvings average over more choices and cost more
+runs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The different sets of heads that were chosen, and what each prompt says of each."""
+    """The distinct sets of heads that were chosen, with their shares."""
 
     kept: Bool[np.ndarray, "set layer head"]
     share: Float[np.ndarray, " set"]
-    """Of all choices, those of this set."""
+    """Share of all choices that chose this set."""
     weight: Float[np.ndarray, "set prompt"]
-    """Of the choices that a prompt had no part in, those of this set; sums to 1 over the sets."""
+    """Among the choices that did not use this prompt, the share that chose this set; sums to 1 over
+    the sets."""
 
     @property
     def chosen(self) -> Float[np.ndarray, "layer head"]:
-        """In which share of the choices each head is kept."""
+        """Share of the choices that keep each head."""
         return np.tensordot(self.share, self.kept, axes=1)
 
     def risk(
@@ -46,7 +50,7 @@ class Choices:
         """Mean over prompts of the cross-fitted error, and its standard error.
 
         Args:
-            fit_sem: Error of the mean of each row that is due to a fit behind it; None: no fit.
+            fit_sem: Standard error of each set's mean due to a fitted read-out; None without a fit.
         """
         risk, sem = mean_and_sem(self.crossed(errors))
         return float(risk), self._all_errors(sem, errors.mean(1), fit_sem)
@@ -57,13 +61,14 @@ class Choices:
         full: Float[np.ndarray, " prompt"],
         fit_sem: Float[np.ndarray, " set"] | None = None,
     ) -> tuple[float, float]:
-        """Ratio of the cross-fitted risk to another risk on the same prompts, and its standard error."""
+        """Ratio of the cross-fitted risk to another risk on the same prompts, with its standard
+        error."""
         ratio, sem = ratio_and_sem(self.crossed(errors), full)
         fit_sem = None if fit_sem is None else fit_sem / full.mean()
         return float(ratio), self._all_errors(sem, ratio_and_sem(errors.T, full)[0], fit_sem)
 
     def crossed(self, errors: Float[np.ndarray, "set prompt"]) -> Float[np.ndarray, " prompt"]:
-        """The error of each prompt, mean over the choices that it had no part in."""
+        """Error of each prompt, averaged over the choices that did not use it."""
         return (self.weight * errors).sum(0)
 
     def _all_errors(
@@ -72,22 +77,30 @@ class Choices:
         values: Float[np.ndarray, " set"],
         fit_sem: Float[np.ndarray, " set"] | None,
     ) -> float:
-        """Standard error over prompts, over choices and over fits."""
-        # A mean over many halves of the same prompts varies, from sample to sample, by the covariance C of the values
-        # of two halves; the spread over the halves is V = variance of one value - C. Two halves share half of their
-        # prompts, so the two rises that decide them correlate by 1/2. Between two equal heads the choice is the sign of
-        # a normal variable: with a difference D of the risks the variance is D^2 / 4 and, by Sheppard's formula,
-        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. Where one head is better, V is more than
-        # 2 C (2.6 C where its lead on a half is one standard error, 5.3 C at two), so that V / 2 is too wide there; by
+        """Standard error over prompts, choices and fits."""
+        # The mean over many halves of the same prompts varies from sample to sample by the
+        # covariance C of the values of
+        # two halves. The spread over the halves is V = variance of one value - C. Two halves share
+        # half of their prompts, so
+        # the two rises that decide them have correlation 1/2. Between two equal heads the choice is
+        # the sign of a normal
+        # variable. With a difference D of the risks the variance is D^2 / 4 and, by Sheppard's
+        # formula,
+        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. If one head is
+        # better, V exceeds 2 C (2.6 C
+        # if its lead on a half is one standard error, 5.3 C at two), so that V / 2 is conservative.
+        # V is then small, and 0
+        # for a clear choice.
         # then V is small, and 0 where the choice is clear.
         between = self.share @ np.square(values - self.share @ values) / 2
-        # The fits of all sets are to the same noise, so their errors add up.
+        # All fits see the same noise, so their errors add up.
         fit = 0.0 if fit_sem is None else self.share @ fit_sem
         return float(np.sqrt(sem**2 + between + fit**2))
 
 
 class MaskedErrors:
-    """Squared errors of a model on some prompts, with heads masked; each mask is run once."""
+    """Squared errors of a model on some prompts with heads masked; each mask is run once and
+    cached."""
 
     def __init__(
         self, predictor: Predictor, prompts: Prompts, progress: ProgressCallback = no_progress
@@ -97,7 +110,7 @@ class MaskedErrors:
         self._refitted: dict[Mask, tuple[np.ndarray, float]] = {}
 
     def of(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
-        """The errors under each mask."""
+        """Errors under each mask."""
 
         def run(missing: list[Mask]) -> np.ndarray:
             return masked_errors(self.predictor, self.prompts, missing, progress=self.progress).T
@@ -108,7 +121,8 @@ class MaskedErrors:
     def refitted(
         self, masks: Sequence[Sequence[Head]]
     ) -> tuple[Float[np.ndarray, "prompt mask"], Float[np.ndarray, " mask"]]:
-        """The same with a new read-out for each mask, and the error of each mean that is due to its fit."""
+        """Errors with a new read-out for each mask, and the standard error of each mean due to the
+        fit."""
 
         def run(missing: list[Mask]) -> list[tuple[np.ndarray, float]]:
             shown = self.progress(missing, "new read-outs")
@@ -120,7 +134,8 @@ class MaskedErrors:
     def rises(
         self, scored: Bool[np.ndarray, " prompt"], layers: Sequence[int], gone: Sequence[Head] = ()
     ) -> Float[np.ndarray, "layer head"]:
-        """Rise of the excess risk when each head of some layers is masked beside those that are gone."""
+        """Rise of the excess risk when each head of these layers is masked in addition to the heads
+        `gone`."""
         heads = [(layer, head) for layer in layers for head in range(self.predictor.n_heads)]
         errors = self.of([gone, *([*gone, head] for head in heads)])[scored].mean(0)
         return (errors[1:] - errors[0]).reshape(len(layers), self.predictor.n_heads)
@@ -131,7 +146,7 @@ def _looked_up(
     masks: Sequence[Sequence[Head]],
     run: Callable[[list[Mask]], Iterable[T]],
 ) -> list[T]:
-    """What is known of each mask; the missing ones are run first."""
+    """Cached values of the masks; missing ones are run first."""
     keys = [tuple(sorted(mask)) for mask in masks]
     if missing := [key for key in dict.fromkeys(keys) if key not in known]:
         known |= zip(missing, run(missing), strict=True)
@@ -141,10 +156,11 @@ def _looked_up(
 def choose(
     errors: MaskedErrors, rule: Rule, scored: Bool[np.ndarray, " prompt"], *, sequential: bool
 ) -> tuple[Bool[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
-    """What a rule keeps when heads are scored on some of the prompts, and the rises that it saw.
+    """Heads that a rule keeps when they are scored on some of the prompts, and the rises that it
+    used.
 
     Raises:
-        ValueError: If the rule keeps no head or its answer has another shape.
+        ValueError: If the rule keeps no head, or its mask has another shape.
     """
     layers = range(errors.predictor.n_layers)
     rise = errors.rises(scored, layers)
@@ -160,7 +176,7 @@ def choose(
 def choices_on_halves(
     errors: MaskedErrors, rule: Rule, *, sequential: bool, splits: int
 ) -> Choices:
-    """What a rule keeps on each half of several random halvings of the prompts."""
+    """Heads that a rule keeps on each half of several random halvings of the prompts."""
     scored = random_halves(len(errors.prompts), splits)
     kept = [choose(errors, rule, half, sequential=sequential)[0] for half in scored]
     different, which = np.unique(np.array(kept), axis=0, return_inverse=True)
@@ -169,7 +185,7 @@ def choices_on_halves(
 
 
 def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
-    """The heads that are not kept.
+    """Heads that are not kept.
 
     Example:
         >>> masked_by(np.array([[True, False], [True, True]]))
@@ -181,7 +197,8 @@ def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
 def refit_errors(
     source: Source, prompts: Prompts, gone: Sequence[Head]
 ) -> tuple[Float[np.ndarray, " prompt"], float]:
-    """Squared error with heads masked and a new read-out, and the error of its mean that is due to the fit.
+    """Squared error with heads masked and a new read-out, and the standard error of its mean due to
+    the fit.
 
     The read-out is a cross-validated ridge regression on the stream at the query.
 
@@ -195,15 +212,15 @@ def refit_errors(
 
 
 def checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """What a rule keeps.
+    """The mask of a rule, checked.
 
     Raises:
-        ValueError: If it is not a truth value for each head, or no head is kept.
+        ValueError: If it is not a boolean array of this shape, or keeps no head.
     """
     if kept.shape != shape or kept.dtype != bool:
         raise ValueError(
-            f"A rule must give a truth value for each of {shape} heads, got {kept.dtype} of {kept.shape}."
+            f"A rule must return a boolean array of shape {shape}, got {kept.dtype} of shape {kept.shape}."
         )
     if not kept.any():
-        raise ValueError(f"At least one of {kept.size} heads must be kept, got none.")
+        raise ValueError(f"A rule must keep at least one of {kept.size} heads, got none.")
     return kept

@@ -1,4 +1,4 @@
-"""Further training of a pruned model, beside the full one trained as long."""
+"""Further training of a pruned model, with the full model trained equally long as a control."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from mechinterp.training.general.trainer import DeepRun
 MODELS = ("pruned", "full")
 ROWS = 5
 DATA_SEED = 1000
-"""Seed of the prompts of the steps; not the training's."""
+"""Seed of the prompts of these steps; training uses another seed."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,23 +33,23 @@ class FineTuning(Result):
     """Excess risk of the pruned and of the full model while both are trained further on the same prompts."""
 
     step: Int[np.ndarray, " row"]
-    """Updates since the pruning."""
+    """Number of updates since pruning."""
     risk: Float[np.ndarray, "model row"]
-    """Excess risk, unit y^2; the models are `MODELS`."""
+    """Excess risk, unit y^2; one row for each of `MODELS`."""
     risk_sem: Float[np.ndarray, "model row"]
     ratio: Float[np.ndarray, "model row"]
-    """Risk over that of the full model as it was."""
+    """Risk divided by the risk of the full model before further training."""
     ratio_sem: Float[np.ndarray, "model row"]
     """Standard error of `ratio`, paired over prompts."""
     checkpoint: Checkpoint
-    """The full model as it was."""
+    """The full model before further training."""
     kept: Bool[np.ndarray, "layer head"]
     weights: Weights
-    """Of the pruned model after the last step."""
+    """Weights of the pruned model after the last step."""
 
     @property
     def _last(self) -> list[str]:
-        """The ratio of each model at the end."""
+        """Final ratio of each model."""
         pairs = zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
         return [with_error(*pair) for pair in pairs]
 
@@ -57,14 +57,15 @@ class FineTuning(Result):
         pruned, full = self._last
         return (
             f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
-            f"the full model itself {full})"
+            f"full model {full})"
         )
 
     def sentences(self) -> list[str]:
-        """What further training wins back, beside the full model trained as long."""
-        few, full = self._last
+        """Excess risk after further training, next to the full model trained equally long."""
+        pruned, full = self._last
         return [
-            f"After {self.step[-1]} steps of further training {few} times (all heads, trained as long: {full})."
+            f"Excess risk after {self.step[-1]} more training steps, relative to the full model before: {pruned} for the pruned "
+            f"model, {full} with all heads."
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -76,13 +77,13 @@ class FineTuning(Result):
         return figures.lines(
             self.step,
             figures.named(MODELS, self.ratio, self.ratio_sem),
-            title="Excess risk while trained further, over the full model's",
+            title="Excess risk during further training, relative to the full model",
             x_title="steps since pruning",
             y_title="ratio",
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the pruned model after the last step as a checkpoint of its own.
+        """Write the pruned model after the last step as a checkpoint.
 
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
@@ -103,17 +104,22 @@ def fine_tune(
     learning_rate: float | None = None,
     progress: ProgressCallback = no_progress,
 ) -> FineTuning:
-    """Train a pruned model further as it had been trained: context lengths, clipping and the fall of the step size.
+    """Train a pruned model further as in its training: context lengths, clipping, and the decay of
+    the step size.
 
-    Pruned heads stay away: they are zero, and get no gradient. The full model is trained alike, as a control.
+    Pruned heads stay zero and get no gradient. The full model is trained the same way as a control.
 
     Args:
-        kept: As in `Pruning`.
-        prompts: On which risks are measured; none that heads were chosen on.
-        learning_rate: Of the first step; None: that of the training.
+        kept: Mask of kept heads, as in `Pruning`.
+        prompts: Prompts to measure risks on; they must not have selected the heads.
+        learning_rate: Learning rate of the first step; None means that of the training.
         progress: Optional progress callback.
     Raises:
         ValueError: If no head is kept, or steps or learning_rate are out of range.
+    Source:
+        A choice made here; the full model is trained as long, as a control.
+    See also:
+        `prune`.
     Example:
         >>> from mechinterp.analysis.ablation.pruning import prune
         >>> from mechinterp.checkpoints.checkpoint import load
@@ -141,7 +147,7 @@ def fine_tune(
     errors = np.array(
         [[masked_errors(w, prompts, [[]])[:, 0] for w in run.values()] for run in trained]
     )
-    before = errors[1, 0]  # the full model as it was
+    before = errors[1, 0]  # the full model before further training
     by_prompt = np.moveaxis(errors, -1, 0)
     steps_made, weights = zip(*trained[0].items(), strict=True)
     return FineTuning(
@@ -156,7 +162,7 @@ def fine_tune(
 def _trained(
     config: ExperimentConfig, start: Weights, progress: ProgressCallback
 ) -> dict[int, Weights]:
-    """The weights by step."""
+    """Weights by step."""
     run = DeepRun({"": replace(config, model=start.model)}, start=start)
     for _ in progress(range(-(-config.train.steps // config.train.log_every)), "training on"):
         run.advance()

@@ -1,4 +1,4 @@
-"""Errors of a model with heads masked, and how a layer spreads their rises over its heads."""
+"""Errors of a model with heads masked, and each head's share of its layer's rises."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,10 @@ def masked_errors(
     method: str = "zero",
     progress: ProgressCallback = no_progress,
 ) -> Float[np.ndarray, "unit mask"]:
-    """Squared error against the clean target under each mask, mean over responses, of independent units.
+    """Squared error against the clean target under each mask, mean over responses, for independent
+    units.
 
-    A unit is a prompt; where prompts swap in pairs it is the mean of a pair.
-    """
+    A unit is a prompt; for resample ablation, where two prompts swap, it is the mean of a pair."""
     predictions = predictor_of(source).run(prompts, masks, method=method, progress=progress)
     require_moderate(predictions)
     errors = (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(2).T
@@ -40,10 +40,12 @@ def single_masks(
     runs: str = "one",
     progress: ProgressCallback = no_progress,
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
-    """Squared error of the full model on each unit, and what masking each head alone adds to it.
+    """Squared error of the full model on each unit, and the rise of the error when each head alone
+    is masked.
 
     Args:
-        runs: "all": a head is masked in all runs of its block, and the axis of layers is one of blocks.
+        runs: "one" masks a head in one layer; "all" masks it in all runs of its block, and the axis
+            is then of blocks.
     Raises:
         ValueError: If there are fewer than two units, or runs is neither "one" nor "all".
     """
@@ -56,7 +58,7 @@ def single_masks(
     masks = [[], *each]
     errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
     if len(errors) < 2:
-        raise ValueError(f"There must be at least 2 prompts or pairs of them, got {len(errors)}.")
+        raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(errors)}.")
     rises = errors[:, 1:] - errors[:, :1]
     return errors[:, 0], rises.reshape(len(rises), -1, predictor.n_heads)
 
@@ -64,7 +66,8 @@ def single_masks(
 def layer_shares(
     rise: Float[np.ndarray, "*axes layer head"],
 ) -> Float[np.ndarray, "*axes layer head"]:
-    """A head's share of its layer's rises, falls taken as 0; all 0 where no head of a layer counts.
+    """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of the
+    layer counts.
 
     Example:
         >>> layer_shares(np.array([[1.0, 3.0], [-1.0, 0.0]])).tolist()

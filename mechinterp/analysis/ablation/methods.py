@@ -1,4 +1,5 @@
-"""Head ablation by every method, of whole layers, and every subset of heads where the model is one layer of attention."""
+"""Head ablation by every method, for heads and whole layers, and for every subset of heads in one
+attention layer."""
 
 from dataclasses import dataclass
 
@@ -24,13 +25,13 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablations(Result):
-    """Single heads masked by each method, whole layers, and subsets of heads."""
+    """Results of masking single heads by each method, whole layers, and subsets of heads."""
 
     methods: tuple[HeadAblation, ...]
-    """One for each way to mask a head, zero ablation first."""
+    """One result per method of masking, zero ablation first."""
     subsets: SubsetAblation | None
-    """None of a model of several layers, or of too many heads."""
-    # The next two are None of a model of one layer.
+    """None for several layers or many heads."""
+    # The next two are None for one layer.
     layer_rise: Float[np.ndarray, " layer"] | None = None
     """Excess risk with all heads of the layer masked minus that of the full model, unit y^2."""
     layer_rise_sem: Float[np.ndarray, " layer"] | None = None
@@ -40,13 +41,14 @@ class Ablations(Result):
         return f"Ablations({', '.join(map(repr, self.methods))})"
 
     def sentences(self) -> list[str]:
-        """Excess risk, the head that is missed most, and what such rises do not say."""
+        """Excess risk, the head with the largest rise, and the limits of what such rises show."""
         zero = self.methods[0]
         layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
         sentences = [
             f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
-            f"Masking L{layer}H{head} raises it most, by {with_error(zero.rise[at], zero.rise_sem[at])} y² in the mean over "
-            f"prompts and {digits(zero.median_rise[at])} in the median.",
+            f"Masking L{layer}H{head} {'raises it most' if zero.rise[at] > 0 else 'lowers it least, as every mask does'}, by "
+            f"{with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over prompts; the median rise is "
+            f"{digits(zero.median_rise[at])}.",
             *self._spread(),
             *self._carried(),
             *self._broken(),
@@ -54,7 +56,7 @@ class Ablations(Result):
         ]
         if self.subsets is None and self.layer_rise is None:
             sentences.append(
-                f"Subsets are left out: they are of one layer of attention with at most {MAX_SUBSET_HEADS} heads."
+                f"Subsets are left out: they need one layer of attention with at most {MAX_SUBSET_HEADS} heads."
             )
         return sentences
 
@@ -70,7 +72,7 @@ class Ablations(Result):
         return pd.concat([zero, *others], ignore_index=True)
 
     def tables(self) -> dict[str, Table]:
-        """Heads, layers, and of one layer Shapley values and subsets."""
+        """Tables of heads and layers; for one layer also Shapley values and subsets."""
         tables = {
             "ablation": Table(
                 self.to_frame(),
@@ -81,19 +83,21 @@ class Ablations(Result):
             ),
             "layers": Table(
                 self.layer_frame(),
-                "How a layer spreads it over its heads",
+                "Distribution of the rise over the heads of a layer",
                 per="method",
                 quiet=("top_share",),
             ),
         }
         if self.subsets is not None:
-            title = "Shapley values: fall of the excess risk a head brings"
+            title = "Shapley values: fall of the excess risk due to a head"
             tables["shapley"] = Table(self.subsets.shapley_frame(), title)
-            tables["subsets"] = Table(self.subsets.to_frame(), "Every subset of heads kept")
+            tables["subsets"] = Table(
+                self.subsets.to_frame(), "Excess risk for every subset of heads"
+            )
         return tables
 
     def to_document(self) -> dict:
-        """Excess risk, heads, layers and, if there are any, subsets of heads."""
+        """Excess risk, heads, layers and, if available, subsets of heads."""
         zero = self.methods[0]
         names = {"ablation": "heads"}
         tables = {names.get(key, key): records(t.frame) for key, t in self.tables().items()}
@@ -106,7 +110,7 @@ class Ablations(Result):
         }
 
     def head_facts(self) -> list[dict[str, str]]:
-        """Of each head its rise under each method, and its Shapley value."""
+        """Rise of each head under each method, and its Shapley value."""
         columns = {
             f"{one.method} ablation (y²)": zip(one.rise.flat, one.rise_sem.flat, strict=True)
             for one in self.methods
@@ -118,7 +122,8 @@ class Ablations(Result):
         return [{n: with_error(*v) for n, v in zip(columns, row, strict=True)} for row in rows]
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk: of one layer by every method, of several layers under zero ablation."""
+        """Rise of the excess risk: by every method for one layer, under zero ablation for several
+        layers."""
         zero = self.methods[0]
         if len(zero.rise) > 1:
             return zero.plot()
@@ -137,7 +142,8 @@ class Ablations(Result):
         )
 
     def figures(self) -> dict[str, go.Figure]:
-        """Rises, then Shapley values of one layer; relative risk, importance and effective heads of several."""
+        """Rises and Shapley values for one layer; relative risk, importance and effective heads for
+        several layers."""
         if self.subsets is not None:
             return {"ablation": self.plot(), "shapley": self.subsets.plot()}
         zero = self.methods[0]
@@ -156,10 +162,10 @@ class Ablations(Result):
         for layer in np.flatnonzero(np.asarray(zero.carried_by_few.any(1))):
             counts[layer] = f"{zero.typical_effective_heads[layer]:.2f} by medians"
         spread = ", ".join(f"{count} in layer {layer}" for layer, count in enumerate(counts))
-        return [f"Of {zero.rise.shape[1]} heads per layer the rises are spread over {spread}."]
+        return [f"Effective number of heads, of {zero.rise.shape[1]} per layer: {spread}."]
 
     def _carried(self) -> list[str]:
-        """The heads whose mean rise few prompts carry, if there are any."""
+        """Sentence on heads whose mean rise comes from few prompts; empty without such heads."""
         heads: dict[str, list[str]] = {}
         for one in self.methods:
             heads.setdefault(", ".join(one.carried), []).append(one.method)
@@ -167,28 +173,30 @@ class Ablations(Result):
         if not carried:
             return []
         return [
-            f"One prompt in a hundred carries most of the mean rise of {'; '.join(carried)}: read the median."
+            f"1% of the prompts make up most of the mean rise of {'; '.join(carried)}: read the median."
         ]
 
     def _broken(self) -> list[str]:
-        """The heads without which the model is worse than no model, if there are any, and why."""
+        """Sentence on heads without which the model is worse than predicting 0, and why; empty
+        without such heads."""
         zero = self.methods[0]
         if not zero.breaking:
             return []
         why = (
-            "heads that held each other in balance no longer cancel, so that a large rise does not mean that a head could "
-            "do the task alone."
+            "heads whose outputs balanced no longer cancel, so that a large rise does not show that one head could do "
+            "the task alone."
             if self.layer_rise is None
-            else "the layers after meet inputs they have never seen, and the size of such a rise says that something breaks, "
+            else "later layers get inputs that they have never seen. The size of such a rise shows that something breaks, "
             "not how much the head computes."
         )
         heads = f"{'any of ' if len(zero.breaking) > 1 else ''}{', '.join(zero.breaking)}"
         return [
-            f"Without {heads} it is worse than predicting 0 ({digits(zero.null_risk)} y²): {why}"
+            f"Without {heads} the model is worse than predicting 0 ({digits(zero.null_risk)} y²): {why}"
         ]
 
     def _cautioned(self) -> list[str]:
-        """What masks of single heads do not say, with the layers that can go more easily than one of their heads."""
+        """Sentence on what masks of single heads do not show, and the layers that cost less than
+        one of their heads."""
         if self.layer_rise is None or self.layer_rise_sem is None:
             return []
         zero, heavier = self.methods[0], []
@@ -200,10 +208,14 @@ class Ablations(Result):
                     f"all of layer {layer} costs {with_error(rise, sem)} y², less than L{layer}H{at[1]} "
                     f"alone ({with_error(one, one_sem)})"
                 )
-        here = f"Here {'; '.join(heavier)}" if heavier else "Here no head costs more than its layer"
+        here = (
+            f"In this model {'; '.join(heavier)}"
+            if heavier
+            else "In this model no head costs more than its layer"
+        )
         return [
-            "A mask asks what one head costs while all others stay: heads that stand in for each other cost little one by "
-            f"one and much together. {here}."
+            "A mask measures one head while all others stay: heads that replace each other cost little one by one and much "
+            f"together. {here}."
         ]
 
 
@@ -215,28 +227,33 @@ def ablate(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Ablations:
-    """Rise of the excess risk when heads are masked: each alone by every method, and every subset in one layer.
+    """Rise of the excess risk when heads are masked: each alone by every method, and in one layer
+    every subset.
 
-    Excess risk is the mean of (ŷ − x·β)², the same prompts for every mask; ± is one standard error, paired over
-    prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over prompts, resample ablation to that of
-    another prompt; nothing is retrained. Importance is a head's share of its layer's rises, falls taken as 0; the
-    effective number of heads is exp of the entropy of the importance. In one layer heads add up, so all subsets
-    follow from one pass; a Shapley value is the mean over all orders of adding heads. In several layers whole layers
-    are masked, too.
+    Excess risk is the mean of (ŷ − x·β)² on the same prompts for every mask; ± is one standard
+    error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over
+    prompts, and resample ablation to that of another prompt. Nothing is retrained. Importance is a
+    head's share of its layer's rises, with negative rises counted as 0. The effective number of
+    heads is exp of the entropy of the importance. In one layer the outputs of heads add up, so that
+    one pass gives all subsets; a Shapley value is the mean over all orders of adding heads. In
+    several layers, whole layers are masked too.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `prune`.
     Example:
         >>> from mechinterp import load
         >>> [one.method for one in ablate(load("checkpoints/softmax-h2-s0"), n_prompts=64).methods]
         ['zero', 'mean', 'resample']
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    even = prompts[: len(prompts) - len(prompts) % 2]  # they swap in pairs
+    even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
     methods = [
         ablate_heads(source, even if how == "resample" else prompts, method=how, progress=progress)
         for how in METHODS

@@ -1,5 +1,5 @@
-"""Several heads masked at once: every two, which may need or replace each other, and head after head, in given orders or
-in that of a greedy search."""
+"""Ablation of several heads at once: all pairs, and one head after another in given or greedy
+orders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PruningCurves(Result):
-    """The excess risk as head after head is masked, in several orders, on the same prompts."""
+    """Excess risk as heads are masked one after another, in several orders, on the same prompts."""
 
     orders: tuple[str, ...]
     heads: tuple[tuple[str, ...], ...]
-    """L0H0, ... as each order masks them."""
+    """Names of the heads (L0H0, ...) in each order."""
     risk: Float[np.ndarray, "order size"]
     """Excess risk with the first 0, 1, ..., all heads of the order masked, unit y^2."""
     risk_sem: Float[np.ndarray, "order size"]
     ratio: Float[np.ndarray, "order size"]
-    """Risk over that of the full model."""
+    """Risk divided by the risk of the full model."""
     ratio_sem: Float[np.ndarray, "order size"]
     """Standard error of `ratio`, paired over prompts."""
 
@@ -43,21 +43,22 @@ class PruningCurves(Result):
 
     @property
     def masked_next(self) -> list[str]:
-        """The head that the order masks next."""
+        """The head that is masked next in the order."""
         return [name for names in self.heads for name in (*names, "")]
 
     def __repr__(self) -> str:
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
-        return f"PruningCurves(heads for twice the excess risk at most: {needed} of {len(self.heads[0])})"
+        return f"PruningCurves(heads needed for at most twice the excess risk: {needed} of {len(self.heads[0])})"
 
     @property
     def sentence(self) -> str:
-        """How many heads each order needs."""
+        """Number of heads that each order needs."""
         counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
-        return f"Of {len(self.heads[0])} heads, the excess risk stays within twice the full model's with {counts}."
+        return f"Heads needed to keep the excess risk within twice the full model's, of {len(self.heads[0])}: {counts}."
 
     def needed(self, order: str) -> int:
-        """The least number of heads of an order with which the excess risk is at most twice the full one."""
+        """Smallest number of heads of an order with which the excess risk is at most twice that of
+        the full model."""
         ratios = self.ratio[self.orders.index(order)]
         return int(len(ratios) - 1 - np.flatnonzero(ratios <= 2).max())
 
@@ -68,11 +69,11 @@ class PruningCurves(Result):
         return frame
 
     def plot(self) -> go.Figure:
-        """Excess risk over the number of heads that are kept, a curve per order."""
+        """Excess risk over the number of kept heads, one curve per order."""
         return figures.lines(
             self.n_kept,
             figures.named(self.orders, self.risk, self.risk_sem),
-            title="Excess risk against the number of heads that are kept",
+            title="Excess risk against the number of kept heads",
             x_title="heads kept",
             y_title="excess risk (y²)",
             log_y=True,
@@ -86,13 +87,13 @@ def pruning_curves(
     *,
     progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
-    """The excess risk with the first 0, 1, ..., all heads of each order masked.
+    """Excess risk with the first 0, 1, ..., all heads of each order masked.
 
     Args:
-        orders: All heads of the model in the order in which they go, by name; chosen on other prompts.
+        orders: All heads of the model in the order of masking, by name; chosen on other prompts.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there is no order, or one does not name every head once.
+        ValueError: If there is no order, or an order does not name every head once.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -126,16 +127,23 @@ def greedy_order(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
-    """All heads in the order of a greedy search: each time the one whose masking leaves the least excess risk.
+    """Greedy order of the heads: the next head is the one whose masking leaves the smallest excess
+    risk.
 
-    The order is chosen on the first half of the prompts; the risks are those of the second.
+    The order is chosen on the first half of the prompts; the risks are measured on the second half.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than 8 prompts.
+    Source:
+        Backward elimination, a textbook method; that half of the prompts chooses and the other
+        half measures is a choice made here.
+    See also:
+        `ablate_pairs`, `prune`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -156,7 +164,8 @@ def greedy_heads(
     *,
     progress: ProgressCallback = no_progress,
 ) -> list[Head]:
-    """All heads, each the one whose masking leaves the least excess risk with those before it masked."""
+    """All heads in greedy order: each leaves the smallest excess risk when masked together with
+    those before it."""
     gone: list[Head] = []
     left = predictor_of(source).heads
     for _ in progress(range(len(left)), "greedy order of heads"):
@@ -167,18 +176,19 @@ def greedy_heads(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PairAblation(Result):
-    """How much more, or less, it costs to mask two heads together than one after the other."""
+    """Extra cost of masking two heads together, compared with the sum of their single costs."""
 
     names: tuple[str, ...]
-    """L0H0, L0H1, ...: the heads along both axes."""
+    """Names of the heads along both axes: L0H0, L0H1, ..."""
     rise: Float[np.ndarray, "head head"]
-    """Excess risk with both masked minus that of the full model, unit y^2; a head alone on the diagonal."""
+    """Excess risk with both heads masked minus that of the full model, unit y^2; a single head on
+    the diagonal."""
     rise_sem: Float[np.ndarray, "head head"]
     interaction: Float[np.ndarray, "head head"]
-    """rise(a, b) - rise(a) - rise(b): above 0 for heads that replace each other, below 0 for heads that
-    only work together; 0 on the diagonal."""
+    """rise(a, b) - rise(a) - rise(b): positive for heads that replace each other, negative for
+    heads that work only together; 0 on the diagonal."""
     interaction_sem: Float[np.ndarray, "head head"]
-    """Standard errors, paired over prompts."""
+    """Standard errors of `interaction`, paired over prompts."""
 
     def __repr__(self) -> str:
         one, other = np.unravel_index(int(np.abs(self.interaction).argmax()), self.rise.shape)
@@ -210,11 +220,18 @@ def ablate_pairs(
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> PairAblation:
-    """Rise of the excess risk when every two heads of a model are masked together, and their interaction.
+    """Rise of the excess risk when every pair of heads is masked together, and the interaction of
+    each pair.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+    Source:
+        Derived here: the interaction is the rise of both heads minus the sum of their single
+        rises.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -231,7 +248,7 @@ def ablate_pairs(
     rises = np.zeros((len(errors), len(heads), len(heads)))
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
     alone = rises.diagonal(axis1=1, axis2=2)
-    # A head masked twice is masked once.
+    # A pair of a head with itself is one mask.
     apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
     apart += alone[:, :, None] * np.eye(len(heads))
     names = tuple(f"L{layer}H{head}" for layer, head in heads)

@@ -1,4 +1,5 @@
-"""Which heads memorise and which generalise: what masking a head does to the distance from the pool's posterior and from ridge."""
+"""Heads that memorise and heads that generalise: effects of masking on the distances to dMMSE and
+to ridge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
 from mechinterp import figures
-from mechinterp.analysis.learners.closeness import KINDS, lengths_of, setting_of
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.learners.closeness import (
+    ERROR,
+    KINDS,
+    lengths_of,
+    setting_of,
+    trimmed,
+    trimmed_mean,
+    trimmed_ratios,
+)
+from mechinterp.analysis.learners.priors import FEW
+from mechinterp.analysis.stats import carried_by_few, estimates
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import Pool
@@ -19,17 +29,22 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 LEVEL = 0.05
-"""Chance that any head of a model is called something when none is anything."""
+"""Chance that at least one head of a model without any effect is named. A larger level names more
+heads."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorHeads(Result):
-    """Effects of masking each head on memory, on tasks of the pool, and on generalisation, on new ones."""
+    """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
+
+    For each head, the 0.1% of the prompts with the largest error of the full or masked model are
+    left out (none of fewer than 1,000 prompts).
+    """
 
     n_tasks: int
     """Size of the pool."""
     weight_change: Float[np.ndarray, "layer head"]
-    """Of the weight on dMMSE on tasks of the pool, masked minus full."""
+    """Change of the weight on dMMSE on tasks of the pool, masked minus full."""
     weight_change_sem: Float[np.ndarray, "layer head"]
     """Standard error of `weight_change`, paired: the same prompts for every mask."""
     dmmse_rise: Float[np.ndarray, "layer head"]
@@ -39,28 +54,34 @@ class PriorHeads(Result):
     """Rise of the distance to ridge on new tasks, |f - ridge|^2 / d_x; unit y^2."""
     ridge_rise_sem: Float[np.ndarray, "layer head"]
     memory_excess: Float[np.ndarray, "layer head"]
-    """On tasks of the pool, rise of the distance to dMMSE minus that to ridge; unit y^2."""
+    """Rise of the distance to dMMSE minus rise of the distance to ridge, on tasks of the pool; unit
+    y^2."""
     memory_excess_sem: Float[np.ndarray, "layer head"]
+    carried_by_few: Bool[np.ndarray, "layer head"]
+    """True: 1% of the prompts make up more than half of the mean absolute rise of a distance."""
 
     @property
     def memorises(self) -> list[tuple[int, int]]:
-        """Heads without which the weight on dMMSE falls and the distance to dMMSE rises more than that to ridge.
+        """Heads whose masking lowers the weight on dMMSE, and raises the distance to dMMSE more
+        than that to ridge.
 
-        Each by so many standard errors that at most one model in twenty without such a head has one called so.
-        """
+        Both effects exceed so many standard errors that at most 1 in 20 models without such heads
+        has one named."""
         falls = self.weight_change + self._bound * self.weight_change_sem < 0
         further = self.memory_excess - self._bound * self.memory_excess_sem > 0
         return [(layer, head) for layer, head in np.argwhere(falls & further).tolist()]
 
     @property
     def generalises(self) -> list[tuple[int, int]]:
-        """Heads without which the distance to ridge on new tasks rises, by as many standard errors."""
+        """Heads whose masking raises the distance to ridge on new tasks, by the same number of
+        standard errors."""
         rises = self.ridge_rise - self._bound * self.ridge_rise_sem > 0
         return [(layer, head) for layer, head in np.argwhere(rises).tolist()]
 
     @property
     def _bound(self) -> float:
-        """Standard errors that one of all heads passes by chance in `LEVEL` of all models."""
+        """Number of standard errors that any of the heads exceeds by chance in a fraction `LEVEL`
+        of models."""
         return float(ndtri(1 - LEVEL / 2 / self.weight_change.size))
 
     def __repr__(self) -> str:
@@ -78,10 +99,11 @@ class PriorHeads(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         names = with_sem("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
-        return frame_of(self, *names, **head_axes(self.dmmse_rise))
+        return frame_of(self, *names, "carried_by_few", **head_axes(self.dmmse_rise))
 
     def plot(self) -> go.Figure:
-        """Rise of the distance to dMMSE on tasks of the pool beside that to ridge on new ones, head by head."""
+        """Rise of the distance to dMMSE on tasks of the pool, next to that to ridge on new tasks,
+        for every head."""
         return figures.bars(
             head_names(self.dmmse_rise.shape),
             {
@@ -107,16 +129,19 @@ def prior_heads(
     """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
 
     Args:
-        task: None: the model's own.
-        pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own; the effects are means over them.
-        n_prompts: Of each kind.
+        task: Law of the prompts; None means the model's own.
+        pool: Task vectors; None means those of the task.
+        context_lengths: Lengths to average over. None means up to 16 lengths, from 1 or the
+            shortest length in a checkpoint's training to the task's own.
+        n_prompts: Number of prompts of each kind.
         method: How a head is masked, "zero", "mean" or "resample".
         progress: Optional progress callback.
     Raises:
-        ValueError: If the source is no model, or as `compare_priors` does.
+        ValueError: If the source is no model, and as in `compare_priors`.
     Source:
         Derived here: the regression and the distances of `compare_priors`, under masks.
+    See also:
+        `compare_priors`, `ablate_heads`.
     """
     predictor = predictor_of(source)
     setting = setting_of(source, task, pool, "prior_heads")
@@ -131,15 +156,32 @@ def prior_heads(
         ]
         by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
         squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
-    pooled, new = (each[:, 1:] - each[:, :1] for each in squares.values())
+    pooled, new = (_rises(squares[kind]) for kind in KINDS)
+    few = n_prompts // FEW
     measures = estimates(
-        weight_change=ratio_and_sem(pooled[..., 2], squares["pool"][:, 0, 3]),
-        dmmse_rise=mean_and_sem(pooled[..., 0]),
-        ridge_rise=mean_and_sem(new[..., 1]),
-        memory_excess=mean_and_sem(pooled[..., 0] - pooled[..., 1]),
+        weight_change=trimmed_ratios(pooled[..., 0, 2], pooled[..., 1, 3], few),
+        dmmse_rise=trimmed_mean(pooled[..., 0, 0], few),
+        ridge_rise=trimmed_mean(new[..., 0, 1], few),
+        memory_excess=trimmed_mean(pooled[..., 0, 0] - pooled[..., 0, 1], few),
     )
+    distances = np.concatenate([each[:, 1:, :2] - each[:, :1, :2] for each in squares.values()], 2)
+    measures["carried_by_few"] = carried_by_few(distances).any(1)
     shape = (predictor.n_layers, predictor.n_heads)
     return PriorHeads(
         n_tasks=len(setting.pool),
         **{name: values.reshape(shape) for name, values in measures.items()},
+    )
+
+
+def _rises(
+    squares: Float[np.ndarray, "prompt mask square"],
+) -> Float[np.ndarray, "prompt head 2 square"]:
+    """Rise of the squares by each mask, and the squares of the full model, with rows as in `trimmed`."""
+    full = squares[:, 0]
+    return np.stack(
+        [
+            trimmed(np.stack([each - full, full], 1), np.maximum(each, full)[:, ERROR], FEW)
+            for each in squares.swapaxes(0, 1)[1:]
+        ],
+        axis=1,
     )

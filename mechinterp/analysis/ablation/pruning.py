@@ -1,4 +1,5 @@
-"""Pruning of heads: rules of what stays, what the rest costs, and the smaller model itself."""
+"""Pruning of heads: rules that choose heads, the cost of masking the others, and the smaller model
+itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 
 def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Every head of the first layer, and of each later one the head that is missed most.
+    """Keeps all heads of the first layer, and the head with the largest rise of each later layer.
 
     Example:
         >>> best_head_later(np.array([[1.0, 2.0], [1.0, 2.0], [0.0, -1.0]])).tolist()
@@ -41,12 +42,14 @@ def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "
 
 
 def least_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Every head of the first layer, and of each later one the head that is missed least: a control."""
+    """Control: keeps all heads of the first layer, and the head with the smallest rise of each
+    later layer."""
     return best_head_later(-rise)
 
 
 def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Of the first layer the head that is missed most, and every head of the later ones: a control."""
+    """Control: keeps the head with the largest rise of the first layer, and all heads of the later
+    layers."""
     kept = _only(rise.argmax(1), rise.shape[1])
     kept[1:] = True
     return kept
@@ -72,32 +75,40 @@ def prune(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
-    """The model without the heads that a rule lets go, its excess risk and that with a new read-out.
+    """Excess risk of a model without the heads that a rule drops, as it is and with a new read-out.
 
-    Heads are scored by zero ablation. `kept` is chosen on all prompts: measure it on others. The risks are
-    cross-fitted: the prompts are halved at random `splits` times, heads are chosen on each half, and a prompt's
-    error is its mean over the choices that it had no part in. Their standard error is
+    Heads are scored by zero ablation. `kept` is chosen on all prompts, so measure it on others. The
+    risks are cross-fitted: the prompts are halved at random `splits` times, heads are chosen on
+    each half, and the error of a prompt is its mean over the choices that did not use it. The
+    standard error is
 
     sqrt(SEM^2 + V / 2 + F^2),
 
-    with SEM that of the mean of these errors over prompts (paired, by the delta method, for ratios), V the variance
-    over the 2 splits choices of the risk, or ratio, of what is chosen, and F the error of the fit of a new read-out.
-    V is 0 where the choice is clear. It is halved, not divided by the number of halves, as halves of the same prompts
-    overlap: V / 2 is the variance of the mean over choices where two heads are equally good.
+    with SEM that of the mean of these errors over prompts (paired, by the delta method, for
+    ratios), V the variance of the risk (or ratio) over the 2 splits choices, and F the error of the
+    fit of a new read-out. V is 0 if the choice is clear. V is halved, not divided by the number of
+    halves, because halves of the same prompts overlap: V / 2 is the variance of the mean over
+    choices between two equally good heads.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
-        rule: From the rises to what is kept; `best_head_later` or any other.
-        sequential: Whether the layers are pruned one after another from the first, the heads of each scored with
-            those of the layers before it gone; else all are scored on the full model.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        rule: Function from the rises to the kept heads, such as `best_head_later`.
+        sequential: True: layers are pruned one after another from the first, and the heads of a
+            layer are scored with the earlier layers pruned. False: all heads are scored on the full
+            model.
         splits: Number of random halvings.
         progress: Optional progress callback.
     Raises:
-        ValueError: If the rule keeps no head or its answer has another shape, or there are too few prompts or splits.
+        ValueError: If the rule keeps no head or its mask has another shape, or there are too few
+            prompts or splits.
     Source:
-        After Chen, Zhao and Zou 2024, arXiv 2408.04532: all heads of the first layer and the best of each later
-        one. What is scored how, and the read-out, are choices made here.
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who keep all heads of the first layer and
+        the best head of
+        each later layer. The scores and the read-out are choices made here.
+    See also:
+        `ablate_heads`, `greedy_order`, `fine_tune`.
     Example:
         >>> from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
         >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio
@@ -113,7 +124,7 @@ def prune(
 def pruned_by(
     errors: MaskedErrors, rule: Rule, *, sequential: bool = False, splits: int
 ) -> Pruning:
-    """What a rule keeps and costs, chosen on all prompts and on halves of them."""
+    """Heads that a rule keeps and their cost, chosen on all prompts and on halves of them."""
     every = np.ones(len(errors.prompts), dtype=bool)
     kept, rise = choose(errors, rule, every, sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
@@ -126,7 +137,8 @@ def pruning_of(
     rise: Float[np.ndarray, "layer head"],
     choices: Choices,
 ) -> Pruning:
-    """The result of a choice of heads: what it costs, as measured on other prompts than chose it, beside the full model."""
+    """Result of a choice of heads: its cost on prompts that were not used in the choice, next to
+    the full model."""
     masks = [masked_by(each) for each in choices.kept]
     full, as_is = errors.of([[]])[:, 0], errors.of(masks).T
     (full_refitted, (full_fit,)), (refitted, fits) = errors.refitted([[]]), errors.refitted(masks)
@@ -144,10 +156,10 @@ def pruning_of(
 
 
 def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
-    """The weights of the model without the other heads, with as few heads per layer as the fullest one needs.
+    """Weights without the dropped heads, with as many heads per layer as the largest layer needs.
 
     Raises:
-        ValueError: If `kept` is not of the model's shape or keeps no head.
+        ValueError: If `kept` does not have the model's shape, or keeps no head.
     """
     kept = checked(kept, (weights.n_layers, weights.n_heads))
     return weights.without(masked_by(kept)).compact()
@@ -156,7 +168,8 @@ def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> We
 def pruned_origin(
     checkpoint: Checkpoint, kept: Bool[np.ndarray, "layer head"]
 ) -> dict[str, object]:
-    """What the checkpoint of a pruned model says of where it comes from; its heads are numbered anew, in this order."""
+    """Origin entry of the checkpoint of a pruned model; its heads are renumbered in the order of
+    `kept_heads`."""
     heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
     return {"pruned_from": checkpoint.name, "kept_heads": heads}
 
@@ -168,14 +181,14 @@ def save_pruned(
     *,
     prompts: Prompts,
 ) -> Checkpoint:
-    """The pruned model as a checkpoint of its own; read back, it predicts as the masked one.
+    """Save the pruned model as a checkpoint, and check that it predicts as the masked model.
 
     Args:
-        kept: As in `Pruning`.
-        prompts: On which both are compared.
+        kept: Mask of kept heads, as in `Pruning`.
+        prompts: Prompts on which both predictions are compared.
     Raises:
         CheckpointError: If the folder is not empty or cannot be written.
-        ValueError: If no head is kept, or the saved model does not predict as the masked one.
+        ValueError: If no head is kept, or the saved model does not predict as the masked model.
     """
     predictor = checkpoint_of(checkpoint, "save_pruned").predictor
     gone = masked_by(checked(kept, (predictor.n_layers, predictor.n_heads)))
@@ -188,17 +201,17 @@ def save_pruned(
         assumed=checkpoint.assumed,
         origin=pruned_origin(checkpoint, kept),
     )
-    saved = load(path, anyway=True)  # However well it predicts: it is compared below.
+    saved = load(path, anyway=True)  # Its predictions are checked below.
     own, expected = saved.predictor.run(prompts)[0], predictor.run(prompts, [gone])[0]
     size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
     error = ((own - expected).abs().max() / size).item()
     if not error <= SAVED_WITHIN:
         raise ValueError(
-            f"{path}: the saved model must predict as the masked one to {SAVED_WITHIN}, got {error:.2g}."
+            f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
         )
     return saved
 
 
 def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
-    """One head per layer."""
+    """Mask with one head per layer."""
     return heads[:, None] == np.arange(n_heads)

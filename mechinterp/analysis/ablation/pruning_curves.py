@@ -1,4 +1,4 @@
-"""Pruning of heads by every rule, and head after head in orders."""
+"""Pruning of heads by every rule, and one head after another in orders."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 GREEDY_HEADS = 32
-"""Most heads whose greedy order is searched: it takes n (n + 1) / 2 masks."""
+"""Largest number of heads with a greedy search, which needs n (n + 1) / 2 masks."""
 LEAST_PART = 64
-"""Prompts that no part of them goes below, if there are as many."""
+"""Smallest number of prompts in a part, if there are as many."""
 
 
 def prune_by_rules_and_orders(
@@ -29,21 +29,26 @@ def prune_by_rules_and_orders(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
-    """What is left of a model as heads are masked for good: by rules that name what stays, and head after head.
+    """Excess risk as heads are masked for good: by rules that choose heads, and one head after
+    another.
 
-    For the rules the prompts are halved at random 8 times, heads chosen on each half and measured on the other; ± is
-    over prompts and over which heads were chosen. A new read-out is a ridge regression on the stream at the query,
-    cross-validated: it tells what is lost from what has only moved. One order goes by the rises of the single masks
-    on the first half of the prompts; the greedy one, searched for up to 32 heads, masks at each step the head that is
-    missed least with those before it gone. The risks of the curves are those of other prompts, a quarter of the second
-    half. Nothing is retrained.
+    For the rules the prompts are halved at random 8 times: heads are chosen on each half and
+    measured on the other. ± is over prompts and choices. A new read-out is a cross-validated ridge
+    regression on the stream at the query; it separates lost information from information that is
+    only stored differently. One order follows the rises of the single masks on the first half of
+    the prompts. The greedy order, for up to 32 heads, masks at each step the head whose loss costs
+    least in addition to those before it. The risks of the curves use other prompts, a quarter of
+    the second half. Nothing is retrained.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than 8 prompts, or too few for a read-out.
+    See also:
+        `prune`, `greedy_order`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = prune_by_rules_and_orders(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=64)
@@ -66,7 +71,8 @@ def prune_by_rules_and_orders(
 
 
 def _part(prompts: Prompts, part: int) -> Prompts:
-    """The first of the prompts, one in `part` but no fewer than LEAST_PART; an even number, as they may swap."""
+    """The first prompts, one in `part` but at least LEAST_PART; an even number, because prompts may
+    swap in pairs."""
     size = min(max(len(prompts) // part, LEAST_PART), len(prompts))
     return prompts[: size // 2 * 2]
 
@@ -78,14 +84,15 @@ def prune_by_rules(
     splits: int = SPLITS,
     progress: ProgressCallback = no_progress,
 ) -> Pruning:
-    """What those of `RULES` cost that prune this model at all, beside the full model, as `prune` measures it.
+    """Costs of the rules in `RULES` that prune this model, next to the full model, measured as in
+    `prune`.
 
     Args:
-        prompts: On which risks are measured; more than the stream is wide.
+        prompts: Prompts to measure risks on; more than the stream is wide.
         splits: Number of random halvings.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are too few prompts for a read-out, or splits.
+        ValueError: If there are too few prompts for a read-out, or too few splits.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> model = gradient_descent_model([0.5, 0.3], d_x=4)
@@ -95,7 +102,7 @@ def prune_by_rules(
     predictor = predictor_of(source)
     errors = MaskedErrors(predictor, prompts, progress)
     every = np.ones((predictor.n_layers, predictor.n_heads), dtype=bool)
-    # No prompt had a part in this choice.
+    # No prompt was used in this choice.
     choices = Choices(every[None], np.ones(1), np.ones((1, len(prompts))))
     full = pruning_of(errors, every, np.zeros(every.shape), choices)
     by_rule = {name: pruned_by(errors, rule, splits=splits) for name, rule in RULES.items()}

@@ -1,4 +1,4 @@
-"""Heads that a rule keeps, and what the model costs without the others."""
+"""Heads that a rule keeps, and the cost of masking the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,37 +17,39 @@ from mechinterp.display import Result, frame_of, head_axes, with_sem
 
 FULL = "full model"
 WIDE = 100
-"""Spread of the risks from which on bars stand on a logarithmic axis."""
+"""Ratio of the largest to the smallest risk above which the bars use a logarithmic axis."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Pruning(Result):
-    """What a model costs and keeps when a rule masks some of its heads for good, nothing retrained; beside it other rules,
-    and what is left as head after head is masked, where these were asked for."""
+    """Cost of a rule that masks heads for good, without retraining. It may include other rules, and
+    curves of masking one head after another."""
 
     kept: Bool[np.ndarray, "layer head"]
-    """The choice on all prompts; what the excess risks are of is chosen anew on each half of them."""
+    """Heads chosen on all prompts. The risks are of heads that are chosen anew on each half of the
+    prompts."""
     rise: Float[np.ndarray, "layer head"]
-    """What the rule saw on all prompts: the rise of the excess risk when a head is masked, unit y^2."""
+    """Rise of the excess risk when a head is masked, on all prompts, unit y^2; the rule reads it.
+    """
     chosen: Float[np.ndarray, "layer head"]
-    """In which share of the choices on halves of the prompts a head is kept."""
+    """Share of the choices on halves of the prompts that keep a head."""
     risk: float
-    """Excess risk of the pruned model, on prompts that its heads were not chosen on."""
+    """Excess risk of the pruned model, on prompts that were not used to choose its heads."""
     risk_sem: float
-    """Standard error over prompts and over the choice of heads, and with a new read-out over its fit too."""
+    """Standard error over prompts and choices of heads; with a new read-out also over its fit."""
     ratio: float
-    """`risk` over that of the full model."""
+    """`risk` divided by that of the full model."""
     ratio_sem: float
     refit_risk: float
-    """Excess risk of the pruned model with a new read-out: a ridge regression on the stream at the query,
-    cross-validated."""
+    """Excess risk of the pruned model with a new read-out: a cross-validated ridge regression on
+    the stream at the query."""
     refit_risk_sem: float
     refit_ratio: float
-    """Risk with a new read-out over that of the full model as it is."""
+    """Risk with a new read-out divided by the risk of the unchanged full model."""
     refit_ratio_sem: float
     carried_by_few: bool
-    """Whether a hundredth of the prompts carries more than half of `risk`; then the excess risk with a new read-out says
-    more."""
+    """True if 1% of the prompts make up more than half of `risk`; the risk with a new read-out is
+    then more informative."""
     full_risk: float
     """Excess risk of the full model."""
     full_risk_sem: float
@@ -55,18 +57,20 @@ class Pruning(Result):
     """Excess risk of the full model with a new read-out."""
     full_refit_risk_sem: float
     by_rule: Mapping[str, "Pruning"] = field(default_factory=dict)
-    """On the same prompts, the full model first; this is the first rule that prunes. Empty of one rule alone."""
+    """Results of the rules on the same prompts, the full model first. This result is the first rule
+    that prunes. Empty for a single rule."""
     curves: PruningCurves | None = None
-    """Head after head in orders that were chosen on other prompts; None if they were not measured."""
+    """Curves of masking one head after another, in orders chosen on other prompts; None if not
+    measured."""
     COLUMNS: ClassVar = {
-        "rule": "Rule that says which heads are kept: best-later keeps all heads of the first layer and of each later one "
-        "the head that is missed most; least-later the one missed least, best-first the best of the first layer and all "
-        "later heads: both are controls."
+        "rule": "Rule that chooses the heads. best-later keeps all heads of the first layer and the head with the largest "
+        "rise of each later layer. Controls: least-later keeps the head with the smallest rise of each later layer, "
+        "best-first the best head of the first layer and all later heads."
     }
 
     @property
     def heads_per_layer(self) -> str:
-        """Heads kept in each layer, from the first on."""
+        """Number of heads kept in each layer, from the first."""
         return ", ".join(map(str, self.kept.sum(1)))
 
     @property
@@ -76,19 +80,20 @@ class Pruning(Result):
 
     @property
     def pruned(self) -> dict[str, "Pruning"]:
-        """What each rule costs, without the full model."""
+        """Results of the rules, without the full model."""
         return {name: each for name, each in self.by_rule.items() if name != FULL}
 
     @property
     def to_read(self) -> tuple[float, float, str]:
-        """Ratio, its standard error and what it is of: with a new read-out where few prompts carry the excess risk as it is."""
+        """Ratio to report, its standard error and a suffix; with a new read-out if few prompts
+        dominate the risk."""
         if self.carried_by_few:
             return self.refit_ratio, self.refit_ratio_sem, " with a new read-out"
         return self.ratio, self.ratio_sem, ""
 
     @property
     def times(self) -> str:
-        """That ratio in words."""
+        """The ratio to report, as text."""
         return f"{with_error(*self.to_read[:2])} times{self.to_read[2]}"
 
     def __repr__(self) -> str:
@@ -99,53 +104,53 @@ class Pruning(Result):
         as_is = f"excess risk {digits(self.full_risk)} to {digits(self.risk)}, {times} times"
         refit = f"{digits(self.refit_risk)} with a new read-out"
         if self.carried_by_few:
-            as_is, refit = refit, f"{as_is}, which few prompts carry"
+            as_is, refit = refit, f"{as_is}, dominated by few prompts"
         return f"Pruning({self.heads_per_layer} heads kept: {as_is}; {refit})"
 
     def sentences(self) -> list[str]:
-        """What is kept, and what it costs: by one rule at length, by several with the orders beside them."""
+        """Kept heads and their cost: one rule in detail, or several rules and orders in brief."""
         return self._of_rules() if self.by_rule else self._of_one()
 
     def _of_one(self) -> list[str]:
         n_layers, n_heads = self.kept.shape
         full = with_error(self.full_risk, self.full_risk_sem)
         risk = with_error(self.risk, self.risk_sem)
-        as_is = f"Excess risk {full} y² with all heads, {risk} with these: {with_error(self.ratio, self.ratio_sem)} times."
-        refit = f"With a new read-out {with_error(self.refit_ratio, self.refit_ratio_sem)} times."
-        few = "One prompt in a hundred carries most of this risk: read the number with a new read-out."
+        as_is = f"Excess risk {full} y² with all heads, {risk} with these (ratio {with_error(self.ratio, self.ratio_sem)})."
+        refit = f"Ratio with a new read-out: {with_error(self.refit_ratio, self.refit_ratio_sem)}."
+        few = "1% of the prompts make up most of this risk: read the number with a new read-out."
         return [
-            f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads}.",
+            f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads} per layer.",
             *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
             "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
             "choices.",
-            "kept: chosen on all prompts; chosen: in which share of the halves.",
+            "kept: chosen on all prompts. chosen: share of the halves that keep the head.",
         ]
 
     def _of_rules(self) -> list[str]:
-        told = [] if self.curves is None else [self.curves.sentence]
+        sentences = [] if self.curves is None else [self.curves.sentence]
         costs = [
-            f"{name} keeps {each.kept.sum()} and has {with_error(*each.to_read[:2])} times the excess risk{each.to_read[2]}"
+            f"{name} keeps {each.kept.sum()} heads at {with_error(*each.to_read[:2])} times the excess risk{each.to_read[2]}"
             for name, each in self.pruned.items()
         ]
-        told.append(
-            f"By rule, {'; '.join(costs)}." if costs else "With one head, no rule prunes anything."
+        sentences.append(
+            f"Rules: {'; '.join(costs)}." if costs else "With one head, no rule prunes anything."
         )
         few = " and ".join(name for name, each in self.by_rule.items() if each.carried_by_few)
         if few:
-            told.append(
-                f"Of {few} one prompt in a hundred carries most of the excess risk as it is."
+            sentences.append(
+                f"{few}: 1% of the prompts make up most of the excess risk without a new read-out."
             )
         often = self.pruned["best-later"].chosen.max(1) if "best-later" in self.pruned else ()
         layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
         if layers:
-            told.append(
-                "Which head best-later keeps depends on the prompts: the one that is chosen most often is so in "
-                f"{', '.join(layers)} of the choices on halves of them."
+            sentences.append(
+                "The head that best-later keeps depends on the prompts: the most frequent choice is kept in "
+                f"{', '.join(layers)} of the halves."
             )
-        return told
+        return sentences
 
     def tables(self) -> dict[str, Table]:
-        """What is kept of each layer; of several rules what each costs, curves, and how often each head is chosen."""
+        """Kept heads; for several rules their costs, the curves, and how often each head is chosen."""
         if not self.by_rule:
             return {"heads": Table(self.to_frame(), "Heads")}
         tables = {"rules": Table(self.to_frame(), "Heads kept by rules")}
@@ -157,14 +162,14 @@ class Pruning(Result):
         return tables
 
     def figures(self) -> dict[str, go.Figure]:
-        """Curves, what rules cost, and how often each head is chosen."""
+        """Curves, costs of the rules, and how often each head is chosen."""
         drawn = {} if self.curves is None else {"pruning": self.curves.plot()}
         chosen = {"chosen": self.plot_chosen()} if self.pruned or not self.by_rule else {}
         return drawn | {"rules": self.plot()} | chosen
 
     def to_document(self) -> dict:
-        """Of one rule risks and heads, where few prompts carry the risk what is measured with a new read-out first;
-        of several rules its tables."""
+        """One rule: risks and heads, with a new read-out first if few prompts dominate the risk.
+        Several rules: tables."""
         if self.by_rule:
             rows = {name: records(table.frame) for name, table in self.tables().items()}
             return {"analysis": "prune", "result": repr(self), "rows": rows.pop("rules"), **rows}
@@ -176,7 +181,8 @@ class Pruning(Result):
         }
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head; of several rules one per rule, numbers with a new read-out first where few prompts carry a risk."""
+        """One row per head, or one per rule; numbers with a new read-out come first if few prompts
+        dominate a risk."""
         if not self.by_rule:
             return frame_of(self, "kept", "chosen", "rise", **head_axes(self.kept))
         each = self.by_rule.values()
@@ -190,7 +196,7 @@ class Pruning(Result):
         return pd.concat(frames, ignore_index=True)[["rule", "layer", "head", "kept", "chosen"]]
 
     def plot(self) -> go.Figure:
-        """Excess risk of the full model and of what each rule leaves, as they are and with a new read-out."""
+        """Excess risk of the full model and under each rule, without and with a new read-out."""
         names = {"as it is": "risk", "with a new read-out": "refit_risk"}
         bars = {name: vars(each) for name, each in self.by_rule.items()}
         if not bars:
@@ -211,7 +217,7 @@ class Pruning(Result):
         return figure.update_yaxes(type="log") if wide else figure
 
     def plot_chosen(self) -> go.Figure:
-        """How often each head is kept, a row per layer, of several rules one for each."""
+        """Share of the choices that keep each head, one row per layer and rule."""
         rows = {
             f"{rule} L{layer}".strip(): row
             for rule, each in (self.pruned or {"": self}).items()
@@ -219,7 +225,7 @@ class Pruning(Result):
         }
         return heatmaps.heatmap(
             np.array(list(rows.values())),
-            title="Share of the choices on halves of the prompts that keep a head",
+            title="Share of the halves of the prompts that keep a head",
             rows=list(rows),
             columns=[f"H{head}" for head in range(self.kept.shape[1])],
             unit="share",
@@ -228,6 +234,7 @@ class Pruning(Result):
 
 
 def cost_names(few: bool) -> tuple[str, ...]:
-    """The fields of a cost, those with a new read-out first where few prompts carry the risk."""
+    """Names of the cost fields; those with a new read-out come first if few prompts dominate the
+    risk."""
     as_is, refit = with_sem("risk", "ratio"), with_sem("refit_risk", "refit_ratio")
     return (*((*refit, *as_is) if few else (*as_is, *refit)), "carried_by_few")

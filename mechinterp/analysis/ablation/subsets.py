@@ -19,7 +19,7 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 
 METHODS = ("zero", "mean")
-"""What stands for an absent head."""
+"""Output of an absent head: 0, or its mean over prompts."""
 MAX_SUBSET_HEADS = 12
 CHUNK = 8192
 
@@ -31,7 +31,7 @@ class SubsetAblation(Result):
     method: str
     """"zero": an absent head adds 0; "mean": it adds the mean over prompts of its output."""
     kept: Bool[np.ndarray, "subset head"]
-    """Which heads are kept; first none, last all."""
+    """Kept heads of each subset; the empty subset first, all heads last."""
     risk: Float[np.ndarray, " subset"]
     """Excess risk, mean (y_hat - y_query_clean)^2, unit y^2."""
     risk_sem: Float[np.ndarray, " subset"]
@@ -40,9 +40,9 @@ class SubsetAblation(Result):
     rise_sem: Float[np.ndarray, " subset"]
     """Standard error of `rise`, paired over prompts."""
     shapley: Float[np.ndarray, " head"]
-    """Fall of the excess risk a head brings, averaged over all orders of adding heads; unit y^2.
+    """Fall of the excess risk due to a head, averaged over all orders of adding heads; unit y^2.
 
-    They sum to the risk with no head minus the risk with all."""
+    The values sum to the risk without heads minus the risk with all heads."""
     shapley_sem: Float[np.ndarray, " head"]
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class SubsetAblation(Result):
         return figures.bars(
             [f"L0H{head}" for head in range(len(self.shapley))],
             {"Shapley value": (self.shapley, self.shapley_sem)},
-            title=f"Shapley value: fall of the excess risk a head brings ({self.method} ablation)",
+            title=f"Shapley value: fall of the excess risk due to a head ({self.method} ablation)",
             y_title="fall of excess risk (y²)",
         )
 
@@ -82,18 +82,21 @@ def ablate_subsets(
 ) -> SubsetAblation:
     """Excess risk of all 2^H subsets of a one-layer model's heads, from one forward pass.
 
-    In one layer the heads' outputs o_h add up, so a subset's prediction is a partial sum. With
-    v(S) = -(sum_S o - y)^2, a head's Shapley value is o_h (2 y - sum of all o): v is quadratic, and each
-    pair's interaction is shared equally.
+    In one layer the heads' outputs o_h add up, so a subset's prediction is a partial sum. With v(S)
+    = -(sum_S o - y)^2, a head's Shapley value is o_h (2 y - sum of all o): v is quadratic, and each
+    pair shares its interaction equally.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
         method: "zero", or "mean": an absent head adds the mean over the given prompts of its output.
     Raises:
         ValueError: If the method is unknown or there are more than 12 heads.
     Source:
         Shapley value of a quadratic game; derived here.
+    See also:
+        `ablate_heads`, `ablate_pairs`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig
@@ -116,10 +119,10 @@ def ablate_subsets(
         [head_outputs(weights, chunk) for chunk in chunks]
     ).numpy()  # [prompt, head, d_y]
     target = prompts.y_query_clean.numpy()
-    if weights.b_O is not None:  # no head's own: every subset predicts it
+    if weights.b_O is not None:  # the bias belongs to no head: every subset predicts it
         target = target - weights.b_O.numpy(force=True)
     if method == "mean":
-        # Absent heads add their mean: move those means to the target and count deviations.
+        # Absent heads add their means: subtract the means from the target and use deviations.
         means = outputs.mean(0)
         outputs, target = outputs - means, target - means.sum(0)
     kept = _every_subset(weights.n_heads)
@@ -132,7 +135,7 @@ def ablate_subsets(
 
 
 def _every_subset(n_heads: int) -> Bool[np.ndarray, "subset head"]:
-    """Small ones first, of one size those with the first heads."""
+    """All subsets sorted by size; within one size, those with the first heads come first."""
     subsets = itertools.product([False, True], repeat=n_heads)
     return np.array(sorted(subsets, key=lambda s: (sum(s), [not k for k in s])))
 

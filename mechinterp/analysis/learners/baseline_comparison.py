@@ -1,4 +1,4 @@
-"""A model's loss on its task beside those of ridge regression and of predicting 0, and what it says of the task."""
+"""Loss of a model on its task, next to ridge regression and predicting 0; doubts about the task."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from mechinterp.analysis.stats import best_factor, mean_and_sem, ratio_and_sem
 from mechinterp.icl.prompts import Prompts
 
 FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
-"""By how much the best factor on a prediction is off 1 where the task is doubted, by how many of its standard errors,
-and the R^2 on the task, at that factor, from which on a model does it at all."""
+"""The task is doubted if the best factor on the prediction differs from 1 by more than FACTOR_OFF
+and by more than ERRORS standard errors. The R^2 at that factor must exceed LEAST_R2: otherwise the
+model does not do the task at all."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,19 @@ class TaskLoss:
     model: float
     model_sem: float
     zero: float
-    """Of predicting 0."""
+    """Loss of predicting 0."""
     zero_sem: float
     ridge: float
-    """Of ridge regression at the task's own penalty."""
+    """Loss of ridge regression at the task's own penalty."""
     ridge_sem: float
     scaled_r2: float
-    """1 - loss / loss of predicting 0 of the prediction times its best factor; NaN where all predictions are 0."""
+    """R^2 = 1 - loss / loss of predicting 0, for the prediction times its best factor; NaN if all
+    predictions are 0."""
     scaled_r2_sem: float
 
     @property
     def r2(self) -> float:
-        """1 - loss / loss of predicting 0; NaN where all responses are 0."""
+        """1 - loss / loss of predicting 0; NaN if all responses are 0."""
         return 1 - self.model / self.zero if self.zero else math.nan
 
     def __str__(self) -> str:
@@ -45,16 +47,18 @@ class TaskLoss:
 
 
 def task_doubt(factor: tuple[float, float], r2: tuple[float, float]) -> str:
-    """A sentence that the model may have been trained on another task; empty where nothing says so.
+    """Sentence that the model may have been trained on another task; empty if nothing suggests it.
 
     Args:
-        factor: The best factor on the prediction, with its standard error.
-        r2: 1 - loss / loss of predicting 0 of the prediction times that factor, with its standard error. As it is, a
-            prediction twice too large is no better than predicting 0, whatever it says of the task. No task turns its
-            sign: of a factor below 0 nothing is said.
+        factor: Best factor on the prediction, with its standard error.
+        r2: 1 - loss / loss of predicting 0 for the prediction times that factor, with its standard
+            error. Without the factor, a prediction twice too large would be no better than
+            predicting 0. No task changes the sign of a
+            prediction: a factor below 0 raises no doubt.
     Example:
         >>> task_doubt((0.61, 0.02), (0.3, 0.03))
-        'the task may be another one: the best factor on its prediction is 0.61 ± 0.02, 1 for the task it was trained on; --task (task=)'
+        'the task may be another one: the best factor on its prediction is 0.61 ± 0.02 (1 for the
+        task of its training); state the task by --task (task=)'
         >>> task_doubt((1.05, 0.01), (0.8, 0.01)), task_doubt((-1220, 30), (0.3, 0.03))
         ('', '')
     """
@@ -66,15 +70,15 @@ def task_doubt(factor: tuple[float, float], r2: tuple[float, float]) -> str:
     if not clear:
         return ""
     return (
-        f"the task may be another one: the best factor on its prediction is {with_error(value, sem)}, "
-        "1 for the task it was trained on; --task (task=)"
+        f"the task may be another one: the best factor on its prediction is {with_error(value, sem)} "
+        "(1 for the task of its training); state the task by --task (task=)"
     )
 
 
 def task_loss(
     prediction: Float[Tensor, "batch d_y"], ridge: Float[Tensor, "batch d_y"], prompts: Prompts
 ) -> TaskLoss:
-    """The loss of a model beside those of ridge regression and of predicting 0.
+    """Loss of a model, next to ridge regression and predicting 0.
 
     Example:
         >>> from mechinterp.config import TaskConfig

@@ -1,4 +1,5 @@
-"""Excess risk of a model beside baselines: learners of linear regression at their best, on the same prompts."""
+"""Excess risk of a model next to baselines: learners of linear regression at their best, on the
+same prompts."""
 
 from dataclasses import dataclass
 
@@ -29,23 +30,25 @@ from mechinterp.models.run.task import task_for
 
 STEPS = 128
 EXACT = 1e-9
-"""A learner below this part of the risk of predicting 0 makes no error, and no ratio to it is formed."""
+"""A learner counts as exact if its risk is below this fraction of the risk of predicting 0; no
+ratio to it is given."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Baselines(Result):
-    """Excess risk of learners, each at the setting that is best on these prompts, beside the model's."""
+    """Excess risk of learners, each at its best setting for these prompts, next to the model's."""
 
     learners: tuple[str, ...]
     tuned: Float[np.ndarray, " learner"]
-    """The penalty or number of steps that was chosen, NaN where there is none to choose."""
+    """The chosen penalty or number of steps; NaN if there is none to choose."""
     risk: Float[np.ndarray, " learner"]
     """Excess risk, unit y^2."""
     risk_sem: Float[np.ndarray, " learner"]
     ratio: Float[np.ndarray, " learner"]
-    """The model's excess risk over the learner's; NaN where the learner makes no error."""
+    """Excess risk of the model divided by that of the learner; NaN if the learner makes no error.
+    """
     ratio_sem: Float[np.ndarray, " learner"]
-    """Standard error of `ratio`, paired, by the delta method."""
+    """Standard error of `ratio`, paired over prompts, by the delta method."""
     model_risk: float
     model_risk_sem: float
 
@@ -56,7 +59,7 @@ class Baselines(Result):
         return f"Baselines(model {risk}, over {ratios})"
 
     def sentences(self) -> list[str]:
-        """The model's excess risk, and its ratio to that of each learner that makes an error."""
+        """Excess risk of the model, and its ratio to each learner that makes an error."""
         ratios = [
             f"{with_error(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
             for name, ratio, sem in zip(self.learners, self.ratio, self.ratio_sem, strict=True)
@@ -70,7 +73,8 @@ class Baselines(Result):
         return frame_of(self, "tuned", *with_sem("risk", "ratio"), learner=self.learners)
 
     def plot(self) -> go.Figure:
-        """Excess risk of the model and of each learner but the prediction 0, beside which all others are small."""
+        """Excess risk of the model and of each learner; predicting 0 is left out, because it would
+        dwarf the others."""
         shown = self.to_frame().query("learner != 'zero'")
         risks = np.array([self.model_risk, *shown["risk"]])
         errors = np.array([self.model_risk_sem, *shown["risk_sem"]])
@@ -92,19 +96,24 @@ def baselines(
 ) -> Baselines:
     """Zero, least squares, ridge at its best penalty, gradient descent and Algorithm 1 at their best step.
 
-    Excess risk is the mean of (ŷ − x·β)², the same prompts for all. Each learner has the penalty, or the number of
-    steps up to 128, that is best on these very prompts, which favours it. GD descends from zero with the step
-    1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its correlations with y. Ratios are paired over
-    prompts. Where the model's task has a pool, the posterior mean under it (dMMSE) is one more.
+    Excess risk is the mean of (ŷ − x·β)² on the same prompts for all. Each learner has the penalty,
+    or the number of steps up to 128, that is best on these prompts, which favours it. GD descends
+    from zero with the step 1/λ_max of each prompt; Algorithm 1 does so on x reweighted by its
+    correlations with y. Ratios are paired over prompts. If the model's task has a pool, the
+    posterior mean under it (dMMSE) is added.
 
     Args:
         source: A model, or a function from prompts to predictions.
-        prompts: None: `n_prompts` of the task are drawn, by `seed`.
-        task: Law of the prompts; None: the model's own, which a function has not. It decides which prompts are drawn,
-            and whether there is a pool to compare with; given prompts need none.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the task with `seed`.
+        task: Law of the prompts; None means the model's own, which a function does not have. It
+            decides which prompts are drawn, and whether there is a pool. Given prompts need no
+            task.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
     Source:
-        Algorithm 1 is that of Chen, Zhao and Zou 2024, arXiv 2408.04532, in our reading.
+        Algorithm 1 is our reading of Chen, Zhao and Zou 2024, arXiv 2408.04532.
+    See also:
+        `fit_learners`, `classify`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig, TaskLike
@@ -138,11 +147,11 @@ def baselines(
     )
 
 
-rivals, Rivals = baselines, Baselines  # their names before 0.2.0
+rivals, Rivals = baselines, Baselines  # names before 0.2.0
 
 
 def _learners(prompts: Prompts, task: TaskConfig | None) -> dict[str, tuple[float, np.ndarray]]:
-    """Of each learner, by name, what was chosen and its squared error on every prompt."""
+    """Chosen setting and squared errors on every prompt, for each learner by name."""
     penalised = torch.stack([ridge(prompts, penalty=penalty) for penalty in PENALTIES])
     steps = np.arange(STEPS + 1.0)
     learners = {
@@ -161,7 +170,7 @@ def _learners(prompts: Prompts, task: TaskConfig | None) -> dict[str, tuple[floa
 def _best(
     predictions: torch.Tensor, settings: np.ndarray, prompts: Prompts
 ) -> tuple[float, np.ndarray]:
-    """The setting with the least mean squared error, and its errors."""
+    """Setting with the smallest mean squared error, and its errors."""
     errors = _errors(predictions, prompts)
     best = int(errors.mean(1).argmin())
     return float(settings[best]), errors[best]

@@ -1,4 +1,5 @@
-"""Prompts of pool tasks and of new ones with both ideal predictions, and how near other predictions are to these."""
+"""Distances of predictions to dMMSE and ridge, on prompts with tasks of the pool and with new
+tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -30,15 +31,17 @@ from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
 KINDS = ("pool", "new")
-"""Prompts with tasks of the pool, and with fresh ones."""
+"""Kinds of prompts: with tasks of the pool, and with fresh tasks."""
 MOST_LENGTHS = 16
 ERROR = 5
-"""Column of `Sample.squares` with the squared error of the model; those of dMMSE and ridge follow."""
+"""Column of `Sample.squares` with the squared error of the model; the next columns are those of
+dMMSE and ridge."""
 
 
 @dataclass(frozen=True, eq=False)
 class Closeness:
-    """How near predictions f are to dMMSE and to ridge; of each kind of prompts, and of lengths or steps."""
+    """Distances of predictions f to dMMSE and to ridge, for each kind of prompts and each length or
+    step."""
 
     distance_dmmse: Float[np.ndarray, "*axes"]
     """Mean of |f - dMMSE|^2 / d_x, unit y^2."""
@@ -50,13 +53,14 @@ class Closeness:
     """distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge."""
     relative_sem: Float[np.ndarray, "*axes"]
     weight_dmmse: Float[np.ndarray, "*axes"]
-    """a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares."""
+    """Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares."""
     weight_dmmse_sem: Float[np.ndarray, "*axes"]
     unexplained: Float[np.ndarray, "*axes"]
-    """Mean squared distance to that mixture, over that between dMMSE and ridge."""
+    """Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and
+    ridge."""
     unexplained_sem: Float[np.ndarray, "*axes"]
     risk: Float[np.ndarray, "*axes"]
-    """Excess risk of the model, unit y^2; its loss is larger by the variance of the noise."""
+    """Excess risk of the model, unit y^2; the loss adds the variance of the noise."""
     risk_sem: Float[np.ndarray, "*axes"]
     risk_dmmse: Float[np.ndarray, "*axes"]
     """Excess risk of dMMSE, unit y^2."""
@@ -66,11 +70,11 @@ class Closeness:
     risk_ridge_sem: Float[np.ndarray, "*axes"]
 
     def frame(self, **axis: Int[np.ndarray, " value"]) -> pd.DataFrame:
-        """One row per kind of prompts, and per value of the second axis where there is one."""
+        """One row per kind of prompts, and per value of the second axis if there is one."""
         return frame_of(self, *(field.name for field in fields(self)), tasks=KINDS, **axis)
 
     def plot(self, values: Int[np.ndarray, " value"], title: str, x_title: str) -> go.Figure:
-        """Relative distance over the second axis, on prompts of the pool and on new ones."""
+        """Relative distance over the second axis, on prompts of both kinds."""
         return figures.lines(
             values,
             figures.named((f"{kind} tasks" for kind in KINDS), self.relative, self.relative_sem),
@@ -105,7 +109,7 @@ class Setting:
     task: TaskConfig
     pool: Pool
     own: bool
-    """Whether the pool is the task's."""
+    """True if the pool is the task's own."""
 
     def sample(
         self,
@@ -122,7 +126,7 @@ class Setting:
             seed=seed,
             context_length=max(lengths),
             new_tasks=kind == "new" or not self.own,
-            fitted=1,  # the weight
+            fitted=1,  # one fitted scalar: the weight
         )
         if kind == "pool" and not self.own:
             rows = torch.randint(
@@ -149,8 +153,9 @@ class Sample:
     ridge: list[Tensor]
 
     def squares(self, predictions: list[Tensor]) -> Float[np.ndarray, "prompt length square"]:
-        """Per prompt and length, of predictions f: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>,
-        |dMMSE - ridge|^2, |f - ridge|^2, and the squared errors of f, dMMSE and ridge.
+        """Columns per prompt and length, for predictions f: |f - dMMSE|^2 / d_x, |f - ridge|^2 /
+        d_x, <f - ridge, dMMSE - ridge>, |dMMSE - ridge|^2, |f - ridge|^2, and the squared errors of
+        f, dMMSE and ridge.
 
         Raises:
             ValueError: If predictions overflow.
@@ -167,21 +172,23 @@ class Sample:
 
 
 def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -> Closeness:
-    """Means over prompts of the `squares` of a sample, and their ratios.
+    """Means over prompts of the `squares` of a sample, and ratios of these means.
 
     Args:
-        few: Number of rows at the end that take the place of prompts left out; they count in standard errors alone.
+        few: Number of rows at the end that replace dropped prompts; they enter standard errors
+            only.
     """
     to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
-    # By least squares the mean changes with the weight in second order only: its standard error needs no term for it.
-    weight, weight_sem = _ratios(inner, gap, few)
-    risk, risk_dmmse, risk_ridge = (_mean(each, few) for each in errors)
+    # The weight minimises a mean square, so its error changes that mean in second order only.
+    # The standard error needs no term for it.
+    weight, weight_sem = trimmed_ratios(inner, gap, few)
+    risk, risk_dmmse, risk_ridge = (trimmed_mean(each, few) for each in errors)
     numbers = estimates(
-        distance_dmmse=_mean(to_dmmse, few),
-        distance_ridge=_mean(to_ridge, few),
-        relative=_ratios(to_dmmse, to_dmmse + to_ridge, few),
+        distance_dmmse=trimmed_mean(to_dmmse, few),
+        distance_ridge=trimmed_mean(to_ridge, few),
+        relative=trimmed_ratios(to_dmmse, to_dmmse + to_ridge, few),
         weight_dmmse=(weight, weight_sem),
-        unexplained=_ratios(norm - 2 * weight * inner + weight**2 * gap, gap, few),
+        unexplained=trimmed_ratios(norm - 2 * weight * inner + weight**2 * gap, gap, few),
         risk=risk,
         risk_dmmse=risk_dmmse,
         risk_ridge=risk_ridge,
@@ -190,28 +197,38 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
 
 
 def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: int) -> Closeness:
-    """The same without the worst prompts of each kind, one in `one_in`, by the squared error of the model.
-
-    Standard errors are those of trimmed means: in them a prompt that is left out counts as the worst that stays.
-    """
-    few, kinds = len(squares) // one_in, []
-    for kind in np.moveaxis(squares, 1, 0):
-        kept = kind[without_worst(kind[:, ERROR], one_in)]
-        worst = kept[kept[:, ERROR].argmax()]
-        kinds.append(np.concatenate([kept, np.repeat(worst[None], few, 0)]))
+    """`closeness` without the worst prompts of each kind: 1 in `one_in`, by the model's error."""
+    few = len(squares) // one_in
+    kinds = [trimmed(kind, kind[:, ERROR], one_in) for kind in np.moveaxis(squares, 1, 0)]
     return closeness(np.stack(kinds, 1), few)
 
 
-def _mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
+def trimmed(
+    values: Float[np.ndarray, " prompt *axes"], sizes: Float[np.ndarray, " prompt"], one_in: int
+) -> Float[np.ndarray, " prompt *axes"]:
+    """Values in which the worst prompts are replaced: 1 in `one_in`, by `sizes`.
+
+    First come the other prompts. Then comes the worst of these, once for each replaced prompt.
+    These last rows enter standard errors only, as the standard error of a trimmed mean needs.
+    """
+    stay = without_worst(sizes, one_in)
+    kept = values[stay]
+    worst = kept[sizes[stay].argmax()]
+    return np.concatenate([kept, np.repeat(worst[None], len(values) - len(kept), 0)])
+
+
+def trimmed_mean(values: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the first axis without the last `few` rows, and its standard error with them."""
     kept = len(values) - few
     mean, sem = mean_and_sem(values[:kept])
     return mean, _with_cut(sem, values[kept:] - mean, len(values))
 
 
-def _ratios(
+def trimmed_ratios(
     numerator: np.ndarray, denominator: np.ndarray, few: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ratios of means over the first axis with their standard errors, each of the other axes by itself."""
+    """Ratios of means over the first axis and their standard errors, separately along the other
+    axes."""
     n, shape = len(numerator), numerator.shape[1:]
     kept = n - few
     columns = [each[:kept].reshape(kept, -1).T for each in (numerator, denominator)]
@@ -226,16 +243,16 @@ def _with_cut(sem: np.ndarray, residual: np.ndarray, n_prompts: int) -> np.ndarr
 
 
 def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> Setting:
-    """The task and pool of a comparison.
+    """Task and pool of a comparison.
 
     Raises:
-        ValueError: If one is missing, or the pool is of other sizes than the task.
+        ValueError: If there is no task or no pool, or the sizes of the pool differ from the task's.
     """
     task = task_for(source, task, analysis)
     if pool is None:
         if task.n_tasks is None:
             raise ValueError(
-                f"{analysis} needs a pool: task.n_tasks must be a number where no pool is given, got null."
+                f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
         return Setting(task, task_pool(task), own=True)
     require_pool(pool, task.d_x, task.d_y)
@@ -245,17 +262,19 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
 def lengths_of(
     source: Source, task: TaskConfig, context_lengths: Sequence[int] | None
 ) -> list[int]:
-    """The context lengths of a comparison, rising: those of a checkpoint's training, else from 1 to the task's own.
+    """Context lengths of a comparison, rising: from the shortest of a checkpoint's training, or 1,
+    to the task's own.
 
     Raises:
-        ValueError: If one is below 1, or there are none.
+        ValueError: If a length is below 1, or there are none.
     """
     if context_lengths is not None:
         if not context_lengths or min(context_lengths) < 1:
             raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
         return sorted(set(context_lengths))
     longest = task.context_length
-    # What a model has not been trained on may be anything; of linear attention it is often huge.
+    # At lengths that a model was not trained on, its prediction is arbitrary; for linear attention
+    # it is often huge.
     shortest = min(getattr(source, "shortest_trained", None) or 1, longest)
     count = min(longest - shortest + 1, MOST_LENGTHS)
     return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})

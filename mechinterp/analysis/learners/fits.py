@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.learners.baseline_comparison import ERRORS
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -44,33 +43,39 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
-"""Of any task; where it has a pool, dmmse comes behind them."""
+"""Learners for any task; a task with a pool adds dmmse."""
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
 N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 LEFT_OUT = (
-    "Left out, as the law of the prompts is not known: longer contexts, the posterior mean under a pool. Ridge has the "
-    "penalty that is best on these prompts; task= states the law."
+    "Left out, because the law of the prompts is unknown: longer contexts, the posterior mean under a pool. Ridge has the "
+    "penalty that is best on these prompts; state the law by task=."
 )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearnerFits(Result):
-    """Closeness of a model to closed-form learners, each fitted to the model at every context length.
+    """Distances of a model to closed-form learners, each fitted to the model at every context
+    length.
 
-    All learners and the model see the same prompts, so that differences are paired. Losses are against
-    the noisy query response, in units of y^2.
+    All learners and the model see the same prompts, so that differences are paired. Losses are
+    against the noisy query response, in units of y^2.
     """
 
     context_length: Int[np.ndarray, " length"]
     trained_length: int
-    """Context length the verdict speaks of: the task's own."""
+    """Context length of the verdict: the task's own."""
     n_prompts: int
     factor: Float[np.ndarray, "length learner"]
-    """Least-squares step size eta of vanilla and debiased GD, mu of the kernel head; NaN for the others."""
+    """Least-squares step size eta of vanilla and debiased GD; mu times the sign of `kernel_omega`
+    for the kernel head; NaN for the others.
+
+    (-omega, -mu) predicts nearly the same as (omega, mu), hence the sign.
+    """
     factor_sem: Float[np.ndarray, "length learner"]
     """Standard error of `factor` over prompts; that of mu covers the fit of omega."""
     kernel_omega: Float[np.ndarray, " length"]
-    """Fitted omega of the kernel head, unit 1/x^2; negative only where that is clearly closer to the model."""
+    """Fitted omega of the kernel head, unit 1/x^2. If -omega fits as well, its
+    sign is a matter of chance."""
     r2: Float[np.ndarray, "length learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, "length learner"]
@@ -78,32 +83,33 @@ class LearnerFits(Result):
     """Root mean square of model minus learner, unit y."""
     rms_sem: Float[np.ndarray, "length learner"]
     loss: Float[np.ndarray, "length learner"]
-    """The learner's own loss."""
+    """Loss of the learner."""
     loss_sem: Float[np.ndarray, "length learner"]
     loss_gap: Float[np.ndarray, "length learner"]
-    """The model's loss minus the learner's."""
+    """Loss of the model minus loss of the learner."""
     loss_gap_sem: Float[np.ndarray, "length learner"]
     """Standard error of `loss_gap`, paired over prompts."""
     model_loss: Float[np.ndarray, " length"]
-    """The model's own loss, unit y^2."""
+    """Loss of the model, unit y^2."""
     model_loss_sem: Float[np.ndarray, " length"]
     lead: float
-    """At the trained length: runner-up's minus the best learner's mean squared distance to the model."""
+    """Mean squared distance to the model of the second-best learner minus that of the best, at the
+    trained length."""
     lead_sem: float
     """Standard error of `lead`, paired over prompts."""
     learners: tuple[str, ...] = LEARNERS
     left_out: str = ""
-    """Sentence on what needs a law of given prompts; empty where it is known."""
+    """Sentence on the parts that need the law of given prompts; empty if the law is known."""
     COLUMNS: ClassVar = dict.fromkeys((*LEARNERS, "dmmse"), "R² of the learner on the predictions.")
 
     @property
     def best(self) -> str:
-        """The learner closest to the model at the trained context length."""
+        """Learner closest to the model at the trained context length."""
         return self.learners[self.rms[self._trained].argmin()]
 
     @property
     def verdict(self) -> str:
-        """The sentence one would write: which learner, how close, and how far ahead of the next."""
+        """Sentence: the closest learner, its distance, and the next learner."""
         best, runner_up = np.argsort(self.rms[self._trained])[:2]
         at = self._trained
         if np.isnan(self.r2[at, best]):
@@ -111,9 +117,9 @@ class LearnerFits(Result):
         name = self.learners[best]
         factor = with_error(self.factor[at, best], self.factor_sem[at, best])
         fitted = f", {FITTED[name]} = {factor}" if name in FITTED else ""
-        clear = "" if self.lead > 2 * self.lead_sem else "; the two cannot be told apart"
+        clear = "" if self.lead > 2 * self.lead_sem else "; the difference is not significant"
         near = self.r2[at, best] >= NEAR
-        closest = "Closest to" if near else "No learner fitted here is close, the nearest is"
+        closest = "Closest to" if near else f"No learner is close (R² < {NEAR:g}); nearest:"
         return (
             f"{closest} {name}{fitted}: {explained(self.r2[at, best], self.r2_sem[at, best])}, "
             f"rms {with_error(self.rms[at, best], self.rms_sem[at, best])} at L = {self.trained_length}; "
@@ -134,11 +140,11 @@ class LearnerFits(Result):
         return frame_of(self, *names, context_length=self.context_length, learner=self.learners)
 
     def sentences(self) -> list[str]:
-        """The verdict, and what is left out."""
+        """The verdict, and the parts that are left out."""
         return [self.verdict, *filter(None, [self.left_out])]
 
     def tables(self) -> dict[str, Table]:
-        """The fits at the trained context length, R^2 over all lengths, and every number of all lengths."""
+        """Fits at the trained context length, R^2 over all lengths, and all numbers of all lengths."""
         frame = self.to_frame()
         trained = frame[frame["context_length"] == self.trained_length]
         over_length = frame.pivot(index="context_length", columns="learner", values="r2")
@@ -153,15 +159,15 @@ class LearnerFits(Result):
         return {
             "fits_at_trained_length": Table(trained, title, quiet=quiet),
             "r2_over_length": Table(over_length, "R² over context length"),
-            "fits": Table(frame, "Every number", brief=False),
+            "fits": Table(frame, "All numbers", brief=False),
         }
 
     def to_document(self) -> dict:
-        """What scripts read of the fits."""
+        """Fields of the JSON document."""
         names = ("best", "verdict", "trained_length", "n_prompts", "lead", "lead_sem")
-        told = {name: getattr(self, name) for name in names}
-        told |= {"left_out": self.left_out} if self.left_out else {}
-        return told | {"fits": records(self.to_frame())}
+        fields = {name: getattr(self, name) for name in names}
+        fields |= {"left_out": self.left_out} if self.left_out else {}
+        return fields | {"fits": records(self.to_frame())}
 
     def figures(self) -> dict[str, go.Figure]:
         """Distance and loss over the context length."""
@@ -206,24 +212,27 @@ def fit_learners(
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
-    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, and is
-    positive unless a negative omega is clearly closer. Ridge is the task's Bayes predictor, with nothing fitted; a task
+    Step sizes and mu are least squares on the model's predictions. omega of the kernel head is a line search, over
+    either sign. Ridge is the task's Bayes predictor, with nothing fitted; a task
     with a pool has a sixth learner, dmmse.
 
     Args:
-        source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions (which
-            needs a task), the last of those after every layer where it gives several.
-        context_lengths: Numbers of pairs; the task's own is added. Of those that stand for none given, a model
-            takes as many as it has room for.
-        task: Law of the prompts; None: the model's own. Of given prompts it is then not known: ridge has the penalty
-            that is best on them.
-        prompts: Given prompts, whose length is the longest; None: they are drawn.
-        n_prompts: Prompts per context length, at least 8.
+        source: Weights, a checkpoint, a hooked model, or a function from prompts to predictions
+            (which needs a task). Of a function with predictions after every layer, the last ones
+            are used.
+        context_lengths: Numbers of pairs; the task's own is added. The default lengths are cut to
+            the model's positions.
+        task: Law of the prompts; None means the model's own. With given prompts the law is then
+            unknown, and ridge has the penalty that is best on them.
+        prompts: Given prompts, whose length is the longest; None draws them.
+        n_prompts: Number of prompts per context length, at least 8.
         progress: Optional progress callback.
     Raises:
-        ValueError: If a predicting function comes without a task or prompts, or there are too few prompts.
+        ValueError: If a function comes without a task or prompts, or there are too few prompts.
     Source:
         He et al. 2025, arXiv 2503.12734, section 4 (vanilla, debiased GD, Bayes) and eq. (4.12).
+    See also:
+        `classify`, `name_algorithm`, `compare_priors`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> fits = fit_learners(debiased_gradient_step(0.88, 0.05, d_x=5), context_lengths=[40], n_prompts=4096)
@@ -233,7 +242,7 @@ def fit_learners(
     model = learner_of(source)
     task = task_for(source, task, "fit_learners", prompts)
     given = task if isinstance(task, PromptsTask) else None
-    require_number(n_prompts if given is None else len(given.prompts), 2)  # omega and mu
+    require_number(n_prompts if given is None else len(given.prompts), 2)  # fitted: omega and mu
     if context_lengths is CONTEXT_LENGTHS and given is not None:
         context_lengths = [n for n in CONTEXT_LENGTHS if n < task.context_length]
     if context_lengths is CONTEXT_LENGTHS and not is_learner(source):
@@ -260,12 +269,12 @@ def fit_learners(
 
 
 def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
-    """Whether a model has positions for so many pairs."""
+    """True if a model has enough positions for this number of pairs."""
     weights = predictor.weights
     if weights is not None:
         most = weights.model.longest_context
         return most is None or length <= most
-    try:  # somebody's model says so when it runs
+    try:  # an external model raises when it runs
         with torch.no_grad():
             predictor.predict(sample_prompts(task, 2, context_length=length))
     except ValueError:
@@ -311,6 +320,7 @@ def _fit_at(
         shape[:, kernel], prediction, factors[0, kernel], through_omega
     )
     learned = shape * np.where(np.isnan(factors[0]), 1, factors[0])[:, None]
+    factors[0, kernel] *= -1 if omega < 0 else 1
     squares = np.square(prediction[:, None] - learned).mean(2)
     distance, distance_sem = mean_and_sem(squares)
     ratio, ratio_sem = ratio_and_sem(squares, np.square(prediction).mean(1))
@@ -331,13 +341,11 @@ def _fit_at(
 def _kernel_omega(
     model: Callable[[Prompts], Tensor], prompts: Prompts
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
-    """Fits the kernel head closest to the model, mu being free.
-
-    omega is positive unless a negative one is clearly closer, by more than `ERRORS` standard errors: without the mean of y a head
-    and its mirror image (-omega, -mu) predict alike, and the sign would be that of chance.
+    """Fits omega of the kernel head closest to the model; mu is fitted for each omega.
 
     Returns:
-        omega, and what each prompt adds to the best mu through omega, times the number of prompts.
+        omega, and the influence of each prompt on the best mu through omega, times the number of
+        prompts.
     """
     predicted = model(prompts).double()
     require_moderate(predicted)
@@ -351,7 +359,7 @@ def _kernel_omega(
         factor, _ = _least_squares(shape, prediction)
         return factor, np.square(prediction - factor * shape).mean(1)
 
-    from scipy.optimize import minimize_scalar  # takes a good part of a start-up
+    from scipy.optimize import minimize_scalar  # slow import
 
     def closest(low: float, high: float) -> float:
         found = minimize_scalar(
@@ -362,20 +370,37 @@ def _kernel_omega(
         )
         return float(found.x)
 
-    positive, negative = closest(0.0, top), closest(-top, 0.0)
-    gain, gain_sem = mean_and_sem(fitted(positive)[1] - fitted(negative)[1])
-    omega, step = negative if gain > ERRORS * gain_sem else positive, 1e-3 * top
-    # At the least mean D of D_i(omega) = mean |f_i - mu(omega) s_i(omega)|^2 the derivative D' is 0. A prompt that weighs
-    # 1 / n more moves it by D_i' / n, and omega by -D_i' / D'' / n. mu(omega) is that of the whole sample: its own
-    # motion with the prompt drops out of D_i', as D is least in mu.
-    (factor_below, below), (_, at), (factor_above, above) = map(
-        fitted, (omega - step, omega, omega + step)
+    both = closest(0.0, top), closest(-top, 0.0)
+    omega = min(both, key=lambda omega: fitted(omega)[1].mean())
+    return omega, _through_omega(prompts, prediction, omega, fitted(omega)[0])
+
+
+def _through_omega(
+    prompts: Prompts, prediction: Float[np.ndarray, "prompt d_y"], omega: float, factor: float
+) -> Float[np.ndarray, " prompt"]:
+    """Influence of each prompt on the best mu through the best omega, times the number of prompts.
+
+    (omega, mu) minimise D = mean |f - mu s(omega)|^2. A prompt with 1 / n more weight moves them by
+    -H^-1 psi_i / n, where H has the second derivatives of D, and psi_i the first derivatives of the
+    prompt's own |f_i - mu s_i|^2. The result is the motion of mu minus its motion at a fixed omega.
+    """
+    x, y, query = (each.double() for each in (prompts.x, prompts.y, prompts.x_query))
+    scores = torch.einsum("bli, bi -> bl", x, query)
+    pattern = torch.softmax(omega * scores, dim=1)
+    scores = scores - (pattern * scores).sum(1, keepdim=True)
+    bend = scores.square() - (pattern * scores.square()).sum(1, keepdim=True)
+    s, ds, dds = (
+        torch.einsum("bl, bln -> bn", pattern * each, y).numpy()
+        for each in (torch.ones_like(scores), scores, bend)
     )
-    slope = (factor_above - factor_below) / (2 * step)
-    curvature = (above - 2 * at + below).mean() / step**2
-    # Without curvature no prediction depends on omega, or the search has come to its end.
-    influence = -(above - below) / (2 * step) / curvature if curvature > 0 else np.zeros_like(at)
-    return omega, slope * influence
+    left = prediction - factor * s
+    by_omega, by_mu = -2 * factor * (left * ds).mean(1), -2 * (left * s).mean(1)
+    omega_twice = 2 * factor * (factor * ds**2 - left * dds).mean()
+    mixed, mu_twice = 2 * (factor * s * ds - left * ds).mean(), 2 * (s**2).mean()
+    determinant = omega_twice * mu_twice - mixed**2
+    if not determinant > 0:  # no prediction depends on omega, or the search ended at its bound
+        return np.zeros(len(s))
+    return mixed * (by_omega - mixed / mu_twice * by_mu) / determinant
 
 
 def _least_squares(
@@ -392,12 +417,13 @@ def _kernel_factor_sem(
     factor: float,
     through_omega: Float[np.ndarray, " first"],
 ) -> float:
-    """Standard error of the kernel head's mu over prompts, which move it by themselves and through omega.
+    """Standard error of the kernel head's mu over prompts, including their influence through omega.
 
     Args:
-        through_omega: As of `_kernel_omega`, for the first prompts, to which omega was fitted.
+        through_omega: Influence through omega as returned by `_kernel_omega`, for the prompts that
+            omega was fitted to.
     """
-    left = (shape * (prediction - factor * shape)).mean(1) / np.square(shape).mean()
-    influence = left / len(left)
+    residual = (shape * (prediction - factor * shape)).mean(1) / np.square(shape).mean()
+    influence = residual / len(residual)
     influence[: len(through_omega)] += through_omega / len(through_omega)
     return float(np.sqrt(len(influence)) * influence.std(ddof=1))

@@ -27,7 +27,7 @@ class SharedLosses(Result):
     loss: Float[np.ndarray, "length model"]
     loss_sem: Float[np.ndarray, "length model"]
     gap: Float[np.ndarray, "length model"]
-    """Loss minus that of the first model."""
+    """Loss minus the loss of the first model."""
     gap_sem: Float[np.ndarray, "length model"]
     """Standard error of `gap`, paired over prompts."""
 
@@ -60,12 +60,12 @@ def shared_losses(
     n_prompts: int = 20_000,
     seed: int = 0,
 ) -> SharedLosses:
-    """Losses of models on prompts they share, with paired differences from the first.
+    """Losses of models on shared prompts, with paired differences from the first model.
 
     Args:
-        models: Weights, checkpoints or hooked models of the task's d_x and d_y, or functions from prompts to
-            predictions such as those of `icl.predictors`, by name.
-        context_lengths: Numbers of pairs; None: the task's own.
+        models: By name: weights, checkpoints or hooked models of the task's d_x and d_y, or
+            functions from prompts to predictions such as those of `icl.predictors`.
+        context_lengths: Numbers of pairs; None means the task's own.
     Raises:
         ValueError: If there is no model.
     Example:

@@ -1,4 +1,5 @@
-"""Which simple learner is nearest to a model's predictions: learners fitted to them, on the prompts of its task."""
+"""The simple learner nearest to a model's predictions; the learners are fitted on prompts of its
+task."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,31 +20,32 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 
 NEAR = 0.5
-"""R^2 of what comes nearest below which it is not called near."""
+"""R² of the nearest learner from which on it counts as close."""
 OMEGAS = 2 * np.geomspace(1, 0.03, 12)
-"""Scales of the kernel smoothers that a model is held against, either sign, times 1 / (E x_i^2 sqrt(d_x))."""
+"""Scales of the kernel smoothers that a model is compared with, in units of 1 / (E x_i^2
+sqrt(d_x)); each is tried with both signs."""
 UNSCALED = ("least_squares", "ridge")
-"""Learners that are taken as they are, without a factor."""
+"""Learners that are compared without a fitted factor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Nearby:
-    """How much simple learners, fitted to a model, explain of its predictions."""
+    """R² of simple learners, fitted to a model, against its predictions."""
 
     learners: tuple[str, ...]
-    """Nearest first."""
+    """Names, nearest first."""
     r2: Float[np.ndarray, " learner"]
     """1 - mean (model - learner)^2 / mean model^2."""
     r2_sem: Float[np.ndarray, " learner"]
     lead: Float[np.ndarray, " learner"]
-    """R^2 of the model's own formula, or without one of the nearest learner, minus that of the learner; the formula is
-    scaled to fit as they are."""
+    """R² of the reference (the model's own formula, else the nearest learner) minus R² of this
+    learner. The formula has its best factor."""
     lead_sem: Float[np.ndarray, " learner"]
-    """Paired over prompts."""
+    """Standard error of `lead`, paired over prompts."""
 
     @property
     def is_near(self) -> bool:
-        """Whether the nearest is near at all."""
+        """True if the R² of the nearest learner is at least NEAR."""
         return bool(self.r2[0] >= NEAR)
 
     def records(self) -> list[dict[str, object]]:
@@ -52,13 +54,13 @@ class Nearby:
         return frame_of(self, *names, learner=self.learners).to_dict(orient="records")
 
     def told(self, n: int = 0) -> str:
-        """A learner with what it explains."""
+        """Name of a learner with its R²."""
         return f"{LEARNERS[self.learners[n]]}, {explained(self.r2[n], self.r2_sem[n])}"
 
     @property
     def sentence(self) -> str:
-        """The nearest learner, and whether it is near."""
-        far = "" if self.is_near else ", which is not near"
+        """The nearest learner, and whether its R² reaches NEAR."""
+        far = "" if self.is_near else f" (below {NEAR:g}: not close)"
         return f"the nearest simple learner is {self.told()}{far}"
 
 
@@ -67,11 +69,12 @@ def nearby(
     families: Mapping[str, Float[Tensor, "member batch d_y"]],
     formula: Float[Tensor, "batch d_y"] | None = None,
 ) -> Nearby:
-    """How near the learners of each family come, the best member with the factor that fits best.
+    """R² of the best member of each family of learners, at its best factor.
 
     Args:
-        families: Predictions of the members, up to a factor; ridge regression and least squares have none.
-        formula: What the model's own formula predicts; None: it has none.
+        families: Predictions of the members. Ridge regression and least squares are used without a
+            factor.
+        formula: Prediction of the model's own formula; None if it has none.
     Example:
         >>> line = torch.tensor([[1.0], [2.0]])
         >>> nearby(3 * line, {"vanilla_gd": line[None]}).r2.tolist()
@@ -95,7 +98,7 @@ def nearby(
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Prompts of a task and what one gradient step needs of them."""
+    """Prompts of a task with the moments for one gradient step."""
 
     prompts: Prompts
     task: TaskConfig
@@ -118,7 +121,9 @@ class Evaluation:
 
     @cached_property
     def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:
-        """Simple learners, up to a factor; of kernel smoothers several scales. Without noise ridge is least squares."""
+        """Predictions of simple learners, up to a factor; several scales of kernel smoothers. Ridge
+        is left out without
+        noise: it is then least squares."""
         x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
         scores = torch.einsum("blx,bx->bl", x, query)
         smoothers = [torch.softmax(omega * scores, 1) for omega in _kernel_omegas(x)]
@@ -133,11 +138,12 @@ class Evaluation:
 
 @lru_cache(maxsize=16)
 def evaluation(task: TaskConfig, n_prompts: int, seed: int, attend_to_self: bool) -> Evaluation:
-    """Prompts drawn once for all models of a task; with `attend_to_self` the token (x_query, 0) counts, too."""
+    """Prompts drawn once for all models of a task; with `attend_to_self` the token (x_query, 0) is
+    a key too."""
     prompts = evaluation_prompts(task, n_prompts=n_prompts, seed=seed, fitted=1)
     keys = prompts.tokens if attend_to_self else prompts.context_tokens
     x, y = keys.split([task.d_x, task.d_y], dim=-1)
-    # Linear attention divides by the length of the context, however many keys there are.
+    # Linear attention divides by the length of the context, whatever the number of keys.
     length = prompts.x.shape[1]
     moment = x.mT @ y
     centred = moment - x.mean(1)[:, :, None] * y.sum(1)[:, None]
@@ -150,7 +156,7 @@ def _nearest(
     *,
     scaled: bool = True,
 ) -> Float[np.ndarray, " batch"]:
-    """Squared distance of the nearest member, scaled to fit."""
+    """Squared distance to the nearest member, scaled to fit."""
     inner, size = (members * prediction).sum((1, 2)), members.square().sum((1, 2))
     factor = inner / size.clamp_min(1e-300) if scaled else torch.ones_like(inner)
     best = int((2 * factor * inner - factor.square() * size).argmax())
@@ -158,6 +164,6 @@ def _nearest(
 
 
 def _kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
-    """Scales of kernel smoothers, from flat to sharp, of either sign."""
+    """Scales of kernel smoothers, from flat to sharp, with both signs."""
     unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
     return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]

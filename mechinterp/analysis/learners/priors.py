@@ -1,4 +1,5 @@
-"""Memorise or generalise: distances of a model from the posterior mean under its pool of tasks (dMMSE) and from ridge."""
+"""Memorisation or generalisation: distances of a model to the posterior mean under its pool (dMMSE)
+and to ridge."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,31 +31,35 @@ from mechinterp.models.run.predictor import Source, learner_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 CLEAR = 2.0
-"""Standard errors from 0.5 at which a relative distance counts as nearer to one side."""
+"""Number of standard errors by which a relative distance must differ from 0.5."""
 OFF_THE_LINE = 0.5
-"""Limit of `unexplained` on tasks of the pool for a model that memorises. A model that generalises has no such limit:
-with a large pool dMMSE and ridge are so near to each other that any error is far off their line."""
+"""Largest `unexplained` on tasks of the pool of a model that memorises. A model that generalises
+has no such limit: for a large pool dMMSE and ridge are so close that any error is far from the line
+between them."""
 FORGETS, KNOWS = 2.0, 1.5
-"""Excess risk on new tasks over that of ridge: at least, for a model that memorises; at most, for one that generalises."""
+"""Excess risk on new tasks divided by that of ridge: smallest for a model that memorises, and
+largest for one that generalises."""
 FEW, MORE = 1000, 100
-"""One prompt in so many is left out for the strategy, and to see whether a few prompts would change it."""
+"""One prompt in FEW is dropped for the strategy. One in MORE is dropped to check that few prompts
+do not decide it."""
 PREDICTORS = ("model", "dmmse", "ridge")
 
 STRATEGIES = {
     "memorises": "memorises them",
     "generalises": "generalises as ridge regression does",
     "neither": "neither memorises them nor generalises as ridge regression does",
-    "undetermined": "is undetermined: the worst hundredth of the prompts decides between "
+    "undetermined": "is undetermined: the worst 1% of the prompts decide between "
     "memorising them and generalising as ridge regression does",
 }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorComparison(Result):
-    """How near a model is to dMMSE and to ridge, at each context length and as means over the lengths."""
+    """Distances of a model to dMMSE and to ridge, at each context length and averaged over the
+    lengths."""
 
     COLUMNS: ClassVar = {
-        "prompts": "Prompts of the means: trimmed (the worst thousandth left out) or all.",
+        "prompts": "Prompts of the means: trimmed (without the worst 0.1%) or all.",
         **{
             f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
             for name in PREDICTORS
@@ -64,23 +69,29 @@ class PriorComparison(Result):
     """Size of the pool."""
     context_length: Int[np.ndarray, " length"]
     at_length: Closeness
-    """[kind, length], the kinds being pool and new."""
+    """[kind, length]; the kinds are pool and new."""
     overall: Closeness
-    """[kind]; means over the lengths and all prompts."""
+    """[kind]; means over the lengths, for all prompts."""
     trimmed: Closeness
-    """[kind]; as `overall`, without the thousandth of the prompts on which the model errs most (none of fewer than
-    1,000). Model, dMMSE and ridge are compared on the prompts that stay."""
+    """[kind]; as `overall`, without the 0.1% of the prompts with the largest error of the model
+    (none of fewer than 1,000). Model, dMMSE and ridge are compared on the remaining prompts."""
     median_risk: Float[np.ndarray, "kind predictor"]
     """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
     carried_by_few: Bool[np.ndarray, " kind"]
-    """Whether the worst hundredth of the prompts makes up more than half of the model's `overall.risk`."""
+    """True if the worst 1% of the prompts make up more than half of the model's `overall.risk`."""
     strategy: str
     """"memorises", "generalises", "neither" or "undetermined", by `trimmed`.
 
-    A model memorises if it is nearer to dMMSE on prompts of the pool, at most 0.5 of the distance between dMMSE and
-    ridge off the line, and its excess risk on new tasks is at least twice that of ridge. It generalises if it is nearer
-    to ridge on new tasks and its excess risk there is at most 1.5 times that of ridge. "Nearer" is by two standard
-    errors. It is undetermined if another answer comes out without the worst hundredth of the prompts."""
+    A model memorises if it is nearer to dMMSE on prompts of the pool, its `unexplained` there is at
+    most 0.5, and its excess risk on new tasks is at least twice that of ridge. It generalises if it
+    is nearer to ridge on new tasks and its excess risk there is at most 1.5 times that of ridge.
+    "Nearer" means by two standard errors. It is undetermined if the answer changes without the
+    worst 1% of the prompts."""
+
+    @property
+    def headline(self) -> str:
+        """The strategy."""
+        return self.strategy
 
     def __repr__(self) -> str:
         trimmed, few = self.trimmed, self.carried_by_few
@@ -88,12 +99,12 @@ class PriorComparison(Result):
             f"{kind}: relative {trimmed.relative[i]:.3g} ± {trimmed.relative_sem[i]:.1g}, "
             f"weight {trimmed.weight_dmmse[i]:.3g} ± {trimmed.weight_dmmse_sem[i]:.1g}, "
             f"risk {trimmed.risk[i]:.3g} (dMMSE {trimmed.risk_dmmse[i]:.3g}, ridge {trimmed.risk_ridge[i]:.3g})"
-            + (f", carried by few prompts: {self.overall.risk[i]:.3g} over all" if few[i] else "")
+            + (f", dominated by few prompts: {self.overall.risk[i]:.3g} over all" if few[i] else "")
             for i, kind in enumerate(KINDS)
         ]
         return (
             f"PriorComparison({self.strategy}, pool of {self.n_tasks}, {self._over_lengths}, "
-            f"without the worst thousandth of prompts; {'; '.join(parts)})"
+            f"without the worst 0.1% of the prompts; {'; '.join(parts)})"
         )
 
     @property
@@ -102,7 +113,8 @@ class PriorComparison(Result):
         return f"L = {first}" if first == last else f"mean over L = {first} to {last}"
 
     def sentences(self) -> list[str]:
-        """The strategy, the distances from dMMSE and ridge, the risks, and whether few prompts carry a mean."""
+        """The strategy, the distances to dMMSE and ridge, the risks, and means that few prompts
+        dominate."""
         trimmed, where = self.trimmed, ("tasks of the pool", "new tasks")
         pairs = zip(trimmed.relative, trimmed.relative_sem, where, strict=True)
         near = ", ".join(f"{with_error(value, sem)} on {of}" for value, sem, of in pairs)
@@ -112,8 +124,8 @@ class PriorComparison(Result):
             for own, dmmse, ridge, of in rows
         )
         few = [
-            f"The worst hundredth of the prompts makes up more than half of the risk on {of}: over all prompts it is "
-            f"{digits(self.overall.risk[i])}, and the median {digits(self.median_risk[i, 0])}."
+            f"The worst 1% of the prompts make up more than half of the risk on {of}: the mean over all prompts is "
+            f"{digits(self.overall.risk[i])}, the median {digits(self.median_risk[i, 0])}."
             for i, of in enumerate(where)
             if self.carried_by_few[i]
         ]
@@ -121,7 +133,7 @@ class PriorComparison(Result):
             f"With a pool of {self.n_tasks} tasks the model {STRATEGIES[self.strategy]}.",
             f"Relative distance, 0 at the pool's posterior mean (dMMSE) and 1 at ridge regression "
             f"({self._over_lengths}): {near}.",
-            f"Excess risk (y², without the worst thousandth of the prompts): {risks}.",
+            f"Excess risk (y², without the worst 0.1% of the prompts): {risks}.",
             *few,
         ]
 
@@ -139,7 +151,8 @@ class PriorComparison(Result):
         return self.at_length.frame(context_length=self.context_length)
 
     def summary_frame(self) -> pd.DataFrame:
-        """One row per kind of tasks, without the worst thousandth of the prompts and over all: means over the lengths."""
+        """One row per kind of tasks: means over the lengths, without the worst 0.1% of the prompts
+        and over all prompts."""
         named = {"trimmed": self.trimmed, "all": self.overall}
         frame = pd.concat([each.frame().assign(prompts=name) for name, each in named.items()])
         medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
@@ -167,19 +180,26 @@ def compare_priors(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> PriorComparison:
-    """Distances of a model from the pool's posterior mean and from ridge, on tasks of the pool and on new ones.
+    """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on
+    new ones.
 
     Args:
-        source: Weights, a checkpoint, a hooked model, or a function from prompts (in float64) to predictions, which needs a task.
-        task: None: the model's own.
-        pool: Task vectors; None: those of the task.
-        context_lengths: None: up to 16, from 1 or the shortest of a checkpoint's training to the task's own. They share covariates, noise and query.
-        n_prompts: Of each kind.
+        source: Weights, a checkpoint, a hooked model, or a function from prompts (in float64) to
+            predictions, which needs a task.
+        task: Law of the prompts; None means the model's own.
+        pool: Task vectors; None means those of the task.
+        context_lengths: Lengths to compare at; they share covariates, noise and query. None means
+            up to 16 lengths, from 1 or the shortest length in a checkpoint's training to the task's
+            own.
+        n_prompts: Number of prompts of each kind.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there is no task, it has no pool and none is given, a context length is below 1, or the predictions overflow.
+        ValueError: If there is no task, no pool, a context length is below 1, or the predictions
+            overflow.
     Source:
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
+    See also:
+        `prior_heads`, `over_steps`, `dmmse`, `task_pool`.
     Example:
         >>> from functools import partial
         >>> from mechinterp.config import TaskConfig
@@ -211,7 +231,7 @@ def compare_priors(
 
 
 def _strategy(found: Closeness) -> str:
-    """What a model does with its pool, by one set of means."""
+    """Strategy of a model for one set of means."""
     over_ridge = found.risk[1] / found.risk_ridge[1]
     near = found.relative[0] + CLEAR * found.relative_sem[0] < 0.5
     if near and found.unexplained[0] <= OFF_THE_LINE and over_ridge >= FORGETS:

@@ -198,6 +198,8 @@ def classify_layers(
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
+    See also:
+        `classify`, `ablate_heads`, `name_algorithm`.
     Example:
         >>> from pathlib import Path
         >>> from torch import nn
@@ -236,6 +238,7 @@ def classify_layers(
         task=task,
         n_prompts=len(prompts),
         trained_here=predictor.trained_here,
+        reading_doubt=predictor.doubt,
     )
 
 

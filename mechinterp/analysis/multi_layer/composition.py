@@ -1,4 +1,5 @@
-"""Which heads write what later heads read: composition scores of the weights, beside those of random weights."""
+"""Composition scores: how much of the output of a head later heads read, by their weights and next
+to random weights."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,33 +24,34 @@ RANDOM_MODELS = 8
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompositionScores(Result):
-    """How much of what a head writes the query, key or value of a later head reads, by their weights."""
+    """Fraction of a head's output that the query, key or value of a later head reads, by their
+    weights."""
 
     score: Float[np.ndarray, "input layer head later_layer later_head"]
-    """|OV M| / (|OV| |M|), Frobenius norms, between 0 and 1; inputs are q, k, v. NaN where the second head is in no later
-    layer, or one of the two writes or reads nothing."""
+    """|OV M| / (|OV| |M|), Frobenius norms, between 0 and 1; inputs are q, k, v. NaN if the second
+    head is not in a later layer, or if OV or M is zero."""
     random: Float[np.ndarray, " input"]
     """Mean over pairs of heads of `RANDOM_MODELS` models with random initial weights."""
     random_sd: Float[np.ndarray, " input"]
-    """Standard deviation of these over pairs of heads."""
+    """Standard deviation of the random scores over pairs of heads."""
     passed_over: str
-    """What lies between the heads and is passed over; empty if nothing does."""
+    """Parts between the heads that the scores ignore, such as norms; empty if there are none."""
     COLUMNS: ClassVar = {
-        "random_score": "The same of random initial weights, mean over pairs of heads.",
+        "random_score": "Score with random initial weights, mean over pairs of heads.",
         "random_score_sd": "Standard deviation of random_score over pairs of heads.",
     }
 
     def __repr__(self) -> str:
         top: Any = next(self.to_frame().itertuples())
         pairs = counted(int(np.isfinite(self.score).sum()), "pair")
-        over = f"; of the weights alone, {self.passed_over} passed over" if self.passed_over else ""
+        over = f"; weights alone, {self.passed_over} ignored" if self.passed_over else ""
         return (
-            f"CompositionScores({pairs}; furthest above random weights L{top.layer}H{top.head} to {top.input} of "
+            f"CompositionScores({pairs}; largest above random weights: L{top.layer}H{top.head} to {top.input} of "
             f"L{top.later_layer}H{top.later_head} {top.score:.3f} against {top.random_score:.3f} ± {top.random_score_sd:.3f}{over})"
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per pair of heads and input, the furthest above random weights first."""
+        """One row per pair of heads and input, the largest excess over random weights first."""
         found = np.nonzero(np.isfinite(self.score))
         names = ("input", "layer", "head", "later_layer", "later_head")
         frame = pd.DataFrame(dict(zip(names, found, strict=True)))
@@ -62,7 +64,8 @@ class CompositionScores(Result):
         return frame.loc[order].reset_index(drop=True)
 
     def plot(self) -> go.Figure:
-        """A heatmap for each input: rows are heads that write, columns later heads that read; 0 is random weights."""
+        """One heatmap per input: rows are writing heads, columns later reading heads; 0 means
+        random weights."""
         names, n_heads = head_names(self.score.shape[1:3]), self.score.shape[2]
         above = self.score - self.random[:, None, None, None, None]
         matrices = heatmaps.Matrices(
@@ -78,15 +81,18 @@ class CompositionScores(Result):
 
 
 def composition_scores(source: Source) -> CompositionScores:
-    """How strongly each head writes into what the queries, keys and values of later heads read, by their weights.
+    """How strongly each head writes into the queries, keys and values of later heads, by their
+    weights.
 
-    |OV M| / (|OV| |M|) with Frobenius norms, M the later head's QK (q), QK^T (k) or OV (v). A norm before the layers is
-    taken into all of them as far as it is linear, its gain and the mean that it takes away.
+    |OV M| / (|OV| |M|) with Frobenius norms; M is the later head's QK (q), QK^T (k) or OV (v). The
+    linear part of a norm before the layers, its gain and the removal of the mean, is included.
 
     Raises:
-        ValueError: If the model has one layer, or comes without weights of this package.
+        ValueError: If the model has one layer, or has no weights of this package.
     Source:
         Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; TransformerLens' all_composition_scores.
+    See also:
+        `circuits`, `attribute_edges`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> composition_scores(gradient_descent_model([0.5, 0.5], d_x=4)).score.shape
@@ -94,7 +100,9 @@ def composition_scores(source: Source) -> CompositionScores:
     """
     weights = predictor_of(source).weights
     if weights is None:
-        raise ValueError("composition_scores needs the weights by name, got a model without them.")
+        raise ValueError(
+            "composition_scores needs named weights of this package, got a model without them."
+        )
     if weights.n_layers < 2:
         raise ValueError(f"composition_scores needs at least 2 layers, got {weights.n_layers}.")
     random = np.stack([_scores(each) for each in random_models(weights, RANDOM_MODELS)], axis=1)
@@ -119,7 +127,8 @@ def _scores(weights: Weights) -> Float[np.ndarray, "input layer head later_layer
 
 
 def _write_and_read(weights: Weights) -> tuple[Tensor, list[Tensor]]:
-    """OV of the heads as the stream takes it, and what their queries, keys and values read of the stream."""
+    """OV of the heads as added to the stream, and the matrices by which their queries, keys and
+    values read the stream."""
     W_Q, W_K, W_V = (_read_through_norm(weights, name) for name in ("W_Q", "W_K", "W_V"))
     QK, OV = W_Q @ W_K.mT, W_V @ weights.W_O
     return OV, [QK, QK.mT, OV]

@@ -1,4 +1,5 @@
-"""QK and OV circuits of every head of a model of several layers, in coordinates of tokens where the stream allows it."""
+"""QK and OV circuits of every head of a model of several layers, in coordinates of tokens if the
+stream allows it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,37 +19,40 @@ from mechinterp.memory import require_memory
 from mechinterp.models.weights import Weights
 
 CLEAR_PART = 0.99
-"""Of the entries of a layer's circuits in the stream, by size, those on whose largest colours end: few of some models are
-many times all others."""
+"""The colour scale ends at this quantile of abs(entry), for circuits of the stream; 1.0 is the
+maximum. In some models a few entries are many times larger than all others."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayeredCircuits(Result):
     """QK and OV circuits of all heads; the scale of the scores is included.
 
-    In coordinates of tokens they are the direct paths: how a query's token looks at a key's, and what of a key's token a head
-    writes into the prediction, with nothing of other layers in between. `composition_scores` says which heads read others.
+    In token coordinates they are direct paths: how a query's token attends to a key's, and what a
+    head copies from the key's token to the prediction, without other layers in between.
+    `composition_scores` shows which heads read others.
     """
 
     QK: Float[np.ndarray, "layer head query key"]
-    """scale * W_in W_Q W_K^T W_in^T, or without W_in where that is not possible."""
+    """scale * W_in W_Q W_K^T W_in^T, or without W_in if circuits are of the weights alone."""
     OV: Float[np.ndarray, "layer head token out"]
     """W_in W_V W_O W_U, [token coordinate, response], or W_V W_O, [stream, stream]."""
     OV_read: Float[np.ndarray, "layer head"]
-    """Frobenius norm of W_V W_O W_U over that of W_V W_O: how much of what a head writes is read out directly."""
+    """Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read
+    out directly."""
     omega: Float[np.ndarray, "layer head d_x"]
     """Diagonal of QK's x block, unit 1/x^2; NaN in coordinates of the stream."""
     mu: Float[np.ndarray, "layer head d_y"]
     """Diagonal of OV's y block; NaN in coordinates of the stream."""
     coordinates: tuple[str, ...]
-    """Names of the coordinates that circuits read."""
+    """Names of the coordinates that the circuits read."""
     of_weights_alone: str
-    """Why the circuits are of the weights alone, in coordinates of the stream; empty where they are of tokens."""
+    """Reason why the circuits are of the weights alone, in coordinates of the stream; empty for
+    token coordinates."""
     COLUMNS: ClassVar = {
-        "ov_rank": "Participation ratio of OV's squared singular values: how many directions a head moves.",
-        "ov_read": "Norm of what of OV is read out directly, over that of all of OV.",
-        "qk_rank": "Participation ratio of QK's squared singular values: how many directions a head compares.",
-        "qk_norm": "Frobenius norm of the head's QK, the scale in it.",
+        "ov_rank": "Effective number of directions that a head writes: participation ratio of OV's singular values squared.",
+        "ov_read": "Norm of the directly read-out part of OV, divided by the norm of OV.",
+        "qk_rank": "Effective number of directions that a head compares: participation ratio of QK's singular values squared.",
+        "qk_norm": "Frobenius norm of the head's QK, scale included.",
         "ov_norm": "Frobenius norm of the head's OV.",
         "omega_mean": "Mean of omega over coordinates, unit 1/x^2.",
     }
@@ -56,7 +60,7 @@ class LayeredCircuits(Result):
     def __repr__(self) -> str:
         n_layers, n_heads = self.QK.shape[:2]
         if self.of_weights_alone:
-            how = f"of the weights alone, the model has {self.of_weights_alone}"
+            how = f"of the weights alone, because the model has {self.of_weights_alone}"
         else:
             layer, head = np.unravel_index(np.abs(self.mu).mean(2).argmax(), (n_layers, n_heads))
             omega, mu = self.omega[layer, head].mean(), self.mu[layer, head].mean()
@@ -64,16 +68,16 @@ class LayeredCircuits(Result):
         return f"LayeredCircuits({n_layers} layers of {n_heads} heads, {how})"
 
     def sentences(self) -> list[str]:
-        """What these circuits are of."""
+        """Explanation of what these circuits describe."""
         if self.of_weights_alone:
             return [
-                f"The model has {self.of_weights_alone}, so that the circuits are of the weights alone, in coordinates of "
+                f"The model has {self.of_weights_alone}, so the circuits are of the weights alone, in coordinates of "
                 "the stream: QK = W_Q W_K^T times the scale of the scores, OV = W_V W_O."
             ]
         return [
-            "These are direct paths: how a query's token looks at a key's, and what of it a head writes into the "
-            "prediction. QK = W_in W_Q W_K^T W_inᵀ times the scale of the scores, OV = W_in W_V W_O W_U; what other layers "
-            "do in between is left out."
+            "These are direct paths: how a query's token attends to a key's, and what a head copies from it to the "
+            "prediction. QK = W_in W_Q W_K^T W_inᵀ times the scale of the scores, OV = W_in W_V W_O W_U. Effects of other "
+            "layers in between are left out."
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -96,11 +100,12 @@ class LayeredCircuits(Result):
         return self._by_layer("QK and OV", self._qk, self._ov)
 
     def plot_qk(self) -> go.Figure:
-        """The QK circuits of a layer's heads side by side, with a slider over the layers."""
+        """QK circuits of a layer's heads side by side, with a slider over the layers."""
         return self._by_layer("QK", self._qk)
 
     def plot_ov(self) -> go.Figure:
-        """The OV circuits of a layer's heads, with a slider over the layers: rows are what is written."""
+        """OV circuits of a layer's heads, with a slider over the layers; rows are the written
+        coordinates."""
         return self._by_layer("OV", self._ov)
 
     def _qk(self, layer: int) -> heatmaps.Matrices:
@@ -118,7 +123,7 @@ class LayeredCircuits(Result):
         )
 
     def _by_layer(self, what: str, *kinds: Callable[[int], heatmaps.Matrices]) -> go.Figure:
-        """Each layer on colour scales of its own, where they end in the title."""
+        """Figure with one colour scale per layer; the title names its ends."""
         layers = [[kind(layer) for kind in kinds] for layer in range(len(self.QK))]
         frames = {
             str(layer): [change for each in drawn for change in each.changing]
@@ -134,9 +139,10 @@ class LayeredCircuits(Result):
 
 
 def layered_circuits(weights: Weights) -> LayeredCircuits:
-    """Circuits of all heads of a model.
+    """Circuits of all heads of a model of several layers.
 
-    Where nothing but sums lies between tokens, heads and the read-out, the read-in and read-out are multiplied into them.
+    If only sums lie between tokens, heads and read-out, the read-in and read-out matrices are
+    multiplied in.
     """
     weights = weights.to("cpu").to(torch.float64)
     reason, tensors = why_not_in_tokens(weights), weights.tensors
@@ -167,7 +173,7 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
 
 
 def why_not_in_tokens(weights: Weights) -> str:
-    """What keeps circuits from being written in coordinates of tokens; empty if nothing does.
+    """Reason why circuits cannot be written in token coordinates; empty if they can.
 
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
@@ -209,7 +215,8 @@ def _norm(matrices: Tensor) -> Tensor:
 
 
 def _rank(matrices: Float[np.ndarray, "layer head row column"]) -> Float[np.ndarray, "layer head"]:
-    """Participation ratio of the squared singular values, (sum s^2)^2 / sum s^4; NaN of a zero matrix."""
+    """Participation ratio of the squared singular values, (sum s^2)^2 / sum s^4; NaN for a zero
+    matrix."""
     squares = np.square(np.linalg.svd(matrices, compute_uv=False))
     with np.errstate(invalid="ignore"):
         return np.square(squares.sum(-1)) / np.square(squares).sum(-1)

@@ -1,4 +1,4 @@
-"""Attention weights of each head on given prompts, beside the similarity of token and query."""
+"""Attention weights of each head on a few prompts, next to the similarity of token and query."""
 
 from dataclasses import dataclass
 
@@ -18,31 +18,35 @@ from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
-MOST_TOLD = 4
-"""Heads up to which a sentence says something of each."""
+MOST_NAMED = 4
+"""Largest number of heads that a sentence names one by one; of more heads it names the strongest
+only."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionPatterns(Result):
-    """Attention of the query on each of a few prompts, by all heads of all layers."""
+    """Attention weights of the query on a few prompts, for all heads of all layers."""
 
     pattern: Float[np.ndarray, "prompt head key"]
-    """Weights of the keys, heads layer by layer; where the query is among its keys it is the last."""
+    """Attention weight of each key, heads layer by layer; the query is the last key if it attends
+    to itself."""
     layer: Int[np.ndarray, " head"]
     """Layer of each head, from 0."""
     similarity: Float[np.ndarray, "prompt key"]
-    """Scalar product of a key's x and the query's, unit x^2; of a key that holds y, of the x of its pair."""
+    """Scalar product of the key's x and the query's x, unit x^2. A key that holds a y has the x of
+    its pair."""
     x: Float[np.ndarray, "prompt key d_x"]
-    """Covariates of the keys, or of their pairs."""
+    """Covariate x of each key; a key that holds a y has the x of its pair."""
     y: Float[np.ndarray, "prompt key d_y"]
-    """Responses of the keys, or of their pairs; 0 for the query."""
+    """Response y of each key; a key that holds an x has the y of its pair. 0 for the query."""
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
     n_prompts: int
-    """Prompts that these were taken from, by how far the prediction is off."""
+    """Number of prompts from which the shown ones were chosen."""
     outputs: Float[np.ndarray, "prompt head d_y"] | None
-    """Of one layer of attention: what each head adds to the prediction; a bias is what is left of it."""
+    """Contribution of each head to the prediction, without biases; None unless the model is one
+    layer of attention."""
 
     @property
     def head(self) -> Int[np.ndarray, " head"]:
@@ -55,7 +59,7 @@ class AttentionPatterns(Result):
 
     @property
     def head_names(self) -> list[str]:
-        """head 0, ... of one layer, L0H0, ... of several."""
+        """Names "head 0", ... for one layer, "L0H0", ... for several."""
         if self.n_layers == 1:
             return [f"head {head}" for head in self.head]
         return head_names((self.n_layers, len(self.layer) // self.n_layers))
@@ -66,44 +70,45 @@ class AttentionPatterns(Result):
         return f"AttentionPatterns({n_prompts} prompts, {layers}{n_heads} heads, {n_keys} keys)"
 
     def sentences(self) -> list[str]:
-        """Which prompts these are, and how much of the weights their likeness to the query explains."""
+        """The choice of prompts, and how well the similarity to the query explains the attention
+        weights."""
         n_prompts, n_heads, _ = self.pattern.shape
         chosen = f"{n_prompts} prompts"
         if n_prompts < self.n_prompts:
             chosen += (
-                f" of {self.n_prompts}, from the one whose prediction is nearest to its target to the one "
-                f"that is furthest off; it opens on the typical one"
+                f" of {self.n_prompts}, from the smallest error of the prediction to the largest; "
+                f"the picture opens on the median"
             )
         ranks = [self._rank(head) for head in range(n_heads)]
-        # A head whose weights are all alike has no ranks.
+        # A head whose weights are all equal has no ranks.
         texts = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
-        of_each = [f"{rank} of {name}" for rank, name in zip(texts, self.head_names, strict=True)]
-        told = ", ".join(of_each)
-        if n_heads > MOST_TOLD:
+        of_each = [f"{name} {rank}" for rank, name in zip(texts, self.head_names, strict=True)]
+        listed = ", ".join(of_each)
+        if n_heads > MOST_NAMED:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
-            told = f"{of_each[best]}, the largest of {n_heads} heads"
+            listed = f"{of_each[best]}, the strongest of {n_heads} heads"
         signed = (
-            " Weights are products of queries and keys without a softmax: some are negative, and they are no distribution."
+            " Weights are products of queries and keys without a softmax: they do not sum to 1, and some are negative."
             if self.pattern.min() < 0
             else ""
         )
         return [
             f"Attention on {chosen}.{signed}",
-            f"Tokens are sorted by likeness to the query, ⟨x token, x query⟩; its rank correlation with the weights is "
-            f"{told}.",
+            f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
+            f"{listed}.",
         ]
 
     def _rank(self, head: int) -> float:
-        """Mean over prompts of the rank correlation of weights and likeness."""
+        """Mean over prompts of the rank correlation of weight and similarity."""
         pairs = zip(self.pattern[:, head], self.similarity, strict=True)
         return float(np.mean([rank_correlation(*pair) for pair in pairs]))
 
     def tables(self) -> dict[str, Table]:
-        """Every weight."""
+        """Table of all weights."""
         return {"attention": Table(self.to_frame(), "Weight of every token", brief=False)}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Weights over tokens, and over likeness."""
+        """Weights by token, and weights against similarity."""
         return {"attention": self.plot(), "similarity": self.plot_similarity()}
 
     def to_frame(self) -> pd.DataFrame:
@@ -118,7 +123,8 @@ class AttentionPatterns(Result):
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
-        """Attention of each head to each token, the most alike to the query last, with a slider over the prompts."""
+        """Attention of each head to each token, sorted by similarity to the query, with a slider
+        over the prompts."""
         _, n_heads, n_keys = self.pattern.shape
         figure = heatmaps.heatmap(
             self.pattern[0],
@@ -131,21 +137,21 @@ class AttentionPatterns(Result):
         )
         hover = "%{y}, %{text}<br>weight %{z:.4f}<extra></extra>"
         figure.update_traces(hovertemplate=hover)
-        figure.update_xaxes(title_text="tokens, the most alike to the query last", type="category")
+        figure.update_xaxes(title_text="tokens, sorted by similarity to the query", type="category")
         frames, titles = {}, []
         for prompt, weights in enumerate(self.pattern):
             order = self.similarity[prompt].argsort(kind="stable")
             tokens = self._tokens(prompt)
             texts = [[tokens[i] for i in order]] * n_heads
             frames[str(prompt)] = [{"z": weights[:, order].astype(np.float32), "text": texts}]
-            predicted, target = _told(self.prediction[prompt]), _told(self.target[prompt])
+            predicted, target = _joined(self.prediction[prompt]), _joined(self.target[prompt])
             titles.append(f"Prompt {prompt}: ŷ {predicted}, x·β {target}")
         return figures.with_slider(
             figure, frames, label="prompt", titles=titles, start=self.typical
         )
 
     def plot_similarity(self) -> go.Figure:
-        """Attention against how alike token and query are, with a slider over the prompts."""
+        """Attention weight against similarity of token and query, with a slider over the prompts."""
         figure = figures.runs(
             {name: {name: (np.zeros(0), np.zeros(0))} for name in self.head_names},
             title="",
@@ -158,29 +164,29 @@ class AttentionPatterns(Result):
         )
         frames = {}
         for prompt, weights in enumerate(self.pattern):
-            likeness, tokens = self.similarity[prompt], self._tokens(prompt)
-            frames[str(prompt)] = [{"x": likeness, "y": each, "text": tokens} for each in weights]
-        titles = [f"Weight against likeness to the query, prompt {name}" for name in frames]
+            similarity, tokens = self.similarity[prompt], self._tokens(prompt)
+            frames[str(prompt)] = [{"x": similarity, "y": each, "text": tokens} for each in weights]
+        titles = [f"Weight against similarity to the query, prompt {name}" for name in frames]
         return figures.with_slider(
             figure, frames, label="prompt", titles=titles, start=self.typical
         )
 
     @property
     def typical(self) -> int:
-        """The prompt in the middle by how far the prediction is off."""
+        """Index of the prompt with the median squared error."""
         off = np.square(self.prediction - self.target).mean(1)
         return int(off.argsort(kind="stable")[len(off) // 2])
 
     def _tokens(self, prompt: int) -> list[str]:
-        """What the tokens of a prompt are, and how like the query."""
+        """Hover text of each token: x, y and similarity to the query."""
         rows = zip(self.x[prompt], self.y[prompt], self.similarity[prompt], strict=True)
         return [
-            f"token {key}<br>x {_told(x, 2)}<br>y {_told(y)}<br>similarity {s:.3f}"
+            f"token {key}<br>x {_joined(x, 2)}<br>y {_joined(y)}<br>similarity {s:.3f}"
             for key, (x, y, s) in enumerate(rows)
         ]
 
 
-def _told(numbers: np.ndarray, digits: int = 3) -> str:
+def _joined(numbers: np.ndarray, digits: int = 3) -> str:
     return ", ".join(f"{number:.{digits}f}" for number in numbers)
 
 
@@ -192,17 +198,22 @@ def attention_patterns(
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> AttentionPatterns:
-    """The attention of every head of every layer on a few prompts, from the query.
+    """Attention of every head of every layer on a few prompts, from the query.
 
-    Of more prompts than are shown those at even quantiles of (ŷ − x·β)² are taken, from the one that the model does
-    best on to the one it does worst on; prompts that are no more than that stay in their order.
+    If there are more than `shown` prompts, those at even quantiles of (ŷ − x·β)² are shown, from
+    the smallest error to the largest. Otherwise all prompts are shown in their own order.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        shown: Most prompts whose attention is kept.
-        n_prompts: None: 4096, of models with norms or MLPs 512.
+        prompts: Prompts to choose from; None draws `n_prompts` of the model's own task with `seed`.
+        shown: Largest number of prompts in the result.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs.
     Raises:
-        ValueError: If `shown` is below 1, the model lacks the hooks on its patterns, or has neither one nor two positions for each pair.
+        ValueError: If `shown` is below 1, the model has no hooks on its patterns, or it has neither
+            one nor two positions per pair.
+    Source:
+        A choice made here: which prompts are shown.
+    See also:
+        `attention_entropy`, `circuits`.
     Example:
         >>> from mechinterp import load
         >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)
@@ -240,7 +251,7 @@ def attention_patterns(
 
 
 def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
-    """At most so many of the prompts, from the one with the least error on."""
+    """At most `shown` prompts at even quantiles of the squared error, smallest first."""
     if len(prompts) <= shown:
         return prompts
     with torch.no_grad():
@@ -252,10 +263,10 @@ def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
 
 
 def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:
-    """The pair (x, y) behind each key: a key each, or one for x and one for y in turn; the query last.
+    """Pair (x, y) that each key belongs to; keys are pairs, or x and y in turn. The query is last.
 
     Raises:
-        ValueError: If there are neither as many keys.
+        ValueError: If the number of keys fits neither layout.
     """
     length = prompts.x.shape[1]
     if n_keys in (length, length + 1):

@@ -1,4 +1,4 @@
-"""How spread out the attention of each head is: the entropy of its weights over the tokens that the query reads."""
+"""Entropy of each head's attention weights over the tokens that the query reads."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
 RANDOM_MODELS, RANDOM_PROMPTS = 8, 64
 ROUNDING = 1e-3
-"""How far weights of half precision may add up to something else than 1."""
+"""Largest deviation of the sum of the weights from 1 that counts as rounding (half precision)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,12 +35,13 @@ class AttentionEntropy(Result):
     uniform: Float[np.ndarray, " layer"]
     """log of the number of keys, the entropy of uniform attention, in nats."""
     random: Float[np.ndarray, " layer"]
-    """Mean over heads and `RANDOM_MODELS` models with random initial weights, in nats; NaN for weights of unknown form."""
+    """Entropy of the same layer with random weights: mean over heads and `RANDOM_MODELS` models, in
+    nats. NaN if the architecture is unknown."""
     random_sd: Float[np.ndarray, " layer"]
-    """Standard deviation of these over heads and models."""
+    """Standard deviation of `random` over heads and models."""
     COLUMNS: ClassVar = {
         "uniform_entropy": "Entropy of uniform attention, the log of the number of keys; nats.",
-        "random_entropy": "Mean over heads and models with random initial weights of the layer's shape; nats.",
+        "random_entropy": "Entropy with random initial weights, mean over heads and models of the same shape; nats.",
         "random_entropy_sd": "Standard deviation of random_entropy over heads and models.",
     }
 
@@ -53,7 +54,7 @@ class AttentionEntropy(Result):
         )
 
     def sentences(self) -> list[str]:
-        """The heads of the least and of the largest entropy, beside uniform attention."""
+        """Heads with the smallest and the largest entropy, next to uniform attention."""
         heads = []
         for which in (self.entropy.argmin(), self.entropy.argmax()):
             at = np.unravel_index(int(which), self.entropy.shape)
@@ -61,7 +62,7 @@ class AttentionEntropy(Result):
                 f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
                 f"{digits(self.uniform[at[0]])}; random weights: {cell(self.random[at[0]])})"
             )
-        return [f"Attention is least spread out in {heads[0]} and most in {heads[1]}."]
+        return [f"Smallest entropy of attention: {heads[0]}. Largest: {heads[1]}."]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -71,7 +72,8 @@ class AttentionEntropy(Result):
         return frame.rename(columns=named)
 
     def plot(self) -> go.Figure:
-        """Entropy of every head beside that of random weights; a dotted line is uniform attention."""
+        """Entropy of every head next to that of random weights; the dotted line is uniform
+        attention."""
         frame = self.to_frame()
         columns = {"model": ["entropy", "entropy_sem"]}
         if np.isfinite(self.random).all():
@@ -90,16 +92,22 @@ class AttentionEntropy(Result):
 def attention_entropy(
     source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> AttentionEntropy:
-    """Entropy of each head's attention from the query, beside uniform attention and random initial weights.
+    """Entropy of each head's attention from the query, next to uniform attention and random initial
+    weights.
 
-    H = -sum_l p_l log p_l, at most log L over L keys, and 0 where one key has all of the weight.
+    H = -sum_l p_l log p_l. It is log L for uniform attention over L keys, and 0 if one key has all
+    the weight.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs.
     Raises:
-        ValueError: If the weights are no distribution, as those of linear attention, or the model lacks the hooks on its
-            patterns.
+        ValueError: If the weights are negative or do not sum to 1 (linear attention), or the model
+            has no hooks on its patterns.
+    Source:
+        Shannon's entropy; the comparison with random weights is a choice made here.
+    See also:
+        `attention_patterns`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import kernel_head
         >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
@@ -137,7 +145,8 @@ def _require_distribution(patterns: Float[Tensor, "layer prompt head key"]) -> N
 
 
 def _at_random(predictor: Predictor, prompts: Prompts) -> Float[np.ndarray, "model layer head"]:
-    """Mean entropies of models of the same shape with random initial weights; NaN where the shape is not known."""
+    """Mean entropies of models of the same shape with random initial weights; NaN if the shape is
+    unknown."""
     if predictor.weights is None:
         return np.full((2, predictor.n_layers, predictor.n_heads), np.nan)
     drawn = prompts.to("cpu").to(torch.float32)

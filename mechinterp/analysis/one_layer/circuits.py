@@ -1,4 +1,4 @@
-"""QK and OV circuits of each head, and how far they are from diagonal."""
+"""QK and OV circuits of each head, and their deviation from diagonal form."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ class Circuits(Result):
     """QK and OV circuits of a one-layer model; the QK scale is included."""
 
     QK: Float[np.ndarray, "head d_model d_model"]
-    """scale * W_Q W_K^T, [query coordinate, key coordinate]. Rows of the query's y slot never act: it is 0."""
+    """scale * W_Q W_K^T, [query coordinate, key coordinate]. Rows of the query's y slot have no
+    effect: the slot is 0."""
     OV: Float[np.ndarray, "head d_model d_y"]
     """W_V W_O, [token coordinate, response]."""
     omega: Float[np.ndarray, "head d_x"]
@@ -36,13 +37,14 @@ class Circuits(Result):
     mu: Float[np.ndarray, "head d_y"]
     """Diagonal of OV's y block."""
     qk_diagonal: Float[np.ndarray, " head"]
-    """Norm of the QK x block's diagonal over that of the whole block; 1 for a diagonal block."""
+    """Norm of the diagonal of the QK x block over the norm of the block; 1 for a diagonal block."""
     qk_off_diagonal: Float[np.ndarray, " head"]
     """Largest |entry| of the QK x block off the diagonal, unit 1/x^2."""
     qk_y_leak: Float[np.ndarray, " head"]
-    """Largest |entry| between a query's x and a key's y (the last row of the papers' KQ), unit 1/(x y)."""
+    """Largest |entry| between the query's x and a key's y (last row of KQ in the papers), unit 1/(x
+    y)."""
     ov_last_entry: Float[np.ndarray, " head"]
-    """Norm of mu over that of the whole OV circuit; 1 if only y is read."""
+    """Norm of mu over the norm of the OV circuit; 1 if only y is read."""
     ov_x_leak: Float[np.ndarray, " head"]
     """Largest |entry| of OV that reads from x, unit y/x."""
 
@@ -57,7 +59,7 @@ class Circuits(Result):
         return f"Circuits({heads})"
 
     def sentences(self) -> list[str]:
-        """Scales of each head, and how far its circuits are of the published form."""
+        """Scales of each head, and the deviation of its circuits from the published form."""
         scales = zip(self.omega_mean, self.mu, strict=True)
         heads = [
             f"H{h} omega {digits(o)} and mu {', '.join(map(digits, m))}"
@@ -65,8 +67,8 @@ class Circuits(Result):
         ]
         return [
             f"Mean omega (1/x²) and mu of each head: {'; '.join(heads)}.",
-            f"Of the norm of QK's x block at least {digits(self.qk_diagonal.min())} is on its diagonal, of that of OV at least "
-            f"{digits(self.ov_last_entry.min())} reads y.",
+            f"Diagonal part of the QK x blocks: at least {digits(self.qk_diagonal.min())} of the norm. Part of the OV "
+            f"circuits that reads y: at least {digits(self.ov_last_entry.min())} of the norm.",
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -77,11 +79,11 @@ class Circuits(Result):
         return pd.DataFrame(columns | {name: getattr(self, name) for name in NUMBERS})
 
     def plot(self) -> go.Figure:
-        """The part of every QK circuit that acts, and every OV circuit below it."""
+        """The active part of every QK circuit, with the OV circuits below."""
         return heatmaps.head_heatmaps(self._qk, self._ov, title="QK and OV circuits")
 
     def plot_qk(self) -> go.Figure:
-        """The part of every QK circuit that acts: rows are the query's x, columns a key's x and y."""
+        """The active part of every QK circuit: rows are the query's x, columns a key's x and y."""
         return heatmaps.head_heatmaps(self._qk, title="QK circuits")
 
     def plot_ov(self) -> go.Figure:
@@ -109,16 +111,20 @@ class Circuits(Result):
 def circuits(source: Source) -> Circuits | LayeredCircuits:
     """QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.
 
-    QK says how strongly a query's x looks at a key's x and y: W_Q W_K^T times the scale of the scores. OV says what
-    is read from the tokens a head looks at: W_V W_O. In the published pattern QK is omega times the identity on x,
-    and OV is mu on y. Rows of QK that belong to the query's empty y slot never act and are not drawn. Of several layers, or a layer with more around it, circuits are in coordinates of tokens where only
-    sums lie between tokens, heads and read-out, else of the weights alone, and the result says why.
+    QK is how strongly the query's x attends to a key's x and y: W_Q W_K^T times the scale of the
+    scores. OV is what the head reads from the tokens that it attends to: W_V W_O. In the published
+    pattern QK is omega times the identity on x, and OV is mu on y. Rows of QK that belong to the
+    query's empty y slot have no effect and are not drawn. With several layers, or MLPs and norms,
+    circuits are in token coordinates only if nothing but sums lies between tokens, heads and
+    read-out. Otherwise they are those of the weights alone, and the result says why.
 
     Raises:
-        ValueError: If the model comes without weights of this package.
+        ValueError: If the model has no weights of this package.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
+    See also:
+        `classify`, `classify_circuits`, `composition_scores`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import diagonal_heads
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
@@ -149,12 +155,12 @@ def circuits_of(weights: AttentionWeights) -> Circuits:
 
 
 def weights_of(source: Source, analysis: str) -> AttentionWeights:
-    """The heads of a model of one attention layer, in float64 on the CPU.
+    """Heads of a model that is one attention layer, in float64 on the CPU.
 
     Args:
-        analysis: What needs them, for the message.
+        analysis: Name of the calling analysis, for the error message.
     Raises:
-        ValueError: If the model is another.
+        ValueError: If the model is of another kind.
     """
     try:
         return predictor_of(source).circuits.to("cpu").to(torch.float64)

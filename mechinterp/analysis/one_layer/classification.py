@@ -1,4 +1,5 @@
-"""What is found of a model that is one layer of attention: its label and those of its heads, with the evidence."""
+"""Result of classifying a model that is one layer of attention: its label, the labels of its heads,
+the evidence."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,32 +22,32 @@ from mechinterp.analysis.verdict import Verdict, spelled_out
 from mechinterp.display import counted
 
 MEANINGS = {
-    "positive": "looks at tokens whose x is like the query's and adds their y",
-    "negative": "looks at tokens whose x is unlike the query's and takes their y away",
-    "mismatched": "omega and mu differ in sign: what it looks at and what it adds pull apart",
-    "mixed": "entries of its omega, or of its mu, have both signs",
-    "unstructured": "its circuits are not of the form that omega and mu describe",
-    "dummy": "adds next to nothing to the prediction",
+    "positive": "attends to tokens whose x is similar to the query's and adds their y",
+    "negative": "attends to tokens whose x is opposite to the query's and subtracts their y",
+    "mismatched": "omega and mu have different signs: the head subtracts the y of similar tokens",
+    "mixed": "the entries of omega, or of mu, have different signs",
+    "unstructured": "the circuits do not have the form that omega and mu describe",
+    "dummy": "contributes almost nothing to the prediction",
 }
-ADDS = "adds y weighted by how alike token and query are"
+ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal"),
     *("theta", "supports", "support_leak", "theta_spread"),
 )
 HOW = {
-    "pattern": "the first definition that all numbers below allow",
+    "pattern": "the first definition that all numbers below satisfy",
     "sign_matching": "omega and mu of every active head have the same sign",
     "omega_spread": "max/min |omega| over active heads, minus 1",
     "zero_sum": "|Σ mu| / Σ |mu|",
     "eta": "Σ mu·omega, times f'(0): the step",
-    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² the noise variance over the signal's",
-    "R² with idealised heads": "of the model's predictions, by heads that keep omega and mu only",
-    "R² of the closed form": "of the model's predictions, by the learner built from omega and mu",
+    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² = noise variance / signal variance",
+    "R² with idealised heads": "of the model's predictions; each head keeps its omega and mu only",
+    "R² of the closed form": "of the model's predictions; the formula is built from omega and mu",
     "R² on its task": "1 − loss / loss of predicting 0",
-    "principal components used": "directions that are more than half learned",
-    "learned part of each component": "eᵀ M e over its value at the optimum",
-    "share of E y² predicted off the components": "by the entries of M between two directions",
+    "principal components used": "number of directions that are more than half learned",
+    "learned part of each component": "eᵀ M e divided by its value at the optimum",
+    "share of E y² predicted off the components": "by entries of M between two directions",
 }
 
 
@@ -58,40 +59,45 @@ class Classification(Evidence, Classified):
     "task_heads", "superposition", "linear_gd", "unstructured", "undetermined".
     """
 
-    heads_title: ClassVar = f"""Heads: share of the output; omega and mu are what one multiplies x·x and y by
+    heads_title: ClassVar = f"""Heads: share = part of the output; a head multiplies x·x by omega and y by mu
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""
     share: Float[np.ndarray, " head"]
-    """Standard deviation of a head's output over prompts, divided by the sum of that over heads."""
+    """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
+    """
     circuits: Circuits
     sign_matching: bool
-    """Whether omega and mu of every active head have the same sign."""
+    """True if omega and mu of every active head have the same sign."""
     omega_form: Float[np.ndarray, " head"]
-    """Mean over coordinates of each head's factor of the form: its factor on the common matrix, else omega_mean."""
+    """Factor of each head on the matrix that all heads share, if there is one; otherwise
+    omega_mean."""
     task_leak: Float[np.ndarray, " head"]
-    """Second largest |mu_n| of a head over the largest; 0 for one response."""
+    """Second largest |mu_n| of a head divided by the largest; 0 for one response."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
-    """Fraction of heads of such models that reach a head's `qk_diagonal` and `ov_last_entry`."""
+    """P-values of each head's `qk_diagonal` and `ov_last_entry`: fraction of random heads that
+    reach the value."""
     random_ranges: Mapping[str, tuple[float, float]]
-    """Where randomly initialised models (or heads) lie, 5% to 95% of them, by the name of the number."""
+    """5% and 95% quantiles of each number over randomly initialised models (or heads), by the name
+    of the number."""
     n_random: int
-    """Randomly initialised models behind the p-values; the least that one can be is 1 / (n_random + 1)."""
+    """Number of randomly initialised models behind the p-values. The smallest possible p-value is 1
+    / (n_random + 1)."""
     kernel: str
-    """Weight of a pair by its score s, such as "exp({s})", up to a factor."""
+    """Weight of a pair as a function of its score s, such as "exp({s})", up to a factor."""
     calibrated: bool
-    """Whether the label was given as in the calibration: by the default limits, from attention alone."""
+    """True if the calibration applies to this label: default limits, and attention alone."""
     caveat: str
-    """What the numbers are of, where they are not of the model's own prediction."""
+    """Note if the numbers do not describe the model's own prediction; else empty."""
 
     @property
     def verdict(self) -> Verdict:
-        """What the model computes, how sure that is, and what it is not."""
+        """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
         return heads_verdict(self)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head: label, share and circuit scalars, with what random heads reach."""
+        """One row per head: label, share and circuit scalars, with p-values under random heads."""
         frame = self.circuits.to_frame()
         frame.insert(1, "label", list(self.labels))
         frame.insert(2, "share", self.share)
@@ -106,7 +112,7 @@ class Classification(Evidence, Classified):
         return frame
 
     def sentences(self) -> list[str]:
-        """The pattern and why, the verdict, the loss, and the kinds of heads."""
+        """The verdict, the loss, the pattern with its reason, and the kinds of heads."""
         labels = list(dict.fromkeys(self.labels))
         kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
         return [
@@ -116,7 +122,7 @@ class Classification(Evidence, Classified):
         ]
 
     def tables(self) -> dict[str, Table]:
-        """The evidence, and every number of the heads."""
+        """The evidence, and all numbers of the heads."""
         return {
             "pattern": Table(self.evidence_frame(), "Evidence"),
             "heads": Table(
@@ -126,7 +132,7 @@ class Classification(Evidence, Classified):
 
     @property
     def brief(self) -> str:
-        """What earned the label, or why there is none."""
+        """The R² behind the label, or the reason why there is none."""
         if self.pattern in NO_LABEL:
             return f"; {spelled_out(self.reason)}"
         return f", {explained(self.learner.r2, self.learner.r2_sem)}"
@@ -141,7 +147,7 @@ class Classification(Evidence, Classified):
 
     @property
     def of_a_row(self) -> dict[str, object]:
-        """Labels and scales of the heads."""
+        """Labels and scales of the heads, for a row of a table of many models."""
         scales = self.circuits
         return {
             "labels": list(self.labels),
@@ -151,14 +157,14 @@ class Classification(Evidence, Classified):
 
     @property
     def notes(self) -> list[str]:
-        """Where random weights lie in the numbers of the table and of the evidence."""
+        """Ranges of the numbers under random weights."""
         ranges = [
             f"{name} {digits(low)} to {digits(high)}"
             for name, (low, high) in self.random_ranges.items()
             if low < high
         ]
         return [
-            f"Of {self.n_random} models with random weights 90% lie within {', '.join(ranges)}."
+            f"Range of {self.n_random} models with random weights (5% to 95%): {', '.join(ranges)}."
         ]
 
     def figures(self) -> dict[str, go.Figure]:
@@ -166,7 +172,7 @@ class Classification(Evidence, Classified):
         return {"heads": self.plot()}
 
     def evidence_frame(self) -> pd.DataFrame:
-        """One row per number behind the pattern, beside that of random weights."""
+        """One row per number behind the pattern, with its range under random weights."""
         scales, used = self.scales, self.components
         values = {
             "pattern": self.pattern,
@@ -200,9 +206,10 @@ class Classification(Evidence, Classified):
         return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
 
     def cards(self) -> list[Card]:
-        """What is known of each head, beside where heads with random weights lie."""
+        """One card per head, with the ranges of heads with random weights."""
         scales, cards = self.circuits, []
-        # A score that is no average looks at unlike tokens with weights below 0: omega and mu flip together.
+        # A score without normalisation attends to opposite tokens with negative weights: omega and
+        # mu can flip together.
         averages = self.kernel not in NO_AVERAGE
         for head, label in enumerate(self.labels):
             omega, mu, share = scales.omega_mean[head], scales.mu[head], self.share[head]
@@ -219,14 +226,14 @@ class Classification(Evidence, Classified):
                 fact: tuple(band for value in values for band in self._band(name, value))
                 for fact, (name, values, _) in facts.items()
             }
-            told = averages or label not in ("positive", "negative")
-            meaning = MEANINGS[label] if told else ADDS
+            signed = averages or label not in ("positive", "negative")
+            meaning = MEANINGS[label] if signed else ADDS
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
 
     def _band(self, name: str, value: float) -> tuple[Band, ...]:
-        """The range of random weights beside a number; none where there is no number or no range."""
+        """Range of random weights for a number; empty if there is no number or no range."""
         low, high = self.random_ranges[name]
         return (Band(float(value), low, high),) if np.isfinite([value, low, high]).all() else ()
 
@@ -274,7 +281,7 @@ class Classification(Evidence, Classified):
 
 
 def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
-    """One number per response, of more than three their range."""
+    """One number per response; for more than three responses, their range."""
     if len(values) > 3:
         return f"{digits(values.min())} to {digits(values.max())}"
     return ", ".join(map(digits, values))

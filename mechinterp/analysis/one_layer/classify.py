@@ -1,8 +1,9 @@
-"""Which pattern the heads of a one-layer model form, and with it which learner the model implements.
+"""Classifies a model: the pattern that the heads of one layer form, and the learner that the model
+implements.
 
-Every label comes with the numbers that earned it, each beside what random weights reach, and a model
-that is not clearly one thing is `undetermined`, with the number that is in between.
-"""
+Every label comes with the numbers that decided it and their values under random weights. A model
+without a clear label is `undetermined`, and the reason names the number that lies between two
+answers."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -56,16 +57,23 @@ def classify(
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification | LayeredClassification:
-    """The pattern of one layer of attention; of any other model the rises of its heads and its algorithm.
+    """Label of a model: the pattern of one layer of attention, or the algorithm and head ablations
+    of any other model.
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
-        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the model's own; of given
-            prompts it is then not known, and `left_out` says which parts need it.
-        prompts: Given prompts, such as `Prompts.from_arrays` makes; None: they are drawn.
-        n_prompts: Number of prompts; None: 512, and 256 for models of several layers.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None means the
+            model's own task; with given prompts the law is then unknown, and `left_out` lists the
+            parts that need it.
+        prompts: Given prompts, such as those of `Prompts.from_arrays`; None draws them.
+        n_prompts: Number of prompts; None means 512, or 256 for models of several layers.
     Raises:
-        ValueError: If the model has another d_x or d_y than the task, or there are fewer than 8 prompts.
+        ValueError: If d_x or d_y of model and task differ, or if there are fewer than 8 prompts.
+    Source:
+        He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
+        arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
+    See also:
+        `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
@@ -87,22 +95,22 @@ def classify(
     checkpoint = cast("Checkpoint", source)
     sizes = None if task is None else (task.d_x, task.d_y)
     fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
-    standing = [each for each in fitting if each.stands]
-    if not any(each.predicts for each in standing):
-        standing = [*readings[:1]]  # one verdict says it all
+    possible = [each for each in fitting if each.stands]
+    if not any(each.predicts for each in possible):
+        possible = [*readings[:1]]  # if none predicts, one verdict is enough
     under_each = [
         _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
-        for each in standing
+        for each in possible
     ]
     labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, standing)
+    pattern, reason = agreed_label(labels, under_each[0].reason, possible)
     return replace(under_each[0], pattern=pattern, reason=reason)
 
 
 def _classified_layers(
     source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification | LayeredClassification:
-    """What the heads of several layers, or of one with something around it, are worth."""
+    """Classification of several layers, or of one layer with MLP or norm."""
     layered = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
     weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
@@ -110,22 +118,24 @@ def _classified_layers(
     through, r2 = read_through(weights, layered.task, seed=seed)
     if not r2 >= limits.substitution_r2:
         return layered
-    how_well = f"R² = {r2:.3f} of the prediction on held-out prompts"
+    quality = f"R² = {r2:.3f} of the prediction on held-out prompts"
     heads = replace(
         _classified(through, layered.task, n_prompts, seed, limits),
         calibrated=False,
-        caveat=f"what a linear read-out of attention predicts ({how_well})",
+        caveat=f"the prediction of a linear read-out of attention ({quality})",
         loss=layered.loss,
         best_factor=layered.best_factor,
         best_factor_sem=layered.best_factor_sem,
     )
     if r2 >= 1 - limits.equal:
-        reason = f"{heads.reason}; read through what stands behind attention by a linear read-out, {how_well}"
+        reason = (
+            f"{heads.reason}; the heads are read through a linear read-out of attention, {quality}"
+        )
         return replace(heads, reason=reason)
     labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
     return replace(
         layered,
-        reason=f"{layered.reason}; a linear read-out of attention has {how_well}, through it heads are {labels}",
+        reason=f"{layered.reason}; a linear read-out of attention has {quality}, and labels the heads {labels}",
     )
 
 
@@ -137,19 +147,21 @@ def classify_attention(
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification:
-    """The pattern of a model that is one layer of attention.
+    """Pattern of a model that is one layer of attention.
 
-    Of a file that does not say everything, all readings that its loss leaves are labelled: where their labels
-    differ, the model is `undetermined`. The label depends on QK and OV only: not on the order of heads, nor on how a circuit is split into
-    W_Q and W_K, or W_V and W_O; a head split into two with half of mu each counts as before.
+    If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
+    differ, the model is `undetermined`. The label depends on QK and OV only. It does not depend on
+    the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O. A head split
+    into two with half of mu each counts as one.
 
     Args:
         source: Weights, a checkpoint, or a hooked model.
-        task: Law of the prompts used to weigh the heads; None: a checkpoint's own, else the softmax
-            paper's setting for the model's d_x and d_y.
-        n_prompts: Prompts behind `share`, `substitution` and `learner`.
+        task: Law of the prompts that weigh the heads. None means a checkpoint's own task, or else
+            the setting of the softmax paper for the model's d_x and d_y.
+        n_prompts: Number of prompts behind `share`, `substitution` and `learner`.
     Raises:
-        ValueError: If the model has another d_x or d_y than the task, more than one layer, or n_prompts is below 8.
+        ValueError: If d_x or d_y of model and task differ, the model has more than one layer, or
+            n_prompts is below 8.
     Source:
         He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
     Example:
@@ -257,14 +269,19 @@ def classify_circuits(
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification:
-    """The pattern of a one-layer model that is known by its circuits alone.
+    """Pattern of a one-layer model of which only the circuits are known.
 
     Args:
-        QK: Scores per pair of coordinates (x, then y), scale included, [head, query d_model, key d_model].
-        OV: What a token's coordinates add to the predictions, [head, d_model, d_y], or to all coordinates,
-            [head, d_model, d_model], of which the last d_y count.
+        QK: Scores between coordinates (x, then y), scale included, [head, query d_model, key
+            d_model].
+        OV: Contribution of a token's coordinates to the predictions, [head, d_model, d_y]; or to
+            all coordinates, [head, d_model, d_model], of which the last d_y are used.
     Raises:
-        ValueError: If the circuits do not fit each other or the task, or hold NaN or infinities.
+        ValueError: If the shapes do not fit each other or the task, or an entry is NaN or infinite.
+    Source:
+        As for `classify`.
+    See also:
+        `classify`, `circuits`.
     Example:
         >>> QK = np.stack([np.diag([0.1, 0.1, 0.0]), np.diag([-0.1, -0.1, 0.0])])
         >>> OV = np.array([[0.0, 0.0, 4.0], [0.0, 0.0, -4.0]])[:, :, None]
@@ -287,13 +304,13 @@ def classify_circuits(
 
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
-    given = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
-    if given.ndim != 3:
-        raise ValueError(f"{name} must have three axes, head first, got shape {list(given.shape)}.")
-    real = not given.is_complex() if isinstance(given, Tensor) else given.dtype.kind in "fiu"
+    array = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
+    if array.ndim != 3:
+        raise ValueError(f"{name} must have three axes, head first, got shape {list(array.shape)}.")
+    real = not array.is_complex() if isinstance(array, Tensor) else array.dtype.kind in "fiu"
     if not real:
-        raise ValueError(f"{name} must hold real numbers, got {given.dtype}.")
-    tensor = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+        raise ValueError(f"{name} must hold real numbers, got {array.dtype}.")
+    tensor = torch.as_tensor(array, dtype=torch.float64, device="cpu")
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor
@@ -303,4 +320,6 @@ def _require_fit(weights: AttentionWeights, task: TaskConfig) -> None:
     for name in ("d_x", "d_y"):
         own, other = getattr(weights, name), getattr(task, name)
         if own != other:
-            raise ValueError(f"The task's {name} must be the model's, {own}, got {other}.")
+            raise ValueError(
+                f"The task must have the model's {name} = {own}, got {name} = {other}."
+            )

@@ -1,4 +1,4 @@
-"""Sums of omega and mu over the heads of a model, and the step size they amount to."""
+"""Sums of omega and mu over the heads of a model, and the step size that follows from them."""
 
 from dataclasses import dataclass
 
@@ -14,40 +14,44 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.scores import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_step_size
 
-ON_SUPPORT = 0.5  # theta is on its support where it is above this part of its largest entry
+ON_SUPPORT = (
+    0.5  # a coordinate belongs to the support if theta exceeds this fraction of its maximum
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """Numbers over the active groups of equal heads; omega is a head's factor of its form."""
+    """Numbers over the active groups of equal heads; omega is the factor of a head on its form."""
 
     omega_spread: float
-    """max/min minus 1 over heads: of |omega_mean|, with several responses of the norm of omega, over the heads
-    that serve one response."""
+    """max/min - 1 over heads of |omega_mean|. With several responses it is that of the norm of
+    omega, over the heads that serve the same response."""
     zero_sum: float
     """|sum mu| / sum |mu|, the largest over responses."""
     unserved: tuple[int, ...]
-    """Responses for which the sum of |mu| is below the share of an active head, relative to the largest."""
+    """Responses that no head serves: their sum of |mu|, relative to the largest, is below the limit
+    `share`."""
     eta: Float[np.ndarray, " d_y"]
-    """f'(0) sum mu * omega_mean: the step size the model takes; unit 1/x^2."""
+    """Step size of the model, f'(0) sum mu * omega_mean; unit 1/x^2."""
     eta_optimal: float
     """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
     theta: Float[np.ndarray, "d_y d_x"]
-    """f'(0) sum mu_n diag(QK): how strongly response n is regressed on each coordinate; unit 1/x^2."""
+    """Step size of response n along each coordinate, f'(0) sum mu_n diag(QK); unit 1/x^2."""
     supports: tuple[tuple[int, ...], ...]
-    """The task's supports where it states them, else the coordinates with theta_n above half its largest."""
+    """Supports that the task states; otherwise the coordinates where theta_n exceeds half of its
+    maximum."""
     support_leak: float
-    """Largest |theta_n| off its support over the mean on it; 0 where supports are full."""
+    """Largest |theta_n| off the support divided by the mean on it; 0 for full supports."""
     theta_spread: float
-    """max/min of theta_n on its support minus 1, the largest over responses."""
+    """max/min - 1 of theta_n on its support, the largest over responses."""
     step: Float[Tensor, "d_y d_x d_x"]
-    """The step's matrix, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+    """Matrix of the step, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
 
 
 def scales_of(
     groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
 ) -> Scales:
-    """The numbers of active groups of equal heads.
+    """Numbers of the active groups of equal heads.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.5) and (5.7) (theta).
@@ -85,14 +89,14 @@ def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """part / whole, infinite if only the whole is 0, NaN if both are."""
+    """part / whole; infinite if only the whole is 0, NaN if both are 0."""
     if whole == 0:
         return float("inf") if part else float("nan")
     return float(part / whole)
 
 
 def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
-    """How much of theta is off its supports, and how much it varies on them; NaN for an empty one."""
+    """Leak of theta off its supports and spread on them; NaN for an empty support."""
     leak, spread = 0.0, 0.0
     for row, support in zip(theta, supports, strict=True):
         on, off = row[list(support)], np.delete(row, list(support))

@@ -1,5 +1,7 @@
-"""Numbers behind the pattern of a one-layer model, from its circuits and head outputs, and what its heads share: equal
-heads count as one, and one matrix may stand for all QK circuits."""
+"""Statistics of the heads of a one-layer model, from their circuits and outputs.
+
+Heads with equal QK circuits count as one head. One matrix may describe the QK circuits of all
+heads."""
 
 from dataclasses import dataclass
 
@@ -14,35 +16,37 @@ from mechinterp.models.heads import share_of
 from mechinterp.models.scores import is_normalised
 
 SPREAD = 0.25
-"""Most that the singular values of a multiple of a rotation may differ, max/min - 1."""
+"""Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
+rotation."""
 SYMMETRIC = 0.95
-"""Least norm of the symmetric part of a metric, relative to its norm."""
+"""Smallest norm of the symmetric part of a metric, relative to the norm of the matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Numbers of the heads of one layer, or of its groups of equal heads."""
+    """Statistics of the heads of one layer, or of its groups of equal heads."""
 
     names: tuple[str, ...]
-    """Numbers of the heads, those of a group joined by "+"."""
+    """Numbers of the heads; a group joins its numbers by "+"."""
     blocks: Float[Tensor, "head d_x d_x"]
     """QK x blocks."""
     mu: Float[np.ndarray, "head d_y"]
     qk_diagonal: Float[np.ndarray, " head"]
     ov_last_entry: Float[np.ndarray, " head"]
     share: Float[np.ndarray, " head"]
-    """Standard deviation of a head's output over prompts, over the sum of that over heads."""
+    """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
+    """
 
     @property
     def task_leak(self) -> Float[np.ndarray, " head"]:
-        """Second largest |mu_n| of each head over the largest; 0 for one response."""
+        """Second largest |mu_n| of each head divided by the largest; 0 for one response."""
         if self.mu.shape[1] == 1:
             return np.zeros(len(self.mu))
         second, first = np.sort(np.abs(self.mu), axis=1)[:, -2:].T
         return second / np.where(first == 0, 1, first)
 
     def where(self, mask: np.ndarray) -> "Heads":
-        """Some of the heads."""
+        """The heads that the mask selects."""
         arrays = ("mu", "qk_diagonal", "ov_last_entry", "share")
         return Heads(
             names=tuple(name for name, chosen in zip(self.names, mask, strict=True) if chosen),
@@ -53,18 +57,21 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What QK x blocks are held against."""
+    """Idealised form of the QK x blocks."""
 
     kind: str
-    """"scalar": omega_h I; "common": omega_h Omega; "diagonal": diag(omega_h); "matrix": as they are."""
+    """"scalar": omega_h I; "common": omega_h Omega; "diagonal": diag(omega_h); "matrix": unchanged.
+    """
     matrix: Float[Tensor, "d_x d_x"]
-    """Omega, of norm sqrt(d_x); I unless the kind is "common"."""
+    """Omega, with norm sqrt(d_x); I unless the kind is "common"."""
     isotropy: float
-    """Cosine between the matrix nearest to all active blocks and I."""
+    """Cosine between I and the matrix nearest to all active blocks."""
     shared: float
-    """Part of the active blocks' squared deviation from multiples of I that one matrix explains."""
+    """Fraction of the active blocks' squared deviation from multiples of I that one matrix
+    explains."""
     rotation: float
-    """Largest angle in degrees where Omega is a multiple of a rotation other than I, else NaN."""
+    """Largest rotation angle in degrees if Omega is a multiple of a rotation other than I, else
+    NaN."""
 
     def omega(self, blocks: Float[Tensor, "head d_x d_x"]) -> Float[Tensor, "head d_x"]:
         """Factors of blocks, per coordinate."""
@@ -74,7 +81,7 @@ class Form:
         return blocks.diagonal(dim1=1, dim2=2)
 
     def fitted(self, blocks: Float[Tensor, "head d_x d_x"]) -> Float[Tensor, "head d_x d_x"]:
-        """The blocks' idealised selves."""
+        """The idealised blocks."""
         if self.kind == "matrix":
             return blocks
         omega = self.omega(blocks)
@@ -83,32 +90,33 @@ class Form:
         return omega.mean(1)[:, None, None] * self.matrix
 
     def alignment(self, blocks: Float[Tensor, "head d_x d_x"]) -> np.ndarray:
-        """|Cosine| between blocks and their idealised selves."""
+        """|Cosine| between each block and its idealised block."""
         whole, fitted = blocks.flatten(1).norm(dim=1), self.fitted(blocks).flatten(1).norm(dim=1)
         return (fitted / whole.masked_fill(whole == 0, 1)).numpy()
 
 
 @dataclass(frozen=True, eq=False)
 class CommonMatrix:
-    """The matrix Omega nearest to all QK x blocks of a model, up to a factor per head."""
+    """Matrix Omega nearest to all QK x blocks of a model, up to a factor per head."""
 
     matrix: Float[Tensor, "*models d_x d_x"]
-    """Of Frobenius norm sqrt(d_x) and trace >= 0, so that it is I where all blocks are multiples of I."""
+    """Omega, with Frobenius norm sqrt(d_x) and trace >= 0: it is I if all blocks are multiples of
+    I."""
     scale: Float[Tensor, "*models head"]
     """Factor omega_h of each head, unit 1/x^2."""
     alignment: Float[Tensor, "*models head"]
-    """|cosine| between a head's block and Omega; 0 for a block of zeros."""
+    """|Cosine| between a head's block and Omega; 0 for a zero block."""
 
     @property
     def isotropy(self) -> Float[Tensor, "*models"]:
-        """Cosine between Omega and I, 1 for multiples of I."""
+        """Cosine between Omega and I; 1 for multiples of I."""
         return self.matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
 def common_matrix(
     blocks: Float[Tensor, "*models head d_x d_x"], weight: Float[Tensor, "*models head"]
 ) -> CommonMatrix:
-    """The first principal component of the heads' blocks, each of unit norm times its weight.
+    """First principal component of the heads' blocks, each scaled to unit norm times its weight.
 
     Example:
         >>> found = common_matrix(torch.stack([torch.eye(2), -3 * torch.eye(2)]), torch.ones(2))
@@ -119,7 +127,7 @@ def common_matrix(
     flat = blocks.flatten(-2)
     norms = flat.norm(dim=-1)
     unit = flat / norms.masked_fill(norms == 0, 1)[..., None]
-    # Few heads, many entries: the component from the heads' small Gram matrix.
+    # Few heads, many entries: the small Gram matrix of the heads gives the component.
     weighted = unit * weight[..., None]
     _, vectors = torch.linalg.eigh(weighted @ weighted.mT)
     component = (vectors[..., None, :, -1] @ weighted).squeeze(-2)
@@ -135,10 +143,11 @@ def common_matrix(
 def spread_over_heads(
     sizes: Float[Tensor, "*models head"], mu: Float[Tensor, "*models head d_y"], *, serving: float
 ) -> Float[Tensor, "*models"]:
-    """max/min of sizes minus 1 over the heads that serve a response, the largest over responses.
+    """max/min - 1 of sizes over the heads that serve a response, the largest over responses.
 
     Args:
-        serving: A head serves response n where |mu_n| is above this part of its largest.
+        serving: A head serves response n if |mu_n| exceeds this fraction of the head's largest
+            |mu|.
     Example:
         >>> sizes, mu = torch.tensor([1.0, 1.5, 9.0]), torch.tensor([[1.0, 0], [2.0, 0], [0, 1.0]])
         >>> spread_over_heads(sizes, mu, serving=0.25).item()
@@ -154,13 +163,13 @@ def spread_over_heads(
 def equal_heads(
     QK: Float[Tensor, "head d_x d_model"], *, tolerance: float
 ) -> Int[np.ndarray, " head"]:
-    """Which heads have one QK circuit, as the number of each head's group, from 0.
+    """Number of each head's group, from 0; heads of a group have equal QK circuits.
 
-    Such heads read with one pattern: what they write adds up, or cancels, as in a single head.
+    Such heads attend with one pattern, so their outputs add up or cancel as in a single head.
 
     Args:
-        QK: The rows that act, those of the query's x.
-        tolerance: Largest distance of two circuits in one group, relative to the larger norm.
+        QK: The active rows, those of the query's x.
+        tolerance: Largest distance between two circuits of a group, relative to the larger norm.
     Example:
         >>> equal_heads(torch.tensor([[[1.0]], [[2.0]], [[1.0]]]), tolerance=0.05).tolist()
         [0, 1, 0]
@@ -171,14 +180,15 @@ def equal_heads(
     near = (distance <= tolerance * torch.maximum(norms[:, None], norms)).numpy()
     if near.sum() == len(near):
         return np.arange(len(near))
-    from scipy.sparse.csgraph import connected_components  # takes a good part of a start-up
+    from scipy.sparse.csgraph import connected_components  # slow import
 
     _, groups = connected_components(near, directed=False)
     return groups.astype(np.int64)
 
 
 def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
-    """Largest angle in degrees of a multiple of a rotation, NaN for any other matrix, a reflection too.
+    """Largest rotation angle in degrees of a multiple of a rotation; NaN for any other matrix, also
+    a reflection.
 
     Example:
         >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]])))
@@ -191,7 +201,7 @@ def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
 
 
 def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
-    """Whether a matrix is (nearly) symmetric, with eigenvalues of one sign, as a metric has.
+    """True if a matrix is (nearly) symmetric with eigenvalues of one sign, as a metric is.
 
     Example:
         >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
@@ -203,7 +213,7 @@ def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
 
 
 def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
-    """The numbers of every head."""
+    """Statistics of every head."""
     d_x = heads.omega.shape[1]
     return Heads(
         names=tuple(str(head) for head in range(len(heads.QK))),
@@ -218,7 +228,7 @@ def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Hea
 def read_groups(
     heads: Circuits, outputs: Float[Tensor, "batch head d_y"], tolerance: float
 ) -> Heads:
-    """The numbers of groups of equal heads, whose OV circuits and outputs are added up."""
+    """Statistics of the groups of equal heads; OV circuits and outputs are summed within a group."""
     d_x = heads.omega.shape[1]
     QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
     groups = equal_heads(QK, tolerance=tolerance)
@@ -240,7 +250,7 @@ def read_groups(
 
 
 def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
-    """The form that the active groups of equal heads have, if any."""
+    """Form of the active groups of equal heads."""
     active = torch.from_numpy(groups.share > limits.share)
     blocks, share = groups.blocks[active], torch.from_numpy(groups.share)[active]
     d_x, d_y = groups.blocks.shape[-1], groups.mu.shape[1]
@@ -263,7 +273,8 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
 
 
 def _signed(common: CommonMatrix, mu: np.ndarray) -> Tensor:
-    """The matrix with the sign that makes sum mu * omega positive: without a metric's, either is as good."""
+    """The matrix with the sign that makes sum mu * omega positive; unlike a metric, it has no sign
+    of its own."""
     total = float(common.scale.numpy() @ mu)
     return common.matrix if total >= 0 else -common.matrix
 

@@ -1,4 +1,5 @@
-"""From numbers to labels: of heads, and of the model they form. Each label comes with what decided."""
+"""Labels of heads, and of the model they form, from their numbers. Each label comes with its
+reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,58 +16,62 @@ from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 
-# Numbers of which one must lie beyond random weights for a model to be structured.
+# At least one of these numbers must be beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 
 LIMITS = {"support_leak": "leak", "theta_spread": "omega_spread"}
-"""Thresholds of numbers that have none of their own name."""
+"""Names of the limits of numbers whose limit has another name."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evidence:
-    """What the label of a model rests on."""
+    """Numbers that decide the label of a model."""
 
     form: Form
-    """What QK x blocks are held against."""
+    """Idealised form of the QK x blocks."""
     scales: Scales
-    """How omega and mu add up over heads."""
+    """Sums of omega and mu over heads."""
     substitution: Faithfulness
-    """What survives of the prediction with every head replaced by its idealised circuit (omega, mu)."""
+    """Part of the prediction that remains when every head is replaced by its idealised circuit
+    (omega, mu)."""
     learner: Faithfulness
-    """What the closed-form learner built from omega and mu alone explains of the prediction."""
+    """Part of the prediction that the closed-form learner of omega and mu explains."""
     alignment: float
-    """Least cosine of an active head's QK x block with its form."""
+    """Smallest cosine between an active head's QK x block and its form."""
     p_values: dict[str, float]
-    """Fraction of randomly initialised models that are as structured, by the name of the number."""
+    """Fraction of randomly initialised models that are at least as structured, by the name of the
+    number."""
     components: Components | None
-    """Of one step of linear attention: which principal components of x it uses; None for all other models."""
+    """Principal components of x that a step of linear attention uses; None for all other models."""
     bare: bool
-    """Whether heads are linear, compare x with x and read y alone; the random weights are then of that kind, too."""
+    """True if heads are linear, compare x with x and read y only; the random weights then have this
+    form too."""
 
 
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
-    """Each head's label and, for one that fits no pattern, the number that says why."""
+    """Label of each head; for a head that fits no pattern, also the number that decided."""
     return [_head_label(heads, form, head, limits) for head in range(len(heads.share))]
 
 
 def model_label(
     heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
 ) -> tuple[str, str]:
-    """The pattern and a sentence with the number that decided.
+    """Pattern of a model, and a sentence with the number that decided.
 
     Args:
-        heads: Groups of equal heads, and `labelled` their labels.
+        heads: Groups of equal heads; `labelled` has their labels.
     """
     kinds = {label for label, _ in labelled} - {"dummy"}
     if not kinds:
-        return "undetermined", "no head is active, or those that are cancel each other"
+        return "undetermined", "no head is active, or the active heads cancel each other"
     if np.isnan(evidence.substitution.r2):
         return "undetermined", "the predictions are all 0, or not finite"
     chance = {name: evidence.p_values[name] for name in STRUCTURE}
-    # Bare heads are a step whatever their weights are; whether the step does the task decides below.
+    # Bare heads are a step whatever their weights; whether the step solves the task is decided
+    # below.
     if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
         numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
-        return "unstructured", f"random weights reach as far: {numbers}"
+        return "unstructured", f"random weights reach the same values: {numbers}"
     if evidence.scales.unserved:
         missing = ", ".join(map(str, evidence.scales.unserved))
         return "undetermined", f"no head serves response {missing}"
@@ -93,41 +98,42 @@ def agreed_label(
     readings: Sequence[Reading],
     step: torch.Tensor | None = None,
 ) -> tuple[str, str]:
-    """The label on which the readings of a file agree, else `undetermined` with the option that decides.
+    """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
+    decides.
 
     Args:
-        patterns: Label of every reading that stands, in their order.
-        reason: Of the first.
-        step: Matrix of the step that linear heads are under the first.
+        patterns: Labels of the remaining readings, in their order.
+        reason: Reason of the first label.
+        step: Matrix of the step under the first reading, for linear heads.
     """
-    standing = [reading for reading in readings if reading.stands]
+    possible = [reading for reading in readings if reading.stands]
     if not readings[0].predicts:
         off = "" if step is None else f"; {_off_identity(step)}"
         return "undetermined", not_understood(readings) + off
     if len(set(patterns)) == 1:
-        return patterns[0], reason + _of_one_score(patterns[0], standing)
-    labelled = list(zip(patterns, standing, strict=True))
+        return patterns[0], reason + _of_one_score(patterns[0], possible)
+    labelled = list(zip(patterns, possible, strict=True))
     best = {pattern: reading for pattern, reading in reversed(labelled)}
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
     options = " and ".join(map(option, _deciding(labelled)))
     return (
         "undetermined",
-        f"the file does not say {options}, which decides: {named} (loss over that of predicting 0)",
+        f"the file does not state {options}, which decides the label: {named} (loss / loss of predicting 0)",
     )
 
 
-def _of_one_score(pattern: str, standing: Sequence[Reading]) -> str:
-    """What a reason without a label is said of, where scores stand that the file does not say."""
-    first, *others = dict.fromkeys(each.said.get("score") for each in standing)
+def _of_one_score(pattern: str, possible: Sequence[Reading]) -> str:
+    """Addition to a reason without a label if several scores remain: the score that the reason is
+    about."""
+    first, *others = dict.fromkeys(each.said.get("score") for each in possible)
     if pattern != "undetermined" or not others:
         return ""
-    return (
-        f" with score {first}; undetermined with {' and '.join(map(str, others))} too; say --score"
-    )
+    return f" with score {first}; undetermined with {' and '.join(map(str, others))} too; state --score"
 
 
 def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
-    """What readings of different labels differ in, alone if there are such; else all in which they differ."""
+    """Settings in which readings with different labels differ; a setting that differs alone is
+    preferred."""
     differing = [
         {
             name
@@ -142,16 +148,16 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
 
 
 def _off_identity(M: torch.Tensor) -> str:
-    """How far the matrix of a step is from one step size for all directions."""
+    """Fraction of the matrix of a step, by norm, that is not a multiple of the identity, as text."""
     rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
-    return f"{float(rest.norm() / M.norm()):.0%} of its matrix is no multiple of the identity"
+    return f"{float(rest.norm() / M.norm()):.0%} of its matrix is not a multiple of the identity"
 
 
 def _linear(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
-    """Linear heads: a step by some matrix, and a label only where that step has learned the task."""
+    """Label of linear heads: a step by some matrix, named only if the step has learned the task."""
     used, task_p = evidence.components, evidence.p_values["task_r2"]
     if used is not None and used.learned.max() <= LEARNED:
-        why = f"its step has learned {used.learned.max():.2g} of the component that it uses most"
+        why = f"its step has learned at most {used.learned.max():.2g} of any component (limit {LEARNED:g})"
         return "undetermined", f"linear attention; {why}"
     pattern, sentence = _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
     if pattern == "linear_gd" and not task_p <= limits.p_value:
@@ -173,7 +179,8 @@ def _linear_sentence(evidence: Evidence) -> str:
 
 
 def _one_task(evidence: Evidence) -> tuple[str, str]:
-    """Heads of both signs whose mu cancel: a debiased step, with or without a preconditioner."""
+    """Label and sentence for heads of both signs whose mu cancel: a debiased step, with or without
+    preconditioner."""
     numbers = f"heads of both signs, zero_sum {evidence.scales.zero_sum:.3f}, omega_spread {evidence.scales.omega_spread:.3f}"
     explained = f"debiased step explains R² = {evidence.learner.r2:.4f}"
     form = evidence.form
@@ -188,7 +195,7 @@ def _one_task(evidence: Evidence) -> tuple[str, str]:
 def _several_tasks(
     heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
 ) -> tuple[str, str]:
-    """Heads of both signs, or of mixed ones, and more than one response."""
+    """Label for several responses and heads of both signs or of mixed sign."""
     active = heads.where(np.array([label != "dummy" for label, _ in labelled]))
     sizes, leak = np.abs(active.mu), active.task_leak.max()
     smallest = (sizes.min(1) / sizes.max(1)).min()
@@ -223,29 +230,30 @@ def _several_tasks(
 
 
 def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
-    """The first of these numbers that is above its limit, in words."""
+    """Sentence about the first of these numbers that exceeds its limit; empty if none does."""
     for name in names:
         value, limit = getattr(evidence.scales, name), getattr(limits, LIMITS.get(name, name))
         if np.isnan(value):
             return f"{name} is not defined"
         if value > limit:
-            return f"{name} {value:.3f} is above {limit:g}"
+            return f"{name} is {value:.3f}, above the limit {limit:g}"
     return ""
 
 
 def _if_explained(
     pattern: str, sentence: str, evidence: Evidence, limits: Thresholds
 ) -> tuple[str, str]:
-    """The pattern, unless idealised heads or the closed form leave too much of the prediction unexplained."""
+    """The pattern, unless idealised heads or the closed form leave too much of the prediction
+    unexplained."""
     for name in ("substitution", "learner"):
         r2 = getattr(evidence, name).r2
         if not r2 >= limits.substitution_r2:
-            why = f"{name}_r2 of {pattern} {_short(r2)} is below {limits.substitution_r2:g}"
+            why = f"{name}_r2 is {_short(r2)} for {pattern}, below the limit {limits.substitution_r2:g}"
             return "undetermined", why
     clear, r2 = limits.ov_last_entry, evidence.substitution.r2
     if evidence.alignment < clear and not r2 >= 1 - limits.equal:
-        why = f"a QK x block has cosine {evidence.alignment:.3f} with its form, below {clear:g}"
-        explained = f"idealised heads explain R² = {r2:.3f}, below {1 - limits.equal:g}"
+        why = f"the cosine of a QK x block with its form is {evidence.alignment:.3f}, below the limit {clear:g}"
+        explained = f"idealised heads explain R² = {r2:.3f}, below the limit {1 - limits.equal:g}"
         return "undetermined", f"{why}, and {explained}"
     return pattern, sentence
 
@@ -262,7 +270,7 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
         ("ov_last_entry", last_entry, limits.ov_last_entry),
     ):
         if value < limit:
-            return "unstructured", f"{label} {value:.3f} is below {limit:g}"
+            return "unstructured", f"{label} is {value:.3f}, below the limit {limit:g}"
     omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
     for label, values in (("omega", omega), ("mu", mu)):
         if len(_signs(values, limits.leak)) > 1:
@@ -278,5 +286,5 @@ def _signs(values: np.ndarray, fraction: float) -> set[int]:
 
 
 def _short(value: float) -> str:
-    """A ratio with three decimals; a large one, of predictions that overflow, by its power of ten."""
+    """A ratio with three decimals; a huge ratio (predictions overflow) as a power of ten."""
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e} (the predictions overflow)"

@@ -1,8 +1,8 @@
-"""One layer of attention with an MLP behind it, as the layer of attention that a linear read-out makes of it.
+"""A linear read-out that replaces the MLP behind one layer of attention.
 
-Where the prediction is nearly linear in what attention writes at the query, its heads have circuits to the prediction:
-W_O times the read-out's direction. The read-out is fitted on one half of the prompts and measured on the other.
-"""
+If the prediction is nearly linear in the output of attention at the query, the heads have circuits
+to the prediction: W_O times the direction of the read-out. The read-out is fitted on one half of
+the prompts and scored on the other."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ N_PROMPTS, CHUNK = 1024, 64
 
 
 def has_linear_way_in(weights: Weights) -> bool:
-    """Whether a model is one layer whose attention reads the tokens through linear maps alone."""
+    """True if the model is one layer whose attention reads the tokens through linear maps only."""
     model = weights.model
     around = (model.norm, model.n_positions, model.d_read_in)
     plain = (around, model.layout) == ((None, None, None), "pairs")
@@ -28,15 +28,16 @@ def has_linear_way_in(weights: Weights) -> bool:
 def read_through(
     weights: Weights, task: TaskConfig, *, seed: int = 0
 ) -> tuple[AttentionWeights, float]:
-    """The layer of attention whose output is that of a linear read-out, and the R^2 of the read-out.
+    """The attention layer followed by the linear read-out, and the R^2 of the read-out.
 
-    R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on prompts that the fit has not seen.
+    R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on the half that was not
+    fitted.
 
     Args:
-        weights: Of a model that `has_linear_way_in`.
+        weights: Weights of a model that satisfies `has_linear_way_in`.
         task: Law of the prompts.
     """
-    # Here and not above: what does not run a model need not wait for TransformerLens.
+    # Imported here: TransformerLens is slow to import.
     from mechinterp.models.hooked.transformer import ICLTransformer
 
     weights = weights.to(torch.float64)
@@ -60,7 +61,7 @@ def read_through(
 
 
 def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
-    """The layer on tokens (x, y) whose output is that of attention in the read-out's direction."""
+    """The attention layer on tokens (x, y), with the read-out multiplied into W_O."""
     tensors, into = weights.attention(0), weights.tensors.get("W_in")
     seen = {"W_O": tensors["W_O"] @ direction}
     for x in "QKV":
@@ -71,5 +72,5 @@ def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> Atte
             seen[f"b_{x}"] = tensors[f"b_{x}"] + moved
     if weights.model.biases:
         seen["b_O"] = tensors["b_O"] @ direction + constant
-    # Behind a read-in the keys of merged heads are no longer the tokens themselves.
+    # With a read-in, the keys of merged heads are no longer the tokens themselves.
     return heads_of(replace(weights.model, merged_qk=False), seen, weights.scale)

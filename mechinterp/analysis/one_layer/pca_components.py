@@ -1,8 +1,7 @@
 """Number of principal components that a step of linear attention uses, from its matrix.
 
-The step y_hat = b^T M x_query with M = sum_d f_d m_d e_d e_d^T over the eigenvectors e_d of the covariance is
-principal component regression in context on the directions whose f_d is 1.
-"""
+The step y_hat = b^T M x_query with M = sum_d f_d m_d e_d e_d^T over the eigenvectors e_d of the
+covariance is principal component regression in context on the directions with f_d = 1."""
 
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ from mechinterp.config import TaskConfig
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear.trainer import task_moments
 
-REPEATED = 1e-6  # growth rates nearer than this, relative to the largest, share an eigenspace
+REPEATED = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
 LEARNED = 0.5
-"""A direction counts as used if more than this part of it is learned."""
+"""A direction counts as used if its learned part exceeds this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,22 +23,25 @@ class Components:
     """A step of linear attention in the eigenbasis of its task."""
 
     learned: Float[np.ndarray, " mode"]
-    """f_d, the part of every direction that is learned, fastest direction first: 0 before, 1 after."""
+    """f_d, the learned part of each direction, fastest direction first: 0 before learning, 1 after.
+    """
     off_diagonal: float
-    """E y_off^2 / E y^2, y_off being the part of the prediction due to entries of M between two directions."""
+    """E y_off^2 / E y^2, where y_off is the prediction due to entries of M between two directions.
+    """
     n_components: int | None
-    """Number of directions that are more than half learned; None where off_diagonal is above its limit."""
+    """Number of directions that are more than half learned; None if `off_diagonal` exceeds its
+    limit."""
 
 
 def components(
     M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().equal
 ) -> Components:
-    """The components of y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
+    """Components of the step y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
 
-    Where eigenvalues repeat, the directions of their space are those of M itself.
+    Within the space of a repeated eigenvalue, the directions are those of M itself.
 
     Args:
-        limit: Most `off_diagonal` of a step that has components.
+        limit: Largest `off_diagonal` at which `n_components` is given.
     Raises:
         ValueError: If the task has several responses or supports.
     Source:
@@ -59,7 +61,7 @@ def components(
 
 
 def _aligned(given: Modes, M: np.ndarray) -> Modes:
-    """The modes with eigenvectors that diagonalise the symmetric part of M within each eigenspace."""
+    """Modes whose eigenvectors diagonalise the symmetric part of M within each eigenspace."""
     vectors = given.vectors.copy()
     gaps = -np.diff(given.rates) > REPEATED * given.rates[0]
     for space in np.split(np.arange(len(given.rates)), 1 + np.flatnonzero(gaps)):

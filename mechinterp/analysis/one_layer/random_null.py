@@ -24,20 +24,22 @@ from mechinterp.training.one_layer.step import initial_weights
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
 MIDDLE = (0.05, 0.95)
 ROUNDING = 1e-6
-"""A part of a circuit is absent if its norm is below this fraction of the circuit's: weights are stored in float32."""
+"""A part of a circuit counts as absent if its norm is below this fraction of the circuit's
+(rounding of float32)."""
 N_PROMPTS, HEADS_AT_ONCE = 512, 128
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """Statistics of models with random initial weights, sorted, by name."""
+    """Sorted statistics of models with random initial weights, by name."""
 
     n_models: int
     values: dict[str, np.ndarray]
 
     def p_value(self, name: str, value: float) -> float:
-        """Fraction of random models (or heads) at least as structured as this value, itself counted among them."""
+        """Fraction of random models (or heads) at least as structured as this value; the value
+        itself counts as one."""
         values = self.values[name]
         below = np.searchsorted(values, value, side="right")
         above = len(values) - np.searchsorted(values, value, side="left")
@@ -50,7 +52,7 @@ class Null:
 
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Where the middle nine tenths of the random models (or heads) lie, by the name of the number."""
+        """5% and 95% quantiles over the random models (or heads), by the name of the number."""
         return {name: _middle(values[~np.isnan(values)]) for name, values in self.values.items()}
 
 
@@ -63,11 +65,11 @@ def _middle(values: Float[np.ndarray, " sorted"]) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def null_of(task: TaskConfig, model: ModelConfig, *, form: str, bare: bool = False) -> Null:
-    """The null of models of this shape, initialised as they are for training.
+    """Null distribution of models of this shape, initialised as for training.
 
     Args:
         form: How heads are idealised: "scalar", "common", "diagonal" or "matrix".
-        bare: Whether heads compare x with x and read y by construction, their other weights being 0.
+        bare: True: all weights are 0 except those that compare x with x and read y.
     """
     config = ExperimentConfig(task=task, model=replace(model, attend_to_self=False, biases=False))
     n_heads = model.n_heads
@@ -83,7 +85,7 @@ def null_of(task: TaskConfig, model: ModelConfig, *, form: str, bare: bool = Fal
 def _statistics(
     config: ExperimentConfig, seeds: Sequence[int], model: ModelConfig, form: str, bare: bool
 ) -> dict[str, Tensor]:
-    """The statistics of the models of these seeds, unsorted."""
+    """Unsorted statistics of the models with these seeds."""
     task, n_heads, n_models = config.task, model.n_heads, len(seeds)
     models = [initial_weights(replace(config, seed=seed)) for seed in seeds]
     weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
@@ -115,13 +117,14 @@ def _statistics(
 
 
 def random_shape(weights: AttentionWeights) -> ModelConfig:
-    """The architecture of the random models that heads are held against."""
+    """Architecture of the random models that the heads are compared with."""
     model = model_of_layer(weights)
     return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
 
 
 def is_bare(weights: AttentionWeights) -> bool:
-    """Whether linear heads compare x with x and read y, and nothing else, as those trained on moments do."""
+    """True if linear heads compare x with x and read y, and nothing else, as models trained on
+    moments do."""
     if is_normalised(weights.score):
         return False
     d_x = weights.d_x
@@ -130,7 +133,7 @@ def is_bare(weights: AttentionWeights) -> bool:
 
 
 def stripped(weights: AttentionWeights) -> AttentionWeights:
-    """Heads without the weights by which a query is compared with y, or x is read."""
+    """Heads without the weights that compare the query with y or read x."""
     d_x = weights.d_x
     tensors = weights.tensors
     rows = {"W_Q": slice(d_x, None), "W_K": slice(d_x, None), "W_V": slice(d_x)}
@@ -141,7 +144,7 @@ def stripped(weights: AttentionWeights) -> AttentionWeights:
 
 
 def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
-    """The idealised QK x blocks of models of n_heads heads each, [head, d_x, d_x]."""
+    """Idealised QK x blocks of models with n_heads heads each, [head, d_x, d_x]."""
     d_x = weights.d_x
     blocks = weights.QK[:, :d_x, :d_x]
     if form != "common":
@@ -157,7 +160,8 @@ def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
 def _outputs(
     weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """R^2 of the idealised models and of the task, and shares of the heads, a few models at a time, in float32."""
+    """R^2 of the idealised models, R^2 on the task, and shares of the heads; a few models at a
+    time, in float32."""
     prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
     ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
     weights = weights.to(torch.float32)

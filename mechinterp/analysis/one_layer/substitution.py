@@ -1,7 +1,6 @@
-"""Models with every head replaced by its idealised circuit, and the closed-form learner they amount to.
+"""Idealised models, with one formula per head, and how much of a model's predictions they explain.
 
-What survives of the prediction is the evidence behind a label.
-"""
+The explained part is the evidence behind a label."""
 
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from mechinterp.models.heads import AttentionWeights
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """How near what stands in for a model comes to its predictions."""
+    """Agreement of a substitute's predictions with those of the model."""
 
     r2: float
     """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
@@ -29,7 +28,7 @@ class Faithfulness:
 def faithfulness(
     prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
 ) -> Faithfulness:
-    """How much of the prediction the substitute explains, with standard errors over prompts.
+    """R^2 and error of a substitute's predictions, with standard errors over prompts.
 
     Example:
         >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
@@ -45,7 +44,8 @@ def idealised(
     x_blocks: Float[Tensor, "head d_x d_x"],
     mu: Float[Tensor, "head d_y"],
 ) -> AttentionWeights:
-    """Heads that compare x with x by these blocks and read y_n into prediction n by mu, and nothing else."""
+    """Heads that compare x with x by `x_blocks` and read y_n into prediction n by `mu`, and nothing
+    else."""
     d_x, d_y = weights.d_x, weights.d_y
     return from_circuits(
         torch.nn.functional.pad(x_blocks, (0, d_y, 0, d_y)),

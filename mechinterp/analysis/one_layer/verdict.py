@@ -1,4 +1,4 @@
-"""What a layer of attention computes, how sure that is, and what it is not."""
+"""Verdict on one layer of attention: formula, certainty, and the learners that are ruled out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,8 @@ def heads_verdict(classified: Any) -> Verdict:
     """The verdict on one layer of attention.
 
     Args:
-        classified: Its `Classification`, which this file cannot name: it asks for its verdict here.
+        classified: A `Classification`; its type cannot be imported here, because its file imports
+            this one.
     """
     pattern, learner, near = classified.pattern, classified.learner, classified.near
     chance = (
@@ -60,13 +61,10 @@ def heads_verdict(classified: Any) -> Verdict:
 
 
 def _other(near: Nearby, n: int) -> str:
-    """What another learner explains, and how much less than the formula, each at its best factor."""
+    """Another learner with its R², and how much lower that is than the R² of the formula."""
     name, lead = near.learners[n], beside(near.lead[n], near.lead_sem[n])
-    scaled = "" if name == "ridge" else "times its best factor "
-    return (
-        f"{LEARNERS[name]}, which {scaled}explains R² = {near.r2[n]:.4f}, {lead} than the formula "
-        "times its best factor"
-    )
+    scaled = "the formula" if name == "ridge" else "both"
+    return f"{LEARNERS[name]}, R² = {near.r2[n]:.4f}, {lead} ({scaled} at the best factor)"
 
 
 def _smoother(
@@ -89,7 +87,8 @@ def _smoother(
 
 
 def _step(pattern: str, scales: Scales) -> str:
-    """One gradient step, by the matrix of each response: a multiple of I, diagonal or neither."""
+    """Formula of one gradient step, by the matrix of each response: a multiple of I, diagonal, or
+    any other."""
     step = scales.step.numpy()
     one = len(step) == 1
     y, mark = ("y_l", "") if one else ("y_ln", "_n")
@@ -98,9 +97,7 @@ def _step(pattern: str, scales: Scales) -> str:
     diagonal = not (step * (1 - np.eye(step.shape[1]))).any()
     if diagonal and np.allclose(diagonals, diagonals[:, :1], rtol=1e-9, atol=0):
         best = scales.eta_optimal
-        beside = (
-            "" if np.isnan(best) else f"; the step size that is best for its task is {digits(best)}"
-        )
+        beside = "" if np.isnan(best) else f" (best step size for the task: {digits(best)})"
         eta = digits(diagonals[0, 0]) if one else "η_n"
         values = "" if one else f", η = {_list(diagonals[:, 0])}"
         return f"ŷ{mark} = {eta} {moment}·x{values}{beside}"
@@ -118,7 +115,7 @@ def _vector(values: Sequence[float] | np.ndarray) -> str:
 
 
 def _list(values: Sequence[float] | np.ndarray) -> str:
-    """Few numbers one by one, more by their range."""
+    """A few numbers one by one; more numbers by their range."""
     if len(values) > MOST_NUMBERS:
         return f"{len(values)} numbers from {digits(min(values))} to {digits(max(values))}"
     return f"({', '.join(f'{value:.2f}' for value in values)})"

@@ -1,8 +1,9 @@
-"""Which head acts through which later head: attribution patching of edges, checked by patching each.
+"""Effects of heads through later heads: attribution patching of edges, checked by patching each
+edge.
 
-An edge goes from what a head writes to the query, key or value input of a head in a later layer. Its effect is how far
-a metric moves when the later head alone reads the clean prompt's write, while everything else reads the corrupted one's.
-"""
+An edge goes from the output of a head to the query, key or value input of a head in a later layer.
+Its effect is the change of a metric when this input alone gets the clean output, and everything
+else gets the corrupted one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,18 +37,18 @@ from mechinterp.progress import ProgressCallback, no_progress
 COMPONENTS = ("q", "k", "v")
 LISTED = 12
 N_PAIRS = 32
-"""Pairs of prompts, if nobody says how many; every edge takes a run on them."""
+"""Default number of pairs of prompts; every edge needs one run on them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadEdges(Result):
-    """How much of what clean prompts change reaches the prediction from one head through another."""
+    """Effects of edges: change of the prediction that one head causes through another."""
 
     ig_steps: int
-    """Points between the corrupted and the clean prompts at which gradients are taken."""
+    """Number of points between the corrupted and the clean prompts at which gradients are taken."""
     estimate: Float[np.ndarray, "input layer head later_layer later_head"]
-    """First-order effect of each edge, mean over prompts, in units of the metric; inputs are q, k, v. NaN where
-    the second head is in no later layer."""
+    """First-order effect of each edge, mean over prompts, in units of the metric; inputs are q, k,
+    v. NaN if the second head is not in a later layer."""
     estimate_sem: Float[np.ndarray, "input layer head later_layer later_head"]
     """Standard error of `estimate` over prompts."""
     patched: Float[np.ndarray, "input layer head later_layer later_head"]
@@ -55,11 +56,12 @@ class HeadEdges(Result):
     patched_sem: Float[np.ndarray, "input layer head later_layer later_head"]
     """Standard error of `patched` over prompts."""
     rank_correlation: float
-    """Spearman's, of `estimate` and `patched` over the edges; NaN if no edge has an effect."""
+    """Spearman correlation of `estimate` and `patched` over the edges; NaN if no edge has an
+    effect."""
     rank_correlation_sem: float
-    """Standard error of `rank_correlation`, from resampled prompts (bootstrap)."""
+    """Bootstrap standard error of `rank_correlation` over prompts."""
     total: float
-    """Metric of the clean minus that of the corrupted prompts."""
+    """Metric on the clean prompts minus metric on the corrupted prompts."""
     total_sem: float
 
     def __repr__(self) -> str:
@@ -70,16 +72,16 @@ class HeadEdges(Result):
         )
 
     def sentences(self) -> list[str]:
-        """The largest effects, and how well gradients predict them."""
+        """The largest effects, and the agreement of gradients with patching."""
         frame = self.to_frame()
         named = ", ".join(
             f"{edge_name(e)} ({with_error(e.patched, e.patched_sem)})"
             for e in frame.head(3).itertuples()
         )
         return [
-            f"When prompts get other task vectors the prediction moves by {with_error(self.total, self.total_sem)} y² (mean "
-            f"squared distance). The edges that bring it nearest or take it furthest, each patched alone: {named}.",
-            f"Estimates from gradients rank the {len(frame)} edges as patching does with a rank correlation of "
+            f"Other task vectors move the prediction by {with_error(self.total, self.total_sem)} y² (mean squared "
+            f"distance). Largest effects of edges, each patched alone: {named}.",
+            f"Rank correlation of gradient estimates and patching over {len(frame)} edges: "
             f"{with_error(self.rank_correlation, self.rank_correlation_sem)}.",
         ]
 
@@ -91,7 +93,7 @@ class HeadEdges(Result):
         return frame.sort_values("patched", key=np.abs, ascending=False, ignore_index=True)
 
     def plot(self) -> go.Figure:
-        """The edges of the largest effects, as estimated and as patched."""
+        """Edges with the largest effects, estimated and patched."""
         top = self.to_frame().head(LISTED)
         return figures.bars(
             [edge_name(row) for row in top.itertuples()],
@@ -116,32 +118,39 @@ def attribute_edges(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> HeadEdges:
-    r"""Effects of all edges between heads, estimated by gradients and found by patching one at a time.
+    r"""Effects of all edges between heads, estimated by gradients and measured by patching one edge
+    at a time.
 
     estimate(u -> v) = sum over positions of (w_u(clean) - w_u(corrupted)) . mean_k dm/dr_v(x_k),
     x_k = corrupted + (k - 1/2) / K (clean - corrupted), k = 1..K = ig_steps; for K = 1, x_1 = corrupted
 
-    with w_u what head u writes, z_u W_O, r_v the stream as the query, key or value of head v reads it, before any norm,
-    and m the metric.
+    with w_u the output z_u W_O of head u, r_v the stream at the query, key or value input of head v
+    (before any norm), and m the metric.
 
     Args:
-        clean: None: `n_prompts` of the model's own task, by `seed`.
-        corrupted: None: the clean ones with other task vectors, by the seed after that: what depends on the
-            covariates alone is then the same on both, and edges that carry it have no effect.
-        ig_steps: 1 for attribution patching (EAP); more for integrated gradients (EAP-IG), which weigh an edge on the whole
-            way to the clean prompts. What one patch changes is nearer to EAP: a patch is a small step from the
-            corrupted prompts.
-        metric: From the model's output to one number per prompt; None: minus the squared distance of the prediction
-            from that of the clean prompts, unit y^2.
-        progress: Told of the progress.
+        clean: Clean prompts; None draws `n_prompts` of the model's own task with `seed`.
+        corrupted: Corrupted prompts; None means the clean ones with other task vectors, drawn with
+            `seed` + 1. The covariates are then the same on both, so that edges that depend on
+            covariates alone have no effect.
+        ig_steps: 1 for attribution patching (EAP). More for integrated gradients (EAP-IG), which
+            average the gradient between corrupted and clean prompts. The effect of a single patch
+            is closer to EAP: a patch is a small step from the corrupted prompts.
+        metric: Function from the model's output to one number per prompt; None means minus the
+            squared distance between the prediction and that on the clean prompts, unit y^2.
+        progress: Optional progress callback.
     Raises:
-        ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one layer, its stream is not
-            the sum of what heads write (a norm after each layer, layers that are not the stream), queries, keys and
-            values of a plain module cannot be followed, or the prompts differ in shape.
+        ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has one
+            layer, its stream is not the sum of outputs (a norm after each layer, layers that are
+            not the stream), queries, keys and values of a plain module cannot be followed, or the
+            prompts differ in shape.
     Source:
-        Edges and patches are those of transformer_lens 4.3, which a test compares with (Syed et al. 2023, arXiv 2310.10348; Wang et al. 2022, arXiv
-        2211.00593). Integrated gradients after Hanna et al. 2024, arXiv 2403.17806, who take k / K in place of
-        (k - 1/2) / K: the midpoint rule errs by 1 / K^2, theirs by 1 / K.
+        Edges and patches are those of transformer_lens 4.3; a test compares both (Syed et al. 2023,
+        arXiv 2310.10348; Wang
+        et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv
+        2403.17806, with (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2,
+        theirs 1 / K.
+    See also:
+        `patch_positions`, `composition_scores`.
     Example:
         >>> from mechinterp import load
         >>> found = attribute_edges(load("checkpoints/sparse-h4-noise0.1-s0"), n_prompts=4)
@@ -168,7 +177,7 @@ def attribute_edges(
 def _estimates(
     pair: Pair, ig_steps: int
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
-    """For each prompt the effects to first order."""
+    """First-order effects for each prompt."""
     hooked = pair.hooked
     gradients = _mean_gradients(pair, ig_steps)
     effects = _no_effects(pair)
@@ -184,8 +193,9 @@ def _estimates(
 
 
 def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
-    """Gradient of each prompt's metric at the stream as every head reads it, mean over points on the way to the clean
-    prompts: [batch, pos, head, d_model] by the name of what is read."""
+    """Gradient of each prompt's metric at the stream input of every head, averaged over points
+    between corrupted and clean
+    prompts: [batch, pos, head, d_model], by the name of the input."""
     later = range(1, pair.hooked.n_layers)
     names = [_read_name(*each) for each in product(later, COMPONENTS)]
     shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
@@ -194,7 +204,8 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
             output, passed = _run(pair.hooked, tokens, [*names, *map(resid_name, later)])
-            # Prompts do not meet in the model: the gradient of the sum is that of each prompt's own metric.
+            # Prompts do not interact in the model: the gradient of the sum holds that of each
+            # prompt's own metric.
             read = [passed[name] for name in names]
             outer = torch.autograd.grad(pair.metric(output).sum(), read, retain_graph=True)
             for name, values, gradient in zip(names, read, outer, strict=True):
@@ -208,12 +219,12 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
 def _run(
     hooked: HookedPredictor, tokens: Tensor, names: Sequence[str], hooks: Hooks = ()
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The model's output, and what passes some hook points, behind other hooks."""
+    """The model's output and the values at some hook points, with other hooks applied first."""
     passed: dict[str, Tensor] = {}
 
     def keep(values: Tensor, hook: object, *, name: str) -> Tensor:
         passed[name] = values
-        return values  # a Bridge hands a view to its hooks: what is returned is used
+        return values  # a Bridge uses the returned value
 
     noted = [(name, partial(keep, name=name)) for name in names]
     return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted]), passed
@@ -223,11 +234,11 @@ def _run(
 def _patches(
     pair: Pair, progress: ProgressCallback
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
-    """For each prompt what patching an edge changes.
+    """Effect of patching each edge, for each prompt.
 
-    What a later head reads with one head's write on the clean prompts is found by a run with that added to the stream
-    before the later layer; it is then put into a run in which nothing else is changed.
-    """
+    A first run, with the head's clean output added to the stream before the later layer, gives the
+    input of the later head. That input is then put into a second run in which nothing else is
+    changed."""
     hooked, effects = pair.hooked, _no_effects(pair)
     full = pair.metric(hooked.model(pair.corrupted))
     sources = [(x, head) for x in range(hooked.n_layers - 1) for head in range(hooked.n_heads)]
@@ -250,13 +261,14 @@ def _added(stream: Tensor, hook: object, *, more: Tensor) -> Tensor:
 
 
 def _no_effects(pair: Pair) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
-    """NaN for all pairs of heads."""
+    """Array of NaN for all pairs of heads."""
     shape = (pair.hooked.n_layers, pair.hooked.n_heads)
     return np.full((len(pair.clean), len(COMPONENTS), *shape, *shape), np.nan)
 
 
 def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float, float]:
-    """Spearman's over edges of the means, and its standard deviation over samples of as many prompts."""
+    """Spearman correlation of the means over edges, and its bootstrap standard deviation over
+    prompts."""
     edges = np.isfinite(patched[0])
     both = np.stack([estimate[:, edges], patched[:, edges]])
     again = [
@@ -277,23 +289,24 @@ def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
     blocks: Sequence[object] = model.blocks  # type: ignore[assignment]
     if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
         raise ValueError(
-            "model must have a residual stream that is the sum of what is written to it, got one with a norm after each layer."
+            "model must have a residual stream that is the sum of all outputs, got a norm after each layer."
         )
     unfollowed = getattr(model, "unfollowed", {})
     for layer, component in product(range(1, hooked.n_layers), COMPONENTS):
         if _read_name(layer, component) not in model.hook_dict:
-            why = f", as {unfollowed[layer]}" if layer in unfollowed else ""
+            why = f": {unfollowed[layer]}" if layer in unfollowed else ""
             raise ValueError(
-                f"model must have hooks on its queries, keys and values, {_read_name(layer, component)} and so on; a "
+                f"model must have hooks on its queries, keys and values, such as {_read_name(layer, component)}; this "
                 f"{type(model).__name__} has none{why}."
             )
 
 
 def _read_name(layer: int, component: str) -> str:
-    """Name of the hook on what all heads of a layer make of the stream, [batch, pos, head, d_head]."""
+    """Name of the hook on the query, key or value of all heads of a layer, [batch, pos, head,
+    d_head]."""
     return f"blocks.{layer}.attn.hook_{component}"
 
 
 def edge_name(edge: Any) -> str:
-    """L0H1 to v of L2H3, from a row of the frame."""
+    """Text such as "L0H1 to v of L2H3", from a row of the frame."""
     return f"L{edge.layer}H{edge.head} to {edge.input} of L{edge.later_layer}H{edge.later_head}"

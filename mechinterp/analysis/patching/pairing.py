@@ -1,4 +1,5 @@
-"""Pairs of prompts for patching: clean ones, and corrupted ones that differ from them in the task vector alone."""
+"""Pairs of prompts for patching: clean prompts, and corrupted ones that differ in the task vector
+only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,21 +17,21 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 
 Metric = Callable[[Tensor], Tensor]
-"""From a model's output to one number per prompt."""
+"""Function from a model's output to one number per prompt."""
 
 
 def clean_and_corrupted(
     source: Source, clean: Prompts | None, corrupted: Prompts | None, *, n_prompts: int, seed: int
 ) -> tuple[Prompts, Prompts]:
-    """Prompts of the model's own task, and the same covariates and noise with other task vectors.
+    """Clean prompts of the model's own task, and corrupted ones with the same covariates and noise.
 
     Args:
-        clean: None: `n_prompts` are drawn, by `seed`.
-        corrupted: None: made of the clean ones and of other task vectors: of given prompts those of the prompt before,
-            else drawn by the seed after that.
+        clean: Clean prompts; None draws `n_prompts` with `seed`.
+        corrupted: Corrupted prompts; None gives the clean ones other task vectors: for given
+            prompts those of the previous prompt, else new ones drawn with `seed` + 1.
     Raises:
-        ValueError: If prompts are to be drawn for a model that comes without a task, or given prompts come without
-            task vectors.
+        ValueError: If prompts must be drawn for a model without a task, or given prompts come
+            without task vectors.
     """
     given = clean is not None
     clean = evaluation_prompts(source, clean, n_prompts=n_prompts, seed=seed)
@@ -45,7 +46,7 @@ def clean_and_corrupted(
 
 
 def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) -> Prompts:
-    """The same covariates and noise with other task vectors.
+    """The prompts with other task vectors, and the same covariates and noise.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -66,14 +67,14 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
 
 
 def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tensor) -> Tensor:
-    """A hook: its activation, with other values at one place of every prompt."""
+    """Hook that replaces its activation at one place of every prompt."""
     own = own.clone()
     own[:, *at] = values[:, *at]
     return own
 
 
 def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Metric:
-    """Minus the squared distance of the prediction from a target, unit y^2."""
+    """Metric: minus the squared distance of the prediction to a target, unit y^2."""
 
     def metric(output: Tensor) -> Float[Tensor, " batch"]:
         return -(hooked.read(output) - target).square().sum(-1)
@@ -83,13 +84,14 @@ def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Met
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """The two sets of prompts as the model reads them, with what its heads do on each."""
+    """Clean and corrupted inputs of a model, with the outputs of its heads on both."""
 
     hooked: HookedPredictor
     clean: Tensor
     corrupted: Tensor
     moved: tuple[Float[Tensor, "batch pos head d_model"], ...]
-    """Of each layer what each head writes on the clean prompts minus that on the corrupted ones."""
+    """Output of each head on the clean prompts minus that on the corrupted prompts, layer by layer.
+    """
     metric: Metric
 
     @classmethod
@@ -101,7 +103,7 @@ class Pair:
             shapes = [list(each.shape) for each in inputs]
             if shapes[0] != shapes[1] or shapes[0][0] < 2:
                 raise ValueError(
-                    f"clean and corrupted tokens must have one shape, of at least 2 prompts, got {shapes[0]} and {shapes[1]}."
+                    f"clean and corrupted tokens must have the same shape, with at least 2 prompts, got {shapes[0]} and {shapes[1]}."
                 )
             names = [z_name(layer) for layer in range(hooked.n_layers)]
             runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
@@ -115,6 +117,6 @@ class Pair:
 
     @torch.no_grad()
     def gained(self) -> Float[np.ndarray, " batch"]:
-        """Metric of the clean minus that of the corrupted prompts."""
+        """Metric on the clean prompts minus metric on the corrupted prompts."""
         clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
         return (clean - corrupted).double().numpy(force=True)

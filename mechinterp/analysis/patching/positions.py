@@ -1,8 +1,7 @@
 """Activation patching by layer and position.
 
-TransformerLens takes the number of positions from the last axis of its input, which for prompts of
-vectors is d_model; here the positions are counted as they are.
-"""
+TransformerLens reads the number of positions from the last axis of its input, which is d_model for
+prompts of vectors. Here it is read from the activations."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +26,18 @@ HEAD_PARTS = ("q", "k", "v", "z", "pattern")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PositionPatching(Result):
-    """What a metric gains when one position's activation is taken from other prompts."""
+    """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
     activation: str
-    """What is patched: the residual stream or a sum written to it, or a part of each head."""
+    """Name of the patched activation: the residual stream, an output added to it, or a part of each
+    head."""
     effect: Float[np.ndarray, "layer pos *head"]
-    """Mean over prompts of the patched minus the unpatched metric; no head axis for a stream."""
+    """Patched minus unpatched metric, mean over prompts; streams have no head axis."""
     effect_sem: Float[np.ndarray, "layer pos *head"]
     """Standard error of `effect` over prompts."""
     total: float
-    """Metric of the clean minus that of the corrupted prompts: what a complete patch reaches."""
+    """Metric on the clean prompts minus metric on the corrupted prompts: the effect of a complete
+    patch."""
     total_sem: float
 
     def __repr__(self) -> str:
@@ -53,7 +54,7 @@ class PositionPatching(Result):
         return frame
 
     def plot(self) -> go.Figure:
-        """Effect over positions, a curve per layer or head."""
+        """Effect over positions, one curve per layer or head."""
         per_layer = [f"L{layer}" for layer in range(len(self.effect))]
         heads = range(self.effect.shape[2]) if self.effect.ndim == 3 else ()
         names = [f"{layer}H{head}" for layer in per_layer for head in heads] or per_layer
@@ -72,7 +73,7 @@ class PositionPatching(Result):
 
 
 def first_prediction(logits: Float[Tensor, "batch pos d_y"]) -> Float[Tensor, " batch"]:
-    """A metric: prediction of the query's first response, in units of y."""
+    """Metric: prediction of the query's first response, in units of y."""
     return logits[:, -1, 0]
 
 
@@ -86,18 +87,26 @@ def patch_positions(
     n_prompts: int = 64,
     seed: int = 0,
 ) -> PositionPatching:
-    """Change of a metric on corrupted prompts when one position's activation is that of the clean ones.
+    """Change of a metric on corrupted prompts when the activation at one position is that of the
+    clean prompts.
 
     Args:
-        clean: Prompts that the activation is taken from; None: `n_prompts` of the model's own task, by `seed`.
-        corrupted: Prompts that the model runs on; None: the clean ones with other task vectors, by the seed after that.
-        activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or "pattern",
-            of which one row, that of the query at this position, is patched.
-        metric: From the model's output [batch, pos, d_y] to one number per prompt, [batch]; None: minus the squared
-            distance of the prediction from that of the clean prompts, unit y^2.
+        clean: Prompts that provide the activation; None draws `n_prompts` of the model's own task
+            with `seed`.
+        corrupted: Prompts that the model runs on; None means the clean ones with other task
+            vectors, drawn with `seed` + 1.
+        activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or
+            "pattern". For a pattern the row of the query at this position is patched.
+        metric: Function from the model's output [batch, pos, d_y] to one number per prompt,
+            [batch]; None means minus the squared distance between the prediction and that on the
+            clean prompts, unit y^2.
     Raises:
-        ValueError: If the activation is unknown or the model has no hook for it, the prompts differ in shape, or the model
-            is in training mode.
+        ValueError: If the activation is unknown or the model has no hook for it, the prompts differ
+            in shape, or the model is in training mode.
+    Source:
+        Meng et al. 2022, arXiv 2202.05262 (causal tracing).
+    See also:
+        `attribute_edges`, `read_out_by_layer`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -109,7 +118,7 @@ def patch_positions(
         >>> patch_positions(checkpoint.model, clean, corrupted, activation="v").effect.shape
         (1, 7, 2)
     """
-    from transformer_lens.utilities import get_act_name  # takes a good part of a start-up
+    from transformer_lens.utilities import get_act_name  # slow import
 
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
@@ -118,13 +127,13 @@ def patch_positions(
     hooked = predictor_of(source).hooked
     if hooked.model.training:
         raise ValueError(
-            "model must be in evaluation mode, call .eval(); got one in training mode."
+            "model must be in evaluation mode (call .eval()), got a model in training mode."
         )
     tokens, other = hooked.inputs(clean), hooked.inputs(corrupted)
     shapes = [list(inputs.shape) for inputs in (tokens, other)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"clean and corrupted tokens must have one shape, got {shapes[0]} and {shapes[1]}."
+            f"clean and corrupted tokens must have the same shape, got {shapes[0]} and {shapes[1]}."
         )
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
@@ -145,9 +154,11 @@ def patch_positions(
 
 
 def _positions(activation: str, cached: list[Tensor]) -> int:
-    """How many positions the activation has, which may be others than the input's."""
+    """Number of positions of the activation, which may differ from that of the input."""
     lengths = {values.shape[2 if activation == "pattern" else 1] for values in cached}
     if len(lengths) > 1:
         listed = ", ".join(map(str, sorted(lengths)))
-        raise ValueError(f"{activation} must have as many positions in every layer, got {listed}.")
+        raise ValueError(
+            f"{activation} must have the same number of positions in every layer, got {listed}."
+        )
     return lengths.pop()

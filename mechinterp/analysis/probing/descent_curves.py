@@ -1,4 +1,4 @@
-"""Gradient descent on several features of the same prompts, step by step."""
+"""Gradient descent on several kinds of features of the same prompts, step by step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,26 +21,28 @@ from mechinterp.icl.sparse_predictors import descend, excess_risk
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DescentCurves(Result):
-    """Excess risk of gradient descent on several features of the same prompts, step by step."""
+    """Excess risk of gradient descent on several kinds of features of the same prompts, step by
+    step."""
 
     features: tuple[str, ...]
-    """What gradient descent is run on."""
+    """Names of the features."""
     risk: Float[np.ndarray, "features step"]
-    """Mean squared distance from the noise-free target after 0, 1, ... steps, unit y^2."""
+    """Mean squared distance to the noise-free target after 0, 1, ... steps, unit y^2."""
     risk_sem: Float[np.ndarray, "features step"]
     log_area: Float[np.ndarray, " features"]
-    """Mean over steps 1, 2, ... of log excess risk minus that of the first features; below 0 is faster."""
+    """Mean over steps 1, 2, ... of log excess risk minus that of the first features; negative means
+    faster."""
     log_area_sem: Float[np.ndarray, " features"]
     """Standard error of `log_area`, paired over prompts, by the delta method."""
 
     @property
     def least_risk(self) -> Float[np.ndarray, " features"]:
-        """Least excess risk of the descent, unit y^2."""
+        """Smallest excess risk of the descent, unit y^2."""
         return self.risk.min(1)
 
     @property
     def at_step(self) -> Int[np.ndarray, " features"]:
-        """Step of descent with the least excess risk."""
+        """Step with the smallest excess risk."""
         return self.risk.argmin(1)
 
     def __repr__(self) -> str:
@@ -49,22 +51,23 @@ class DescentCurves(Result):
         return f"DescentCurves(least excess risk: {least})"
 
     def sentences(self) -> list[str]:
-        """The least excess risk, and how much faster than on the first features."""
+        """The smallest excess risk, and the speed relative to the first features."""
         rows = zip(self.features, self.least_risk, self.at_step, strict=True)
         least = ", ".join(f"{digits(risk)} at step {step} on {name}" for name, risk, step in rows)
         areas = zip(self.features, self.log_area, self.log_area_sem, strict=True)
         faster = " and ".join(f"{with_error(*area)} for {name}" for name, *area in list(areas)[1:])
         return [
-            f"Gradient descent on features of the context has its least excess risk (y²) of {least}.",
-            f"Log area, the mean over steps of log excess risk minus that of {self.features[0]}, is {faster}: below 0 is faster.",
+            f"Smallest excess risk (y²) of gradient descent on features of the context: {least}.",
+            f"Log area, the mean over steps of log excess risk minus that of {self.features[0]}: {faster} "
+            "(negative is faster).",
         ]
 
     def tables(self) -> dict[str, Table]:
-        """What descent reaches on each kind of features; the excess risk of every step."""
+        """Table of what descent reaches on each kind of features, and table of all steps."""
         title = (
             "Gradient descent on the features; log area: mean log risk minus that of the first row"
         )
-        steps = Table(self.to_frame(), "Excess risk of every step", brief=False)
+        steps = Table(self.to_frame(), "Excess risk at every step", brief=False)
         return {"areas": Table(self.area_frame(), title), "descent": steps}
 
     def figures(self) -> dict[str, go.Figure]:
@@ -72,7 +75,7 @@ class DescentCurves(Result):
         return {"descent": self.plot()}
 
     def to_document(self) -> dict:
-        """Every step as rows, and what descent reaches."""
+        """Table of all steps as rows, and table of what descent reaches."""
         rows = {"rows": records(self.to_frame()), "areas": records(self.area_frame())}
         return {"analysis": "p-probe", "result": repr(self), **rows}
 
@@ -82,12 +85,12 @@ class DescentCurves(Result):
         return frame_of(self, *with_sem("risk"), features=self.features, step=steps)
 
     def area_frame(self) -> pd.DataFrame:
-        """One row per kind of features: the least excess risk and the area."""
+        """One row per kind of features: the smallest excess risk and the log area."""
         names = ("least_risk", "at_step", *with_sem("log_area"))
         return frame_of(self, *names, features=self.features)
 
     def plot(self) -> go.Figure:
-        """Excess risk over steps, a curve per kind of features."""
+        """Excess risk over steps, one curve per kind of features."""
         return figures.lines(
             np.arange(self.risk.shape[1]),
             figures.named(self.features, self.risk, self.risk_sem),
@@ -101,7 +104,8 @@ class DescentCurves(Result):
 def descent_curves(
     features: Mapping[str, Float[Tensor, "batch pos _feature"]], prompts: Prompts, *, steps: int
 ) -> DescentCurves:
-    """Excess risk of gradient descent on features of the context and, at the last position, of the query.
+    """Excess risk of gradient descent on features of the context; the last position holds the
+    query's features.
 
     Raises:
         ValueError: If `steps` is below 1.

@@ -24,26 +24,28 @@ PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 FOLDS = 5
 
 Target = Callable[[Prompts], tuple[Tensor, Tensor]]
-"""Prompts to what a probe is fitted to and what it is scored against, both [batch, pos, target]."""
+"""Function from prompts to the values a probe is fitted to and the values it is scored against,
+both [batch, pos, target]."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerProbes(Result):
-    """How well a ridge regression on the stream reads a target, layer by layer; layer 0 is the input."""
+    """Fit of a ridge regression on the stream to a target, layer by layer; layer 0 is the input."""
 
     positions: tuple[int, ...]
-    """Positions in the prompt, from 0; the last is the query's."""
+    """Positions in the prompt, from 0; the last position is the query's."""
     risk: Float[np.ndarray, "layer pos"]
-    """Excess risk of the probe, on prompts it was not fitted to: its mean squared error against the target without noise."""
+    """Excess risk of the probe on held-out prompts: mean squared error against the target without
+    noise."""
     risk_sem: Float[np.ndarray, "layer pos"]
     r2: Float[np.ndarray, "layer pos"]
-    """1 - excess risk over the mean square of the target without noise."""
+    """1 - excess risk / mean square of the target without noise."""
     r2_sem: Float[np.ndarray, "layer pos"]
     control_r2: Float[np.ndarray, "layer pos"]
-    """The same for targets of other prompts, dealt out at random: what a probe finds where there is nothing."""
+    """`r2` of a control that is fitted to the targets of other prompts, assigned at random."""
     control_r2_sem: Float[np.ndarray, "layer pos"]
     penalty: Float[np.ndarray, "layer pos"]
-    """The penalty with the least cross-validated error, in units of the features' mean square."""
+    """Penalty with the smallest cross-validated error, in units of the features' mean square."""
 
     def __repr__(self) -> str:
         risks = " ".join(f"{risk:.3g}" for risk in self.risk[:, -1])
@@ -55,12 +57,12 @@ class LayerProbes(Result):
         return frame_of(self, *names, layer=range(len(self.risk)), pos=self.positions)
 
     def plot(self) -> go.Figure:
-        """Excess risk of the probe over layers, a curve per position."""
+        """Excess risk of the probe over layers, one curve per position."""
         names = [f"position {pos}" for pos in self.positions]
         return figures.lines(
             np.arange(len(self.risk)),
             figures.named(names, self.risk.T, self.risk_sem.T),
-            title="What a linear probe of the stream gets wrong, before each layer and at the end",
+            title="Error of a linear probe of the stream, before each layer and at the end",
             x_title="layers run",
             y_title="excess risk (y²)",
             log_y=True,
@@ -68,7 +70,8 @@ class LayerProbes(Result):
 
 
 def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Each position's own response: with noise to fit to, without it, where it is known, to score against."""
+    """Response at each position: with noise to fit to, and without noise (if known) to score
+    against."""
     noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
     context = prompts.y if prompts.beta is None else prompts.x @ prompts.beta
     clean = torch.cat([context, prompts.y_query_clean[:, None]], dim=1)
@@ -76,9 +79,10 @@ def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 def reweighted(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Each position's covariates times the context's correlations, r_j x_j with r = (1/L) sum_l y_l x_l.
+    """Covariates of each position times the context's correlations, r_j x_j with r = (1/L) sum_l
+    y_l x_l.
 
-    With several responses, their mean's. What a first layer that preprocesses (Algorithm 1) writes.
+    With several responses, y is their mean. A preprocessing first layer (Algorithm 1) writes this.
     """
     correlations = (prompts.x.mT @ prompts.y / prompts.x.shape[1]).mean(2)
     x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
@@ -86,9 +90,9 @@ def reweighted(prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Each position's (S - 1) x with the context's covariance S = (1/L) sum_l x_l x_l^T.
+    """(S - 1) x at each position, with the context's covariance S = (1/L) sum_l x_l x_l^T.
 
-    What a first layer writes that conditions the descent of those after it, and does not look at y.
+    A first layer that preconditions the descent of later layers without using y writes this.
     """
     x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
     target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
@@ -96,7 +100,7 @@ def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 STRUCTURES = {"reweighted x": reweighted, "preconditioned x": preconditioned}
-"""What a first layer may write, as targets of a probe."""
+"""Possible outputs of a first layer, as targets of a probe."""
 
 
 def probe_layers(
@@ -112,20 +116,26 @@ def probe_layers(
 ) -> LayerProbes:
     """Ridge probes of the stream before each layer and after the last.
 
-    Each is fitted to four fifths of the prompts and scored on the fifth left out, for every penalty; the one with
-    the least error against the target it was fitted to is taken.
+    Each probe is fitted to four fifths of the prompts and scored on the other fifth, for every
+    penalty. The penalty with the smallest error against the fitted target is used.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
-        target: What is read; `responses`, or one of `STRUCTURES` for what a first layer may have written.
-        heads: Heads that are masked throughout.
-        positions: Positions of the target; -1 is the query's. For a model whose stream has not one position for each pair,
-            such as one that reads x and y in turn, the query's only.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        target: Target of the probe: `responses`, or one of `STRUCTURES`.
+        heads: Heads that are masked during the run.
+        positions: Positions of the target; -1 is the query's. A model without one position for each
+            pair, such as one that reads x and y in turn, can be probed at -1 only.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are too few prompts for the features, a position is not among the target's or the
-            model's, or the model lacks the hook on its last stream.
+        ValueError: If there are too few prompts for the features, a position is out of range, or
+            the model has no hook on its last stream.
+    Source:
+        Alain and Bengio 2016, arXiv 1610.01644; Akyürek et al. 2023, arXiv 2211.15661, for
+        in-context regression.
+    See also:
+        `read_out_by_layer`, `p_probe`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -164,13 +174,13 @@ def streams(
     heads: Sequence[Head] = (),
     positions: Sequence[int] = (-1,),
 ) -> Float[np.ndarray, "layer prompt pos d_model"]:
-    """The residual stream before each layer and after the last, in float64.
+    """Residual stream before each layer and after the last, in float64.
 
     Args:
-        heads: Heads that are masked.
-        positions: Positions of the stream, counted from its end; -1 is the query's, wherever that is.
+        heads: Heads that are masked during the run.
+        positions: Positions of the stream, counted from its end; -1 is the query's, wherever it is.
     Raises:
-        ValueError: As `Predictor.streams` does.
+        ValueError: As in `Predictor.streams`.
     """
     layers = predictor_of(source).streams(prompts, heads=heads, positions=positions)
     return layers.double().numpy(force=True)
@@ -178,13 +188,13 @@ def streams(
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Predictions of a ridge regression for prompts that it was not fitted to."""
+    """Ridge predictions for held-out prompts."""
 
     prediction: Float[np.ndarray, "prompt target"]
     target: Float[np.ndarray, "prompt target"]
     """Target that the regression was fitted to."""
     penalty: float
-    """Penalty with the least held-out error, in units of the features' mean square."""
+    """Penalty with the smallest held-out error, in units of the features' mean square."""
     root: Float[np.ndarray, "prompt feature"]
     """Root U of the hat matrix U U^T of a fit to all prompts."""
     freedom: float
@@ -202,15 +212,15 @@ class HeldOut:
         return loss, float(np.hypot(loss_sem, fit)), r2, float(np.hypot(r2_sem, fit / size))
 
     def fit_sem(self, clean: Float[np.ndarray, "prompt target"]) -> float:
-        """Standard deviation of the mean squared error over samples, as far as the fit causes it."""
+        """Standard deviation of the mean squared error over samples that is due to the fit."""
         # Let e = target - clean be noise, and d the part of the clean target that no linear map explains. With the hat
         # matrix h, a fit to the other prompts moves prediction i by sum_j h_ij (d_j + e_j). That adds to the sum of the
-        # squared errors (d_i - move_i)^2, h being a projection,
+        # squared errors (d_i - move_i)^2, because h is a projection,
         #     sum_ij h_ij [(d_i + e_i)(d_j + e_j) - 2 d_i (d_j + e_j)] = sum_ij h_ij (e_i e_j - d_i d_j).
         # Different pairs i < j are uncorrelated, and so are pairs and the d_i^2, whose spread over prompts is counted
-        # by itself. The sum over pairs has the variance 2 sum_ij h_ij^2 (e_i^2 e_j^2 + d_i^2 d_j^2), and with
-        # h = U U^T sum_ij h_ij^2 d_i^2 d_j^2 is the squared norm of U^T diag(d^2) U. One n of 1 / n^2 becomes n - p, p
-        # being the degrees of freedom, which makes least squares exact where d is the same for all prompts:
+        # separately. The sum over pairs has the variance 2 sum_ij h_ij^2 (e_i^2 e_j^2 + d_i^2 d_j^2), and with
+        # h = U U^T sum_ij h_ij^2 d_i^2 d_j^2 is the squared norm of U^T diag(d^2) U. One n of 1 / n^2 becomes n - p, the
+        # degrees of freedom p, so that least squares is exact if d is the same for all prompts:
         # RSS n / (n - p)^2 has the relative variance 2 / (n - p) = 2 / n + 2 p / (n (n - p)).
         n_prompts, n_targets = clean.shape
         left = max(n_prompts - self.freedom, 1.0)
@@ -230,17 +240,18 @@ class HeldOut:
 def cross_validated(
     features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt target"]
 ) -> list[HeldOut]:
-    """Ridge predictions of each target for each fifth of the prompts from the other four.
+    """Cross-validated ridge predictions of each target: each fifth of the prompts is predicted from
+    the other four.
 
     Raises:
-        ValueError: If four fifths of the prompts are fewer than the features and one.
+        ValueError: If four fifths of the prompts are not more than the features.
     """
     n_prompts, n_features = features.shape
     fitted = n_prompts - -(-n_prompts // FOLDS)
     if fitted <= n_features:
         raise ValueError(
-            f"A probe of {n_features} features needs more than as many prompts to fit; of {n_prompts} it "
-            f"is fitted to {fitted}."
+            f"A probe of {n_features} features needs more prompts than features for its fit; four fifths of "
+            f"{n_prompts} prompts are {fitted}."
         )
     return by_folds(features, *targets)
 
@@ -248,7 +259,8 @@ def cross_validated(
 def by_folds(
     features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt _"]
 ) -> list[HeldOut]:
-    """The same for any number of prompts; with fewer prompts than features, a large penalty is the best."""
+    """Cross-validated ridge predictions for any number of prompts; with fewer prompts than
+    features, a large penalty wins."""
     fold_of, together = np.arange(len(features)) % FOLDS, np.hstack(targets)
     predictions = np.zeros((len(PENALTIES), *together.shape))
     for fold in range(FOLDS):
@@ -268,7 +280,8 @@ def by_folds(
 def _roots(
     features: Float[np.ndarray, "prompt feature"],
 ) -> Callable[[float], tuple[Float[np.ndarray, "prompt feature"], float]]:
-    """The root U of the hat matrix U U^T of a ridge regression, and its degrees of freedom, by its penalty."""
+    """Function from a penalty to the root U of the hat matrix U U^T of the ridge regression, and
+    its degrees of freedom."""
     centred = features - features.mean(0)
     values, vectors = np.linalg.eigh(centred.T @ centred)
     rotated, size = centred @ vectors, max(values.mean(), np.finfo(float).tiny)
@@ -294,7 +307,8 @@ def fit_ridge(
     targets: Float[np.ndarray, "row target"],
     penalties: Sequence[float] = PENALTIES,
 ) -> list[Float[np.ndarray, "feature_and_one target"]]:
-    """Weights, and the constant below them, for each penalty, in units of the features' mean square.
+    """Weights for each penalty, with the constant in the last row; penalties are in units of the
+    features' mean square.
 
     Example:
         >>> x = np.array([[0.0], [1.0], [2.0]])
@@ -326,6 +340,6 @@ def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -
     if lengths != {n_pos}:
         got = ", ".join(map(str, sorted(lengths)))
         raise ValueError(
-            f"positions before the query's need a model of one position for each of the target's {n_pos}, "
-            f"got {got}; -1, the query's, can be probed."
+            f"Only position -1, the query's, can be probed: the model must have {n_pos} positions like the target, "
+            f"got {got}."
         )

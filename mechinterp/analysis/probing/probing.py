@@ -1,8 +1,9 @@
-"""Linear probes of the response and of structures after each layer, and P-probing: descent on a layer's features.
+"""Linear probes of the response and of structures after each layer, and P-probing: descent on a
+layer's features.
 
-If the first layer reweights covariates as Algorithm 1 does, then a few steps of descent on what it writes go further
-than on the raw x. The step size is 1 / lambda_max of each prompt for every curve, so that none is favoured.
-"""
+If the first layer reweights covariates as Algorithm 1 does, then a few steps of descent on its
+output get further than on the raw x. The step size is 1 / lambda_max of each prompt for every
+curve, so that the comparison is fair."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,11 @@ AFTER = "after layer 0"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Probing(Result):
-    """Probes of the stream after each layer, and gradient descent on what the first layer writes."""
+    """Probes of the stream after each layer, and gradient descent on the output of the first layer."""
 
     response: LayerProbes
     structures: Mapping[str, LayerProbes]
-    """Probes of what a first layer may write, by its name."""
+    """Probes of possible outputs of a first layer, by name."""
     descent: DescentCurves
 
     def __repr__(self) -> str:
@@ -54,28 +55,28 @@ class Probing(Result):
 
     @property
     def probes(self) -> dict[str, LayerProbes]:
-        """That of the response and those of the structures, by target."""
+        """Probes of the response and of the structures, by target."""
         return {"response": self.response, **self.structures}
 
     @property
     def target(self) -> tuple[str, ...]:
-        """What a probe reads: the response; x reweighted, that is times the context's correlations with y
-        (Algorithm 1); x preconditioned, that is (S - 1) x with the context's covariance S."""
+        """Target of a probe: the response; x reweighted, times the context's correlations with y
+        (Algorithm 1); x preconditioned, (S - 1) x with the context's covariance S."""
         return tuple(self.probes)
 
     def sentences(self) -> list[str]:
-        """What is read of the response and of each structure, and whether the first layer makes descent faster."""
+        """R² of the response and of each structure, and the effect of the first layer on descent."""
         risks = ", ".join(map(digits, self.response.risk[:, -1]))
         last = len(self.response.risk) - 1
         read = [
-            f"{name} with R² {', '.join(map(cell, probes.r2[:, -1]))} (targets of other prompts: at most "
+            f"{name} with R² {', '.join(map(cell, probes.r2[:, -1]))} (control, targets of other prompts: at most "
             f"{digits(max(0.0, float(probes.control_r2[:, -1].max())))})"
             for name, probes in self.structures.items()
         ]
         return [
             f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after 0 "
             f"to {last} layers.",
-            f"What a first layer may write is read there, too: {'; '.join(read)}.",
+            f"Possible outputs of a first layer, read at the same place: {'; '.join(read)}.",
             *self.descent.sentences(),
         ]
 
@@ -85,8 +86,8 @@ class Probing(Result):
         return pd.concat(frames, names=["target"]).reset_index("target").reset_index(drop=True)
 
     def tables(self) -> dict[str, Table]:
-        """Probes by target, then descent on the features."""
-        title = "Read from the stream at the query; control r2: fitted to targets of other prompts"
+        """Tables of the probes by target, then of descent on the features."""
+        title = "Read from the stream at the query; control r2: probe fitted to targets of other prompts"
         probes = Table(self.to_frame(), title, per="target", quiet=("pos", "penalty"))
         return {"probes": probes, **self.descent.tables()}
 
@@ -99,7 +100,7 @@ class Probing(Result):
         }
 
     def to_document(self) -> dict:
-        """What scripts read of the probes."""
+        """Fields of the JSON document."""
         frame = self.to_frame()
         return {
             "response": records(self.response.to_frame()),
@@ -136,21 +137,26 @@ def probe(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Probing:
-    """Linear probes of the response, and of what a first layer may write, after each layer; descent on its features.
+    """Linear probes of the response and of possible outputs of a first layer, after each layer;
+    descent on its features.
 
-    Probes are ridge regressions on the stream at the query, each fitted to four fifths of the prompts and scored on
-    the fifth left out, for several penalties of which the best is taken. R² is 1 minus the squared error over the
-    mean square of the target without noise; a control is fitted to the targets of other prompts: what a probe finds
-    where there is nothing. Features of a token are the stream after one layer with that token run as the query, so
-    that they hold no response of its own. Descent is on (1/2L) Σ (y − ⟨u, φ⟩)² from zero, with the step 1/λ_max of
-    each prompt for every curve.
+    Probes are ridge regressions on the stream at the query. Each is fitted to four fifths of the
+    prompts and scored on the other fifth, for several penalties, of which the best is used. R² is 1
+    minus squared error / mean square of the target without noise. A control is fitted to the
+    targets of other prompts: it shows what a probe finds by chance. Features of a token are the
+    stream after one layer with that token run as the query, so that they do not contain its own
+    response. Descent is on (1/2L) Σ (y − ⟨u, φ⟩)² from zero, with the step 1/λ_max of each prompt
+    for every curve.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
         progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features.
+    See also:
+        `probe_layers`, `p_probe`.
     Example:
         >>> from mechinterp import load
         >>> list(probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).structures)
@@ -178,25 +184,32 @@ def p_probe(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> DescentCurves:
-    """Gradient descent on what models have in the stream after some layers, on raw x, and on x reweighted.
+    """Gradient descent on the stream of models after some layers, on raw x, and on reweighted x.
 
-    Features of a context token may not hold its own response. "query" (variant B of our reading) runs every
-    token as a query: without its response, before the same context. "map" (variant A) takes the tokens as they are and
-    maps them linearly to r_j x_j; the map is fitted on the first half of the prompts, and all curves are of the second.
+    Features of a context token must not contain its own response. "query" (variant B of our
+    reading) runs every token as a
+    query: without its response, after the same context. "map" (variant A) takes the tokens
+        unchanged and maps them linearly to r_j x_j. The map is fitted on the first half of the
+        prompts; all curves use the second half.
 
     Args:
-        models: By name; or a model alone, whose name is "model".
-        prompts: None: `n_prompts` of the first model's own task are drawn, by `seed`.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or as many as probes of a wide stream take.
-        layer: Number of layers run; 0 takes the input.
-        steps: Steps of descent on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
+        models: Models by name; or a single model, which gets the name "model".
+        prompts: Prompts to use; None draws `n_prompts` of the first model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        layer: Number of layers run; 0 means the input.
+        steps: Number of descent steps on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
         progress: Optional progress callback.
     Raises:
-        ValueError: If there is no model, the variant is unknown, a model has fewer layers, `steps` is below 1, or
-            the first half of the prompts has no more tokens than a map has features.
+        ValueError: If there is no model, the variant is unknown, a model has fewer layers, `steps`
+            is below 1, or the first half of the prompts does not have more tokens than a map has
+            features.
     Source:
-        After Chen, Zhao and Zou 2024, arXiv 2408.04532, where only the name and the aim are known to us; the
-        variants are a choice made here.
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, of which only the name and the aim are
+        known to us. The variants are
+        choices made here.
+    See also:
+        `probe_layers`.
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -236,11 +249,12 @@ def query_features(
     heads: Sequence[Head] = (),
     progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "batch pos d_model"]:
-    """The stream after some layers of every covariate of a prompt run as its query, the query's own last.
+    """Stream after some layers, with every covariate of a prompt run as its query; the query's own
+    comes last.
 
     Args:
         layer: Number of layers run.
-        heads: Heads that are masked.
+        heads: Heads that are masked during the run.
         progress: Optional progress callback.
     Raises:
         ValueError: If the model has fewer layers.
@@ -249,7 +263,8 @@ def query_features(
 
 
 def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_x"]:
-    """The stream of the second half of the prompts, mapped to r_j x_j as the first half says."""
+    """Stream of the second half of the prompts, mapped to r_j x_j by a map fitted on the first
+    half."""
     predictor = predictor_of(source)
     fitted, measured = (
         predictor.stream(half, layer).double().numpy(force=True) for half in halves(prompts)
@@ -257,14 +272,14 @@ def _mapped(source: Source, prompts: Prompts, layer: int) -> Float[Tensor, "batc
     target = reweighted(halves(prompts)[0])[0].double().numpy(force=True)
     if fitted.shape[1] != target.shape[1]:
         raise ValueError(
-            f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]}."
+            f"variant 'map' needs one position for each pair, got {fitted.shape[1]} for {target.shape[1]} pairs."
         )
     if (place := predictor.query_position(prompts, layer)) != -1:
         raise ValueError(f"variant 'map' needs the query at the last position, got it at {place}.")
     rows = fitted.reshape(-1, fitted.shape[2])
     if len(rows) <= rows.shape[1]:
         raise ValueError(
-            f"A map of {rows.shape[1]} features needs more than as many tokens to fit; the first half of "
+            f"A map of {rows.shape[1]} features needs more tokens than features for its fit; the first half of "
             f"{len(prompts)} prompts has {len(rows)}."
         )
     weights = fit_ridge(rows, target.reshape(len(rows), -1), PENALTIES[:1])[0]

@@ -1,4 +1,5 @@
-"""What a linear read-out of the stream at the query finds after each layer and each head: the lens for regression."""
+"""Linear read-outs of the stream at the query after each layer and each head (the logit lens for
+regression)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,45 +33,48 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")
 PER_READ_OUT = 4
-"""Prompts of a read-out, in multiples of the least number that a probe takes."""
+"""Number of prompts for a fitted read-out, as a multiple of the smallest number that a probe
+accepts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReadOutByLayer(Result):
-    """What the model's own read-out and a fitted one find in the stream at the query, place by place.
+    """R² of the model's own read-out and of a fitted one, on the stream at the query, place by
+    place.
 
-    Places are the stream before the first layer, before each layer plus what one of its heads adds alone, and after each layer.
-    Targets are y, its noise included, the model's prediction, and that of ridge regression at the task's penalty.
-    """
+    Places are the stream before the first layer, before each layer plus the output of one of its
+    heads, and after each layer. Targets are y with its noise, the model's prediction, and the
+    prediction of ridge regression at the task's penalty."""
 
     layers_run: Int[np.ndarray, " place"]
-    """Layers that have run in full."""
+    """Number of complete layers that have run."""
     head: Int[np.ndarray, " place"]
-    """The head of the next layer whose output is added; -1 where none is."""
+    """Head of the next layer whose output is added; -1 if none is added."""
     own_loss: Float[np.ndarray, "target place"]
-    """Mean squared distance from the target of the model's own read-out (its last norm and W_U), unit y^2; NaN where
-    it reads other positions too."""
+    """Mean squared distance between the target and the model's own read-out (last norm and W_U),
+    unit y^2; NaN if that read-out uses other positions too."""
     own_loss_sem: Float[np.ndarray, "target place"]
     own_r2: Float[np.ndarray, "target place"]
-    """1 - own_loss over the mean square of the target."""
+    """1 - own_loss / mean square of the target."""
     own_r2_sem: Float[np.ndarray, "target place"]
     fitted_loss: Float[np.ndarray, "target place"]
-    """Mean squared distance from the target of a ridge read-out, on prompts that it was not fitted to, unit y^2."""
+    """Mean squared distance between the target and a ridge read-out, on held-out prompts, unit y^2.
+    """
     fitted_loss_sem: Float[np.ndarray, "target place"]
-    """Standard error of fitted_loss, over prompts and over the fit."""
+    """Standard error of `fitted_loss`, over prompts and over the fit."""
     fitted_r2: Float[np.ndarray, "target place"]
     fitted_r2_sem: Float[np.ndarray, "target place"]
     penalty: Float[np.ndarray, "target place"]
     """Penalty of the fitted read-out, in units of the features' mean square."""
     COLUMNS: ClassVar = {
-        "target": "What is read: y, the model's prediction, or that of ridge regression.",
-        "place": "The stream at the query that is read: the input, before a layer plus what one head adds, or after a layer.",
-        "fitted_r2": "1 - fitted_loss over the mean square of the target.",
+        "target": "Target of the read-out: y, the model's prediction, or the prediction of ridge regression.",
+        "place": "Stream at the query: the input, before a layer plus the output of one head, or after a layer.",
+        "fitted_r2": "1 - fitted_loss / mean square of the target.",
     }
 
     @property
     def places(self) -> list[str]:
-        """input, L0H0, ..., after L0, ..."""
+        """Names of the places: input, L0H0, ..., after L0, ..."""
         pairs = zip(self.layers_run, self.head, strict=True)
         return [
             f"L{layers}H{head}" if head >= 0 else f"after L{layers - 1}" if layers else "input"
@@ -84,21 +88,19 @@ class ReadOutByLayer(Result):
         return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
 
     def sentences(self) -> list[str]:
-        """What both read-outs find of y after each layer."""
+        """R² of y for both read-outs, after each layer."""
         whole = self.head < 0
         sentences = [
-            f"A fitted linear read-out of the stream at the query finds y with R² {', '.join(map(cell, self.fitted_r2[0, whole]))} "
-            f"before the first and after each of {whole.sum() - 1} layers."
+            f"R² of y by a fitted linear read-out of the stream at the query, before the first and after each of "
+            f"{whole.sum() - 1} layers: {', '.join(map(cell, self.fitted_r2[0, whole]))}."
         ]
         own = self.own_r2[0, whole]
         if np.isfinite(own).any():
-            sentences.append(
-                f"The model's own read-out finds it with R² {', '.join(map(cell, own))}."
-            )
+            sentences.append(f"R² of y by the model's own read-out: {', '.join(map(cell, own))}.")
         return sentences
 
     def tables(self) -> dict[str, Table]:
-        """Every place, a table for each target."""
+        """All places, one table per target."""
         quiet, title = ("layers_run", "penalty"), "Read from the stream at the query"
         return {"read_out_by_layer": Table(self.to_frame(), title, per="target", quiet=quiet)}
 
@@ -110,7 +112,7 @@ class ReadOutByLayer(Result):
         return frame
 
     def plot(self) -> go.Figure:
-        """R2 after each whole layer, of both read-outs, a pair of curves for each target."""
+        """R² after each complete layer, for both read-outs and all targets."""
         whole = self.head < 0
         titles = {"y": "y", "model": "its prediction", "ridge": "ridge's"}
         curves = {
@@ -125,7 +127,7 @@ class ReadOutByLayer(Result):
         figure = figures.lines(
             self.layers_run[whole],
             curves,
-            title="What a linear read-out of the stream at the query finds",
+            title="R² of linear read-outs of the stream at the query",
             x_title="layers run",
             y_title="R²",
             zero_line=True,
@@ -146,23 +148,27 @@ def read_out_by_layer(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> ReadOutByLayer:
-    """What a linear read-out of the stream at the query finds after each layer, and after each head's output is added.
+    """R² of linear read-outs of the stream at the query after each layer, and with the output of
+    each head added.
 
-    The model's own read-out (the logit lens) is used as it is. The fitted one is a ridge regression: it is fitted to four
-    fifths of the prompts and measured on the fifth left out, with the penalty that has the least error.
+    The model's own read-out (the logit lens) is used unchanged. The fitted read-out is a ridge
+    regression: it is fitted to four fifths of the prompts and scored on the other fifth, with the
+    best penalty.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        task: Law of the prompts; None: the model's own. Of given prompts it is then not known, and ridge regression has
-            the penalty that is best on them.
-        n_prompts: None: 4096, of models with norms or MLPs 512, or eight for each entry of a wide stream. With
-            fewer than two for each entry the fitted read-out finds less than is there.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        task: Law of the prompts; None means the model's own. With given prompts the law is then
+            unknown, and ridge regression has the penalty that is best on them.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs, or eight per entry of a
+            wide stream. With fewer than two per entry the fitted read-out underestimates R².
         progress: Optional progress callback.
     Raises:
-        ValueError: If there are fewer prompts than 8 or twice the width of the stream, there is neither a task nor
-            prompts, or the model lacks the hooks on its streams.
+        ValueError: If there are fewer prompts than 8 or twice the width of the stream, there is
+            neither a task nor prompts, or the model has no hooks on its streams.
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
+    See also:
+        `probe_layers`, `intervene_on_steps`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = read_out_by_layer(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)
@@ -196,9 +202,10 @@ def own_read_outs(
     prompts: Prompts,
     places: Mapping[tuple[int, int], Float[Tensor, "batch d_model"]],
 ) -> Float[Tensor, "place batch d_y"] | None:
-    """The model's own read-out of these streams, the last of which is that after the last layer.
+    """The model's own read-out of these streams; the last stream is the one after the last layer.
 
-    None where it does not make the prediction of the last stream, as where it reads several positions.
+    None if it does not reproduce the prediction from the last stream, for example because it reads
+    several positions.
     """
     read = torch.stack([predictor.own_read_out(stream, prompts) for stream in places.values()])
     with torch.no_grad():
@@ -208,7 +215,7 @@ def own_read_outs(
 
 
 def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> list[np.ndarray]:
-    """The values of `TARGETS` on the prompts."""
+    """Values of `TARGETS` on the prompts."""
     with torch.no_grad():
         predicted = predictor.predict(prompts)
     best = ridge(prompts.to(torch.float64), penalty=penalty)
@@ -218,7 +225,7 @@ def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> list[np.
 def _places(
     predictor: Predictor, prompts: Prompts
 ) -> dict[tuple[int, int], Float[Tensor, "batch d_model"]]:
-    """Streams at the query by (layers run, head whose output is added, or -1), in order."""
+    """Streams at the query in order, by (layers run, head whose output is added, or -1)."""
     streams = predictor.streams(prompts)[:, :, 0]
     written = predictor.query_writes(prompts)
     places = {(0, -1): streams[0]}

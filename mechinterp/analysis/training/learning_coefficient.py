@@ -1,9 +1,9 @@
-"""The local learning coefficient of a model: how fast the volume of weights of nearly its loss shrinks with the loss.
+"""Local learning coefficient: how fast the volume of weights with almost the same loss shrinks with
+the loss.
 
-lambda_hat = n_beta (E[L(w)] - L(w*)), w drawn from exp(-n_beta L(w) - (localisation / 2) |w - w*|^2). At a quadratic
-minimum in D directions it is D / 2; of linear attention trained on moments the exact value is known. Away from a
-minimum the estimate means nothing, and none is given.
-"""
+lambda_hat = n_beta (E[L(w)] - L(w*)), with w drawn from exp(-n_beta L(w) - (localisation / 2) |w -
+w*|^2). At a quadratic minimum in D directions it is D / 2. For linear attention trained on moments
+the exact value is known. Away from a minimum the estimate has no meaning, and none is given."""
 
 import math
 from collections.abc import Sequence
@@ -44,57 +44,62 @@ from mechinterp.training.linear.trainer import task_moments
 N_BETA = 30_000.0
 LOCALISATION = 1.0
 FALL = 0.05
-"""Largest n_beta (L - L_min) of weights that count as a minimum: the estimate is too low by as much."""
+"""Largest n_beta (L - L_min) of weights that count as a minimum; the estimate is too low by this
+much at most."""
 GROWTH = (4.0, 0.1)
-"""An estimate grows if its last third differs from its first by more than so many standard errors and such a part."""
+"""An estimate counts as growing if its last third differs from its first by more than GROWTH[0]
+standard errors and by more than the fraction GROWTH[1]."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LearningCoefficient(Result):
-    """An estimate of the local learning coefficient, with how it was drawn."""
+    """Estimate of the local learning coefficient, with the sampler's diagnostics."""
 
     estimate: float = math.nan
-    """lambda_hat, no unit; NaN if the weights are no minimum."""
+    """lambda_hat, without unit; NaN if the weights are not at a minimum."""
     sem: float = math.nan
-    """Standard error over chains, autocorrelation included; NaN if the weights are no minimum."""
+    """Standard error over chains, including autocorrelation; NaN if the weights are not at a
+    minimum."""
     exact: float | None
-    """The known value at a minimum of this loss; None where it is not known."""
+    """Exact value at a minimum of this loss; None if unknown."""
     is_minimum: bool = False
-    """Whether neither descent nor the draws find a lower loss nearby."""
+    """True if neither descent nor the draws find a lower loss nearby."""
     reason: str
-    """Why the weights are no minimum; empty if they are."""
+    """Why the weights are not at a minimum; empty if they are."""
     unknown: str
-    """Why the exact value is not known; empty if it is."""
+    """Why the exact value is unknown; empty if it is known."""
     per_chain: Float[np.ndarray, " chain"]
-    """The estimate of each chain; NaN if the weights are no minimum."""
+    """Estimate of each chain; NaN if the weights are not at a minimum."""
     acceptance: float = math.nan
-    """Part of the draws that were accepted."""
+    """Fraction of the draws that were accepted."""
     r_hat: float = math.nan
-    """Spread of all half-chains over that within them; 1 where they agree."""
+    """Variation over half-chains relative to the variation within them; 1 if the chains agree."""
     effective_draws: float = math.nan
-    """Independent draws with the same error of the mean."""
+    """Number of independent draws with the same error of the mean."""
     excess: Float[np.ndarray, "chain draw"]
-    """n_beta (L - L*) at each draw; without draws if descent alone has shown that the weights are no minimum."""
+    """n_beta (L - L*) at each draw; empty if descent already shows that the weights are not at a
+    minimum."""
     n_beta: float
-    """Weight of the loss in the law that is drawn from, unit 1/y^2."""
+    """Weight of the loss in the sampled density, unit 1/y^2."""
     localisation: float
-    """Strength of the pull to the weights, unit 1 / weight^2."""
+    """Strength of the pull towards the weights, unit 1 / weight^2."""
     loss: float
     """L* at the weights, unit y^2."""
     gradient_norm: float
-    """Norm of the gradient of L at the weights, over the entries that are drawn."""
+    """Norm of the gradient of L at the weights, over the sampled entries."""
     fall: float
-    """By how much descent from the weights lowers n_beta L within the pull."""
+    """Decrease of n_beta L by descent from the weights, with the pull."""
     sampled: str
-    """Which entries are drawn; all others stay fixed."""
+    """Sampled entries; all others stay fixed."""
     over: str
-    """What the loss is a mean over."""
+    """Data of the loss: the population, or prompts."""
     moved: float = 0.0
-    """Distance that the weights were moved to the minimum before, unit of the weights; 0 unless asked for."""
+    """Distance from the weights to the minimum that `settle` went to, unit of the weights; 0
+    without `settle`."""
     curve: tuple["LearningCoefficient", ...] = ()
-    """The same at other n_beta, as asked for."""
+    """Estimates at the other n_beta."""
     bias: str = ""
-    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which has no bias."""
+    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased."""
 
     def __repr__(self) -> str:
         where = f"{self.sampled}; {self.over}"
@@ -117,15 +122,15 @@ class LearningCoefficient(Result):
         return frame.astype({"exact": float})
 
     def tables(self) -> dict[str, Table]:
-        """Each n_beta."""
+        """Table with one row per n_beta."""
         return {"learning_coefficient": Table(self.to_frame(), quiet=("sampled", "over"))}
 
     def plot(self) -> go.Figure:
-        """The trace of n_beta (L - L*), with the exact value dotted; empty without draws."""
+        """Trace of n_beta (L - L*), with the exact mean dotted; empty without draws."""
         n_chains, n_draws = self.excess.shape
         title = "n_beta (L - L*) at each draw"
         if not n_draws:
-            title = "No draws: descent alone shows that the weights are no minimum"
+            title = "No draws: descent shows that the weights are not at a minimum"
         return figures.lines(
             np.arange(n_draws, dtype=float),
             {f"chain {chain}": self.excess[chain] for chain in range(n_chains)},
@@ -137,8 +142,9 @@ class LearningCoefficient(Result):
         )
 
     def plot_posterior(self) -> go.Figure:
-        """The density of n_beta (L - L*) over all draws, and of the Gamma law of shape lambda where it is known."""
-        from scipy.stats import gamma  # takes a good part of a start-up
+        """Density of n_beta (L - L*) over all draws, and the Gamma density with shape lambda if
+        that is known."""
+        from scipy.stats import gamma  # slow import
 
         edges = np.histogram_bin_edges(self.excess, 40) if self.excess.size else np.arange(2.0)
         middle = (edges[1:] + edges[:-1]) / 2
@@ -155,7 +161,7 @@ class LearningCoefficient(Result):
         )
 
     def plot_curve(self) -> go.Figure:
-        """The estimate over n_beta: flat where it has settled."""
+        """Estimate over n_beta; a flat part is reliable."""
         frame = self.to_frame().sort_values("n_beta")
         return figures.lines(
             frame["n_beta"].to_numpy(),
@@ -184,28 +190,32 @@ def local_learning_coefficient(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearningCoefficient:
-    """The local learning coefficient of a checkpoint, by Hamiltonian Monte Carlo.
+    """Local learning coefficient of a checkpoint, by Hamiltonian Monte Carlo.
 
-    Linear attention that was trained on moments has the exact loss of its population, everything else the loss on
-    `n_prompts` prompts.
+    Linear attention trained on moments uses the exact loss of the population; other models use the
+    loss on `n_prompts` prompts.
 
     Args:
-        prompts: Given prompts, on which the loss is then taken for every model; None: they are drawn.
-        step: A kept step of training; None: the last weights.
-        sampled_heads: Heads of linear attention whose entries are drawn; None: all.
-        localisation: Strength of the pull to the weights, unit 1 / weight^2.
-        other_n_beta: Temperatures to estimate at besides, for `plot_curve`.
-        chains: Number and length of chains; None: 8 of 1,000 draws, on prompts 4 of 200.
-        langevin: Draw by stochastic gradients on mini-batches, as is usual elsewhere, in the place of Hamiltonian Monte
-            Carlo: biased, by as much as step size and mini-batches make it, and `bias` says so.
-        settle: Whether to go to the minimum that descent finds first, as no model is at the minimum of the loss on a
-            set of prompts that it was not trained on. It may be far: how far is in `moved`.
-        n_prompts: Of the loss on prompts.
+        prompts: Prompts of the loss, then for every model; None draws them if they are needed.
+        step: A saved step of training; None means the last weights.
+        sampled_heads: Heads of linear attention whose entries are sampled; None means all.
+        localisation: Strength of the pull towards the weights, unit 1 / weight^2.
+        other_n_beta: Further values of n_beta, for `plot_curve`.
+        chains: Number and length of chains; None means 8 chains of 1,000 draws, or 4 of 200 on
+            prompts.
+        langevin: Settings of stochastic-gradient sampling on mini-batches, which is common
+            elsewhere and replaces Hamiltonian Monte Carlo. It is biased by its step size and its
+            mini-batches; `bias` says so.
+        settle: True: descend to a minimum first. No model is at the minimum of the loss on prompts
+            that it was not trained on. The minimum may be far away: `moved` is the distance.
+        n_prompts: Number of prompts of the loss.
     Raises:
-        ValueError: If the gradient of such a model is not written out, there is no such step or head, or a number is
-            not positive.
+        ValueError: If this kind of model has no gradient here, there is no such step or head, or a
+            number is not positive.
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
+    See also:
+        `linear_components`, `jump_forecast`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> chains = Chains(n_chains=4, n_draws=100, n_warmup=50)
@@ -219,7 +229,9 @@ def local_learning_coefficient(
         heads, task = heads_of_linear(weights), checkpoint.task
         loss = population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
     elif sampled_heads is not None:
-        raise ValueError("sampled_heads is of linear attention trained on moments only.")
+        raise ValueError(
+            "sampled_heads needs linear attention trained on moments, got another model or prompts."
+        )
     else:
         drawn = evaluation_prompts(checkpoint, prompts, n_prompts=n_prompts, seed=seed)
         loss = prompts_loss(checkpoint, weights, drawn)
@@ -237,7 +249,7 @@ def local_learning_coefficient(
 
 
 def is_trained_on_moments(checkpoint: Checkpoint) -> bool:
-    """Whether it is one layer of linear attention whose heads are v, K and Q (or U) alone."""
+    """True for one layer of linear attention with no parameters but v, K and Q (or U)."""
     model, train = checkpoint.config.model, checkpoint.config.train
     return model.score == "linear/L" and model.one_attention and train.optimizer != "adam"
 
@@ -254,7 +266,8 @@ def coefficient_of_loss(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearningCoefficient:
-    """The local learning coefficient of any loss with a gradient; arguments as in `local_learning_coefficient`.
+    """Local learning coefficient of any loss with a gradient; arguments as in
+    `local_learning_coefficient`.
 
     Example:
         >>> def square(points):
@@ -311,7 +324,8 @@ def _estimate(
 
 
 def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoefficient:
-    """What is known without draws; with a reason if descent shows that the weights are no minimum."""
+    """Result before sampling; its reason is set if descent shows that the weights are not at a
+    minimum."""
     loss = law.loss
     norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
     _, fall = descend(law)
@@ -334,19 +348,19 @@ def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoeff
 
 
 def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weight"], float]:
-    """The lowest weights that descent finds within the pull, and by how much n_beta L is lower there.
+    """Lowest weights that descent finds within the pull, and the decrease of n_beta L.
 
     Args:
-        most: Steps of L-BFGS.
+        most: Largest number of L-BFGS steps.
     """
-    from scipy.optimize import minimize  # takes a good part of a start-up
+    from scipy.optimize import minimize  # slow import
 
     def pulled(point: np.ndarray) -> tuple[float, np.ndarray]:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             _, energy, gradient = law.energy(point[None])
         return float(energy[0]), gradient[0]
 
-    # The weights are kept in float32: a fall of 1e-6 is rounding.
+    # Weights are stored in float32: a decrease of 1e-6 is rounding.
     settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
     lowest = minimize(pulled, law.loss.at, jac=True, method="L-BFGS-B", options=settings).x
     fall = -float(law.energy(lowest[None])[0][0])
@@ -354,32 +368,32 @@ def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weig
 
 
 def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
-    """What n_beta (L - L*) of draws says against a minimum at L*; empty if nothing.
+    """Evidence of the draws' n_beta (L - L*) against a minimum at L*; empty if there is none.
 
     Example:
         >>> why_no_minimum(np.random.default_rng(0).gamma(3.0, size=(4, 300)))
         ''
         >>> why_no_minimum(-np.ones((4, 300)))
-        'draws lie below the weights: n_beta (L - L*) falls to -1, and is -1 in the mean.'
+        'draws have a lower loss than the weights: n_beta (L - L*) has minimum -1 and mean -1.'
     """
     if not np.isfinite(excess).all():
         return "draws overflow."
     if excess.min() < -FALL:
         return (
-            f"draws lie below the weights: n_beta (L - L*) falls to {excess.min():.3g}, "
-            f"and is {excess.mean():.3g} in the mean."
+            f"draws have a lower loss than the weights: n_beta (L - L*) has minimum {excess.min():.3g} "
+            f"and mean {excess.mean():.3g}."
         )
     third = max(excess.shape[1] // 3, 2)
     first, last = excess[:, :third], excess[:, -third:]
     change = float(last.mean() - first.mean())
     error = math.hypot(mean_error(first), mean_error(last))
     if abs(change) > GROWTH[0] * error and abs(change) > GROWTH[1] * excess.mean():
-        return f"the estimate grows while it is drawn, by {change:.3g} ± {error:.2g}."
+        return f"the estimate grows during sampling, by {change:.3g} ± {error:.2g}."
     return ""
 
 
 def _kept_weights(checkpoint: Checkpoint, step: int) -> Weights:
     if step not in checkpoint.snapshots:
         kept = ", ".join(map(str, list(checkpoint.snapshots)[:6])) or "none"
-        raise ValueError(f"step must be one that is kept ({kept}, ...), got {step}.")
+        raise ValueError(f"step must be a saved step ({kept}, ...), got {step}.")
     return checkpoint.snapshots[step]

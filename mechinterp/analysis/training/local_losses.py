@@ -1,8 +1,8 @@
-"""The loss of a model as a function of the entries that training moves, at many points at once.
+"""Loss of a model as a function of its trained entries, at many points at once.
 
-Of linear attention that was trained on moments it is the exact loss of the population; of other layers, and of stacks
-of layers, that on one fixed set of prompts. All other entries stay as they are.
-"""
+For linear attention trained on moments it is the exact loss of the population. For other layers,
+and for stacks of layers, it is the loss on one fixed set of prompts. Entries that training does not
+move stay fixed."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -51,13 +51,13 @@ def population_loss(
     sampled_heads: Sequence[int] | None = None,
     task: TaskConfig | None = None,
 ) -> LocalLoss:
-    """The exact loss of linear attention on a population, from its moments alone.
+    """Exact loss of linear attention on a population, from its moments.
 
     Args:
-        sampled_heads: Heads whose entries are free; None: all.
-        task: That of the moments, for mini-batches of fresh prompts.
+        sampled_heads: Heads whose entries are free; None means all.
+        task: Task of the moments, for mini-batches of fresh prompts.
     Raises:
-        ValueError: If there is no such head.
+        ValueError: If a head does not exist.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear_heads import separate_heads
@@ -66,10 +66,10 @@ def population_loss(
         '10 entries: v and the x entries of q and k of 2 heads'
     """
     n_heads = heads.v.shape[-1]
-    asked = list(range(n_heads) if sampled_heads is None else sampled_heads)
-    chosen = sorted(set(asked))
+    stated = list(range(n_heads) if sampled_heads is None else sampled_heads)
+    chosen = sorted(set(stated))
     if not chosen or chosen[0] < 0 or chosen[-1] >= n_heads:
-        raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {asked}.")
+        raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {stated}.")
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
     at, merged = flatten(part), isinstance(part, MergedHeads)
@@ -108,7 +108,7 @@ def population_loss(
 
 
 def taken(heads: Heads, chosen: int | list[int]) -> Heads:
-    """Some of the heads; of a path the heads at a time."""
+    """Selected heads; for a path, the heads at selected times."""
     return type(heads)(**{name: values[chosen] for name, values in vars(heads).items()})
 
 
@@ -138,10 +138,10 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
 
 
 def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> LocalLoss:
-    """The loss of one layer of attention, or of a stack of layers of attention alone, on fixed prompts.
+    """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts.
 
     Raises:
-        ValueError: If the gradient of such a model is not written out.
+        ValueError: If this kind of model has no gradient here.
     """
     prompts = prompts.to(torch.float64)
     if checkpoint.config.model.one_attention:
@@ -159,7 +159,7 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
         sampled = f"{at.size} entries: all"
     else:
         raise ValueError(
-            "local_learning_coefficient needs one layer of attention, or layers of attention alone that read the context only."
+            "local_learning_coefficient needs one layer of attention, or attention layers that read the context only."
         )
     unknown = "the loss on prompts is not a quadratic in one matrix"
 
@@ -185,7 +185,8 @@ def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> 
 
 
 def _free_entries(heads: AttentionWeights) -> dict[str, Bool[np.ndarray, "head row column"]]:
-    """By name which entries training moves: not the y rows of W_Q, nor the unit matrices of merged heads."""
+    """Masks of the entries that training moves, by name: without the y rows of W_Q and the unit
+    matrices of merged heads."""
     free = {name: np.ones(tensor.shape, bool) for name, tensor in heads.tensors.items()}
     free["W_Q"][:, heads.d_x :] = False
     if heads.merged_qk:

@@ -1,4 +1,5 @@
-"""What the heads of a module do while somebody's own loop trains it, every so many steps and on the same prompts."""
+"""Monitor of a module during a user's own training loop: loss and heads every few steps, on the
+same prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,16 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 
 @dataclass(kw_only=True)
 class Monitor:
-    """Called as `monitor(step, module)` inside a training loop: keeps loss, heads and a copy of the module.
+    """Callable for a training loop, `monitor(step, module)`: stores loss, heads and a copy of the
+    module.
 
-    It measures a copy in evaluation mode and draws from no shared random numbers, so that training goes on as without it.
+    It measures a copy in evaluation mode and uses no shared random numbers, so that training is
+    unaffected.
 
     Raises:
-        ValueError: If `every` is below 1; when called, as `hook_module` does.
+        ValueError: If `every` is below 1; when called, as in `hook_module`.
+    See also:
+        `hook_module`, `training_dynamics`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> monitor = Monitor(task=TaskConfig(), every=10)
@@ -32,22 +37,24 @@ class Monitor:
     """
 
     task: TaskConfig | None = None
-    """Law of the prompts; None: the softmax paper's setting."""
+    """Law of the prompts; None means the softmax paper's setting."""
     every: int = 1000
-    """Steps between two measurements; a call at another step returns at once."""
+    """Number of steps between two measurements; calls at other steps return immediately."""
     read: Callable[[Tensor], Tensor] | None = None
-    """From the module's output to the prediction, as `hook_module` has it; so are the next three."""
+    """Function from the module's output to the prediction; this and the next three fields are those
+    of `hook_module`."""
     embed: Callable[[Prompts], Tensor] | None = None
     heads: int | None = None
     outputs: Sequence[str] = ()
     ablation: bool = True
-    """Whether every head is masked, for its share and the rise of the risk without it: a run of the module for each."""
+    """True: every head is masked, for its share and the rise of the risk without it; one run of the
+    module per head."""
     labels: bool = False
-    """Whether the module is classified at each kept step, which takes some dozen runs."""
+    """True: the module is classified at each saved step, which takes some dozen runs."""
     n_prompts: int = 256
     seed: int = 0
     snapshots: dict[int, HookedModule] = field(default_factory=dict, init=False, repr=False)
-    """The module as it was, by step."""
+    """Copies of the module, by step."""
     rows: dict[int, pd.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +62,7 @@ class Monitor:
             raise ValueError(f"every must be an integer >= 1, got {self.every!r}.")
 
     def __call__(self, step: int, module: nn.Module) -> None:
-        """Measure the module, if the number of updates so far is a multiple of `every`."""
+        """Measure the module if the number of updates so far is a multiple of `every`."""
         if step % self.every or step in self.snapshots:
             return
         hooked = hook_module(
@@ -74,13 +81,14 @@ class Monitor:
         self.snapshots[step] = replace(hooked, step=step)
 
     def run(self) -> HookedModule:
-        """The module as it was last, a `Run` as that of `load_run` is: `history`, `snapshots`, `steps`, `step`, `at`.
+        """The last copy of the module, a `Run` like that of `load_run`, with `history`,
+        `snapshots`, `steps`, `step`, `at`.
 
-        `history` has a row per step, layer and head: eval_loss, and share and rise, or pattern, where they are kept; loss,
-        that of training, is NaN.
+        `history` has one row per step, layer and head: eval_loss, and share, rise or pattern if
+        they are measured. loss, the training loss, is NaN.
 
         Raises:
-            ValueError: If nothing was measured yet.
+            ValueError: If nothing has been measured.
         """
         if not self.rows:
             raise ValueError(f"Monitor must be called at a multiple of {self.every} steps first.")

@@ -1,4 +1,4 @@
-"""Losses during training, with the scales or the norms of heads, from a checkpoint's history."""
+"""Losses during training, with the scales or norms of the heads, from a checkpoint's history."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.kept_steps import with_history
 from mechinterp.analysis.training.run_over_training import RunOverTraining
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.models.run.predictor import Source
@@ -23,12 +22,12 @@ NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
 
 @dataclass(frozen=True)
 class Training:
-    """How a model was trained, in words."""
+    """How a model was trained, as text."""
 
     eval_on: str = "fixed prompts"
-    """What eval_loss is the loss on."""
+    """Data of eval_loss."""
     how: str = ""
-    """Optimiser, step size and rows of the history, a sentence; empty if that is not known."""
+    """Sentence with optimiser, step size and logging interval; empty if unknown."""
 
 
 NOT_KNOWN = Training()
@@ -43,7 +42,8 @@ class LoggedSteps(Result):
     loss: Float[np.ndarray, " row"]
     """Mean training loss since the last row, NaN at step 0; unit y^2."""
     eval_loss: Float[np.ndarray, " row"]
-    """Loss on a fixed set of prompts that training never sees, or on the population where training is on that; unit y^2."""
+    """Loss on fixed prompts that training never uses, or on the population for models trained on
+    it; unit y^2."""
     training: Training = NOT_KNOWN
     """How the model was trained."""
 
@@ -53,7 +53,7 @@ class LoggedSteps(Result):
     def _over_steps(
         self, curves: Mapping[str, np.ndarray], title: str, y_title: str, **how: Any
     ) -> go.Figure:
-        """Curves over the logged steps but step 0, which has no place on a logarithmic axis."""
+        """Curves over the logged steps, without step 0, which a logarithmic axis cannot show."""
         later = self.step > 0
         shown = {name: values[later] for name, values in curves.items()}
         return figures.lines(
@@ -61,25 +61,25 @@ class LoggedSteps(Result):
         )
 
     def _sentences(self, *between: str) -> list[str]:
-        """How many steps and where the loss ends, and how the model was trained if that is known."""
+        """Number of steps, final loss, and training settings if known."""
         loss = f"final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²"
         return list(filter(None, (f"{self.step[-1]} steps; {loss}.", *between, self.training.how)))
 
 
 def logged_steps(history: pd.DataFrame, source: Source | pd.DataFrame) -> dict[str, Any]:
-    """The fields of `LoggedSteps`, from a history and the checkpoint that it may be of."""
+    """Fields of `LoggedSteps`, from a history and the checkpoint that it belongs to."""
     per_step = history.drop_duplicates("step")
     losses = {name: per_step[name].to_numpy() for name in ("step", "loss", "eval_loss")}
     return {**losses, "training": training_of(source)}
 
 
 def training_of(source: Source | pd.DataFrame) -> Training:
-    """How a checkpoint of this package was trained; of other files and of a history alone that is not known.
+    """Training of a checkpoint of this package; unknown for other files and for a history alone.
 
     Example:
         >>> from mechinterp import load
-        >>> training_of(load("checkpoints/linear-merged-s0")).how[:77]
-        'Exact gradient flow on the population, as long as descent of step size 0.031;'
+        >>> training_of(load("checkpoints/linear-merged-s0")).how[:81]
+        'Exact gradient flow on the population, equivalent to descent with step size 0.031'
     """
     train = getattr(source, "training", None)
     if train is None:
@@ -91,12 +91,12 @@ def training_of(source: Source | pd.DataFrame) -> Training:
             f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; {rows}.",
         )
     how = {
-        "gradient_flow": "Exact gradient flow on the population, as long as descent of",
-        "gradient_descent": "Full-batch gradient descent of",
+        "gradient_flow": "Exact gradient flow on the population, equivalent to descent with",
+        "gradient_descent": "Full-batch gradient descent with",
     }[train.optimizer]
     return Training(
         "the population",
-        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the data trained on at the step itself, "
+        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the training data at the step itself, "
         "eval_loss that of the population; both are exact.",
     )
 
@@ -108,34 +108,35 @@ class TrainingDynamics(LoggedSteps):
     omega: Float[np.ndarray, "row head"]
     """Mean of each head's omega, unit 1/x^2."""
     mu: Float[np.ndarray, "row head"]
-    """What each head adds per unit of y, mean over responses."""
+    """Diagonal of OV on y (contribution of a head per unit of y), mean over responses."""
     qk_diagonal: Float[np.ndarray, "row head"]
-    """Norm of the diagonal of QK's x block over that of the block; 1 if diagonal."""
+    """Norm of the diagonal of QK's x block over that of the block; 1 if the block is diagonal."""
     ov_last_entry: Float[np.ndarray, "row head"]
     """Norm of mu over that of OV; 1 if only y is read."""
 
     @property
     def share(self) -> Float[np.ndarray, "row head"]:
-        """|mu omega| of a head over the sum of that over heads: what it adds to a gradient step; 0 if all are."""
+        """|mu omega| of a head divided by the sum over heads (its part of a gradient step); 0 if
+        all are 0."""
         step = np.abs(self.mu * self.omega)
         total = step.sum(1, keepdims=True)
         return np.divide(step, total, out=np.zeros_like(step), where=total > 0)
 
     @property
     def group_mu(self) -> Float[np.ndarray, "row sign"]:
-        """Sums of the positive and of the negative mu."""
+        """Sum of the positive mu, and sum of the negative mu."""
         return np.stack([self.mu.clip(min=0).sum(1), self.mu.clip(max=0).sum(1)], 1)
 
     def sentences(self) -> list[str]:
-        """How many steps, where the loss ends, and how the model was trained."""
+        """Number of steps, final loss, and training settings."""
         return self._sentences()
 
     def tables(self) -> dict[str, Table]:
-        """Every logged step."""
+        """Table of all logged steps."""
         return {"history": Table(self.to_frame(), "Logged steps")}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Loss, then the scales of the heads."""
+        """Loss, then scales of the heads."""
         return {"loss": self.plot_loss(), "omega": self.plot(), "mu": self.plot_mu()}
 
     def to_frame(self) -> pd.DataFrame:
@@ -152,14 +153,14 @@ class TrainingDynamics(LoggedSteps):
         return self._plot_heads("mu", "mu of each head during training", "mu")
 
     def plot_groups(self) -> go.Figure:
-        """Sums of the positive and of the negative mu over training, and of all."""
+        """Sums of the positive mu, of the negative mu and of all mu over training."""
         positive, negative = self.group_mu.T
         sums = {"positive heads": positive, "negative heads": negative, "all": positive + negative}
         return self._over_steps(sums, "Sums of mu during training", "sum of mu", zero_line=True)
 
     def plot_loss(self) -> go.Figure:
-        """Training and evaluation loss over training; a mean of less than half as many updates as the one before
-        it, as at the end of a training, is left out."""
+        """Training and evaluation loss over training. A training loss over less than half as many
+        updates as the one before is left out, such as the last one."""
         updates = np.diff(self.step)
         few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
         curves = {"eval_loss": self.eval_loss, "loss": np.where(few, np.nan, self.loss)}
@@ -172,19 +173,23 @@ class TrainingDynamics(LoggedSteps):
 
 
 def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
-    """The dynamics in the history of a checkpoint with one layer of attention.
+    """Scales of the heads from the history of a checkpoint with one layer of attention.
 
     Args:
         source: A checkpoint, or its history.
 
     Raises:
         ValueError: If the history lacks a column.
+    Source:
+        After He et al. 2025, arXiv 2503.12734, section 3.
+    See also:
+        `over_steps`, `jump_forecast`.
     Example:
         >>> from mechinterp import load
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
     """
-    history = with_history(source, "training_dynamics")
+    history = _history_of(source, "training_dynamics")
     missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
     if missing:
         raise ValueError(
@@ -202,7 +207,7 @@ class NormsOverTraining(LoggedSteps):
     """Losses and norms of the heads of a model at its logged steps."""
 
     qk_norm: Float[np.ndarray, "row layer head"]
-    """Frobenius norm of the head's QK, the scale in it."""
+    """Frobenius norm of the head's QK, scale included."""
     ov_norm: Float[np.ndarray, "row layer head"]
     """Frobenius norm of the head's OV."""
 
@@ -211,18 +216,18 @@ class NormsOverTraining(LoggedSteps):
         for name in NORMS
         for what, text in (
             ("first", "first logged step"),
-            ("factor", "last logged step over that at the first"),
+            ("factor", "last logged step divided by that at the first"),
         )
     }
 
     def sentences(self) -> list[str]:
-        """Where the loss ends, in which layer norms have changed most, and how the model was trained."""
+        """Final loss, the layer whose norms changed most, and training settings."""
         sentences = []
         for name, what in NORMS.items():
             factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
             listed = ", ".join(f"{factor:.3g}" for factor in factors)
             sentences.append(
-                f"The norm of {what} of the median head ends at {listed} times its first value, layer by layer: it has "
+                f"Norm of {what} of the median head at the end, relative to its first value, layer by layer: {listed}. It "
                 f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
             )
         return self._sentences(*sentences)
@@ -233,7 +238,7 @@ class NormsOverTraining(LoggedSteps):
         return frame_of(self, "loss", "eval_loss", *NORMS, step=self.step, **heads)
 
     def norm_frame(self) -> pd.DataFrame:
-        """One row per head: its norms at the first and the last logged step, and the factor between them."""
+        """One row per head: norms at the first and the last logged step, and their ratio."""
         frame = frame_of(self, **head_axes(self.qk_norm[0]))
         for name in NORMS:
             first, last = getattr(self, name)[[0, -1]].reshape(2, -1)
@@ -243,7 +248,7 @@ class NormsOverTraining(LoggedSteps):
         return frame
 
     def tables(self) -> dict[str, Table]:
-        """Norms before and after, and every logged step."""
+        """Norms before and after training, and all logged steps."""
         return {
             "norms": Table(self.norm_frame(), "Norms of the heads, first and last"),
             "history": Table(self.to_frame(), "Logged steps", brief=False),
@@ -253,47 +258,51 @@ class NormsOverTraining(LoggedSteps):
         """Losses, then norms layer by layer."""
         return {
             "eval_loss": self.plot(),
-            "loss": self._losses("loss", "Training loss, mean since the row before"),
+            "loss": self._losses("loss", "Training loss, mean since the previous row"),
             **{name: self.plot_norm(name) for name in NORMS},
         }
 
     def plot(self) -> go.Figure:
-        """Loss on prompts that training never sees."""
+        """Loss on prompts that training never uses."""
         return self._losses(
-            "eval_loss", "Loss during training, on prompts that training never sees"
+            "eval_loss", "Loss during training, on prompts that training never uses"
         )
 
     def plot_norm(self, name: str) -> go.Figure:
-        """Root mean square over the heads of a layer of `qk_norm` or `ov_norm`, a curve per layer."""
+        """Root mean square of `qk_norm` or `ov_norm` over the heads of a layer, one curve per
+        layer."""
         curves = np.sqrt(np.square(getattr(self, name)).mean(2)).T
         layers = {f"layer {layer}": curve for layer, curve in enumerate(curves)}
         norm = f"orm of {NORMS[name]}"
         return self._over_steps(layers, f"N{norm} during training, layer by layer", f"n{norm}")
 
     def _losses(self, name: str, title: str) -> go.Figure:
-        # One figure each: a training loss with spikes would leave no room for the other.
+        # Separate figures: spikes of the training loss would hide the other loss.
         return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
 
 
 def history_of(
     source: Source | pd.DataFrame,
 ) -> TrainingDynamics | NormsOverTraining | RunOverTraining:
-    """Losses during training, with the scales of the heads of one layer of attention or the norms of any others.
+    """Losses during training, with the scales of the heads of one attention layer, or the norms of
+    other heads.
 
-    A logged row has the mean training loss since the row before, and eval_loss on prompts that training never sees, or
-    of the population where training is on that. Norms are Frobenius norms, that of QK with the scale in it; a curve is
-    their root mean square over the heads of a layer.
+    A logged row has the mean training loss since the previous row, and eval_loss on prompts that
+    training never uses, or on the population for models trained on it. Norms are Frobenius norms,
+    that of QK with the scale; a curve is their root mean square over the heads of a layer.
 
     Args:
         source: A checkpoint, or its history.
     Raises:
         ValueError: If there is no history.
+    See also:
+        `training_dynamics`, `over_steps`.
     Example:
         >>> from mechinterp import load
         >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]
         (4, 4)
     """
-    history = with_history(source, "training")
+    history = _history_of(source, "training")
     if "eval_loss_sem" in history:
         return RunOverTraining(history)
     if "omega" in history:
@@ -305,3 +314,20 @@ def history_of(
         **logged_steps(history, source),
         **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
     )
+
+
+def _history_of(source: Source | pd.DataFrame, analysis: str) -> pd.DataFrame:
+    """The history of a checkpoint, or a history itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
+    if history is None:
+        raise ValueError(f"{analysis} needs a checkpoint with a history, got {_without(source)}.")
+    return history
+
+
+def _without(source: Source) -> str:
+    path = getattr(source, "path", None)
+    return type(source).__name__ if path is None else f"{path} without"

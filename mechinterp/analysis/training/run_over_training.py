@@ -1,4 +1,4 @@
-"""Losses and heads at the kept steps of a run of files, or of a module that was watched."""
+"""Losses and heads at the saved steps of a run of files, or of a module watched by a monitor."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,40 +16,40 @@ OF_HEADS = {
     "omega": "omega of each head (1/x²)",
     "mu": "mu of each head",
 }
-"""Columns of the history that are drawn."""
+"""Columns of the history that are plotted."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RunOverTraining(Result):
-    """Losses and heads at each kept step, on the same prompts."""
+    """Losses and heads at each saved step, on the same prompts."""
 
     history: pd.DataFrame
     """One row per step and head."""
     COLUMNS: ClassVar = {
-        "loss": "Training loss, which is not known; unit y^2.",
+        "loss": "NaN: training losses are not stored in files; unit y^2.",
         "eval_loss": "Loss on the same prompts at every step, unit y^2.",
-        "share": "Standard deviation of what the head adds, over the sum of that over its layer's heads.",
-        "rise": "Rise of the excess risk without the head, unit y^2.",
+        "share": "Standard deviation of the head's output, divided by the sum of these over its layer's heads.",
+        "rise": "Rise of the excess risk when the head is masked, unit y^2.",
         "omega": "Mean of omega over coordinates, unit 1/x^2.",
         "mu": "Diagonal of OV on y, mean over responses.",
-        "qk_diagonal": "Norm of the diagonal of QK's x block over that of the block; 1 if diagonal.",
+        "qk_diagonal": "Norm of the diagonal of QK's x block over that of the block; 1 if the block is diagonal.",
         "ov_last_entry": "Norm of mu over that of OV; 1 if only y is read.",
-        "qk_norm": "Frobenius norm of the head's QK, the scale in it.",
+        "qk_norm": "Frobenius norm of the head's QK, scale included.",
         "ov_norm": "Frobenius norm of the head's OV.",
     }
 
     def __repr__(self) -> str:
         steps = self.history["step"].unique()
-        return f"RunOverTraining({len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,})"
+        return f"RunOverTraining({len(steps)} saved steps, {steps[0]:,} to {steps[-1]:,})"
 
     def sentences(self) -> list[str]:
-        """The steps, and the loss at the last."""
+        """Steps, and the loss at the last step."""
         steps, last = self.history["step"].unique(), self.history.iloc[-1]
         loss = with_error(last["eval_loss"], last["eval_loss_sem"])
         return [
-            f"{len(steps)} kept steps, {steps[0]:,} to {steps[-1]:,}; loss at the end {loss} y².",
-            "Weights of each step are read in one way and run on the same prompts; numbers of steps are those of the files' "
-            "names or of the training loop.",
+            f"{len(steps)} saved steps, {steps[0]:,} to {steps[-1]:,}; loss at the end {loss} y².",
+            "All steps are read in the same way and run on the same prompts. Numbers of steps come from the names of "
+            "the files or from the training loop.",
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -57,11 +57,11 @@ class RunOverTraining(Result):
         return self.history
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Every kept step."""
+        """Table of all saved steps."""
         return {"history": self.history}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Loss, then what is known of the heads."""
+        """Loss, then the columns of the heads."""
         names = [name for name in OF_HEADS if name in self.history]
         return {"loss": self.plot()} | {name: self.plot_heads(name) for name in names}
 
@@ -77,7 +77,7 @@ class RunOverTraining(Result):
         )
 
     def plot_heads(self, name: str) -> go.Figure:
-        """A column of the history over the steps, a curve per head."""
+        """A column of the history over the steps, one curve per head."""
         several = self.history["layer"].any()
         heads = {
             f"L{layer}H{head}" if several else f"head {head}": rows[name].to_numpy()

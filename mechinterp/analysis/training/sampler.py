@@ -1,11 +1,11 @@
-"""Draws from exp(-n_beta (L - L*) - (localisation / 2) |w - w*|^2) by Hamiltonian Monte Carlo, many chains at once.
+"""Draws from exp(-n_beta (L - L*) - (localisation / 2) |w - w*|^2) by Hamiltonian Monte Carlo, many
+chains at once.
 
-The chains share a step size, adapted in warm-up only, and see the loss and its gradient as they are: no minibatches.
-How far do draws agree between chains, and to how many independent ones do they amount? Beside it stochastic gradient
-Langevin dynamics on mini-batches, which is cheap, usual, and biased: no step is rejected, so that the law that is drawn
-from is wider, by the size of the step and by the noise of the mini-batches. How far off is an estimate that others have
-made in this way?
-"""
+The chains share a step size, which is adapted during warm-up only, and use the exact loss and
+gradient, without mini-batches. `r_hat` and `effective_draws` measure their agreement. Stochastic
+gradient Langevin dynamics on mini-batches is included because it is common elsewhere. It is cheap
+but biased: no step is rejected, so that the step size and the noise of the mini-batches widen the
+sampled density."""
 
 import math
 from collections.abc import Callable
@@ -21,27 +21,28 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 Points = Float[np.ndarray, "chain weight"]
 BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
-"""Loss and gradient at many points, a row each."""
+"""Function from many points to the loss and gradient at each, one row per point."""
 MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
-"""Gradient at many points, each on a mini-batch of its own of so many prompts."""
+"""Function (points, prompts per mini-batch, generator) to the gradient at each point, each on its
+own mini-batch."""
 TARGET = 0.9
-"""Acceptance that the step size is adapted to."""
+"""Acceptance rate that the step size is adapted to."""
 SHORTEST = 0.15
-"""Each chain takes between this part of the step size and the whole, anew at every draw: where the loss is steeper
-than in warm-up a chain would stand still otherwise."""
+"""Step sizes are jittered uniformly in [0.15, 1] per draw, so that chains do not stall where the
+loss is steeper than during warm-up."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """How long to draw."""
+    """Number and length of the chains."""
 
     n_chains: int = 8
     n_draws: int = 1000
-    """Kept draws per chain."""
+    """Number of kept draws per chain."""
     n_warmup: int = 500
-    """Draws that adapt the step size and are thrown away."""
+    """Number of discarded draws per chain, during which the step size is adapted."""
     n_leapfrog: int = 40
-    """Mean number of steps between two draws."""
+    """Mean number of leapfrog steps between two draws."""
 
     def __post_init__(self) -> None:
         least = {"n_chains": 2, "n_draws": 8, "n_warmup": 8, "n_leapfrog": 1}
@@ -51,7 +52,7 @@ class Chains:
 
 
 PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
-"""On prompts a gradient takes milliseconds."""
+"""Default chains for a loss on prompts, where a gradient takes milliseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,38 +62,38 @@ class LocalLoss:
     function: BatchLoss
     at: Float[np.ndarray, " weight"]
     sampled: str
-    """Which entries these are."""
+    """Names of the entries of a point."""
     over: str
-    """What the loss is a mean over."""
+    """Data of the loss: the population, or prompts."""
     exact: float | None = None
-    """The learning coefficient at the minimum of this loss, where it is known."""
+    """Learning coefficient at the minimum of this loss, if known."""
     unknown: str = ""
-    """Why it is not."""
+    """Why the exact coefficient is unknown."""
     remedy: str = ""
-    """What to do where the weights are no minimum."""
+    """Advice if the weights are not at a minimum."""
     on_minibatch: MinibatchGradient | None = None
-    """For stochastic gradients; None: there are no prompts to draw."""
+    """Gradient on mini-batches; None if there are no prompts to draw."""
     chains: Chains = Chains()
-    """How long to draw around these weights, if nobody says."""
+    """Default chains around these weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tempered:
-    """A loss and the law that is drawn from around its weights."""
+    """A loss and the density that is sampled around its weights."""
 
     loss: LocalLoss
     n_beta: float
-    """Weight of the loss, unit 1/y^2."""
+    """Weight of the loss in the density, unit 1/y^2."""
     localisation: float
-    """Strength of the pull to the weights, unit 1 / weight^2."""
+    """Strength of the pull towards the weights, unit 1 / weight^2."""
 
     @cached_property
     def least(self) -> float:
-        """The loss at the weights."""
+        """Loss at the weights."""
         return float(self.loss.function(self.loss.at[None])[0][0])
 
     def energy(self, points: Points) -> tuple[np.ndarray, np.ndarray, Points]:
-        """n_beta (L - L*), that and the pull, and the gradient of both."""
+        """n_beta (L - L*), the same plus the pull, and the gradient of the latter."""
         loss, gradient = self.loss.function(points)
         away = points - self.loss.at
         excess = self.n_beta * (loss - self.least)
@@ -101,7 +102,7 @@ class Tempered:
 
 
 Draws = tuple[Float[np.ndarray, "chain draw"], Bool[np.ndarray, "chain draw"]]
-"""n_beta (L - L*) at each draw, no unit, and whether it was accepted."""
+"""n_beta (L - L*) at each draw, without unit, and whether the draw was accepted."""
 
 
 def hamiltonian_draws(
@@ -133,14 +134,14 @@ def hamiltonian_draws(
 
 
 class DualAveraging:
-    """A step size whose acceptance comes near TARGET."""
+    """Adaptation of the step size to the acceptance rate TARGET."""
 
     def __init__(self, step: float):
         self.step, self.average = step, step
         self.centre, self.error, self.count = math.log(10 * step), 0.0, 0
 
     def update(self, chance: float) -> None:
-        """Take the acceptance of one more draw into account."""
+        """Update the step size with the acceptance of one more draw."""
         self.count += 1
         weight = 1 / (self.count + 10)
         self.error += weight * (TARGET - chance - self.error)
@@ -151,7 +152,7 @@ class DualAveraging:
 
 
 class _State:
-    """Where the chains are, with energy and its gradient there."""
+    """Positions of the chains, with their energy and its gradient."""
 
     def __init__(self, law: Tempered, n_chains: int, rng: np.random.Generator):
         self.law, self.rng = law, rng
@@ -159,7 +160,7 @@ class _State:
         self.excess, self.energy, self.gradient = law.energy(self.points)
 
     def first_step(self) -> float:
-        """A step at which about half of the single steps are accepted."""
+        """Step size at which about half of the single steps are accepted."""
         step, grow = 0.1, None
         for _ in range(60):
             chance = float(self._trial(step, 1)[0].mean())
@@ -171,9 +172,10 @@ class _State:
         return step
 
     def move(self, step: float, n_leapfrog: int) -> tuple[np.ndarray, np.ndarray]:
-        """One draw: the chance of acceptance of every chain, and whether it was taken."""
-        # Lengths that vary do not fall in step with the periods of the directions; all chains share one, drawn
-        # without a look at where they are.
+        """One draw: probability of acceptance of every chain, and whether it was accepted."""
+        # Random lengths avoid resonance with the periods of the directions. All chains share one
+        # length, which does not depend
+        # on their positions.
         n_steps = int(
             self.rng.integers(max(1, n_leapfrog // 2), n_leapfrog + (n_leapfrog + 1) // 2 + 1)
         )
@@ -199,19 +201,19 @@ class _State:
                 excess, energy, gradient = self.law.energy(points)
                 momentum = momentum - step / 2 * gradient
             change = before - energy - np.square(momentum).sum(1) / 2
-            # An overflow is NaN or infinite here: never accepted.
+            # An overflow gives NaN or infinity here and is never accepted.
             chance = np.where(np.isfinite(change), np.exp(np.minimum(change, 0)), 0.0)
         return chance, (points, excess, energy, gradient)
 
 
 @dataclass(frozen=True)
 class Langevin:
-    """Stochastic gradient Langevin dynamics in the place of Hamiltonian Monte Carlo."""
+    """Settings of stochastic gradient Langevin dynamics, which replaces Hamiltonian Monte Carlo."""
 
     step_size: float
     """epsilon of w -> w - (epsilon / 2) force + N(0, epsilon), unit weight^2."""
     batch_size: int = 64
-    """Prompts of a mini-batch; every chain draws its own at every step."""
+    """Number of prompts in a mini-batch; every chain draws its own at every step."""
 
     def __post_init__(self) -> None:
         for name in ("step_size", "batch_size"):
@@ -220,7 +222,7 @@ class Langevin:
 
     @property
     def bias(self) -> str:
-        """What a result says of its draws."""
+        """Sentence about the bias of the draws."""
         return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
 
 
@@ -232,14 +234,17 @@ def langevin_draws(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Draws:
-    """Draws of n_beta (L - L*) around the weights; L itself is the whole loss, the gradient that of a mini-batch.
+    """Draws of n_beta (L - L*) around the weights; L is the full loss, its gradient that of a
+    mini-batch.
 
     Raises:
         ValueError: If the loss has no mini-batches.
     Source:
-        Welling and Teh 2011; Lau et al. 2023, arXiv 2308.12108, section 4. At a quadratic minimum of curvature h, gradient
-        noise of variance s^2 and a = n_beta h + localisation, a direction counts
-        (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4) in the place of n_beta h / 2a (derived here).
+        Welling and Teh 2011; Lau et al. 2023, arXiv 2308.12108, section 4. At a quadratic minimum
+        of curvature h, with
+        gradient noise of variance s^2 and a = n_beta h + localisation, a direction contributes
+        (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4) instead of n_beta h
+        / 2a (derived here).
     """
     # w' = (1 - epsilon a / 2) w - (epsilon / 2) n_beta noise + N(0, epsilon) has the variance
     # (epsilon + (epsilon n_beta s / 2)^2) / (1 - (1 - epsilon a / 2)^2), and n_beta (L - L*) = n_beta h w^2 / 2.  QED
@@ -261,10 +266,12 @@ def langevin_draws(
 
 
 def effective_draws(values: Float[np.ndarray, "chain draw"]) -> float:
-    """Number of independent draws with the same error of the mean, over all chains; 0 if no chain moves.
+    """Number of independent draws with the same error of the mean, over all chains; 0 if no chain
+    moves.
 
     Source:
-        Gelman et al., Bayesian Data Analysis, 3rd edition, eq. (11.8); Geyer's sums of pairs, made to fall.
+        Gelman et al., Bayesian Data Analysis, 3rd edition, eq. (11.8), with Geyer's monotone sums
+        of pairs.
     Example:
         >>> values = np.random.default_rng(0).standard_normal((4, 1000))
         >>> 3000 < effective_draws(values) <= 4000
@@ -286,7 +293,8 @@ def effective_draws(values: Float[np.ndarray, "chain draw"]) -> float:
 
 
 def r_hat(values: Float[np.ndarray, "chain draw"]) -> float:
-    """Spread over half-chains relative to that within them: 1 where they agree. NaN if none moves.
+    """Variation over half-chains relative to the variation within them: 1 if they agree. NaN if no
+    chain moves.
 
     Source:
         Gelman et al., Bayesian Data Analysis, 3rd edition, eq. (11.4).
@@ -301,7 +309,8 @@ def r_hat(values: Float[np.ndarray, "chain draw"]) -> float:
 
 
 def mean_error(values: Float[np.ndarray, "chain draw"]) -> float:
-    """Standard error of the mean over all draws, autocorrelation and differences between chains included.
+    """Standard error of the mean over all draws, including autocorrelation and differences between
+    chains.
 
     Example:
         >>> values = np.random.default_rng(0).standard_normal((4, 1000))
@@ -313,7 +322,7 @@ def mean_error(values: Float[np.ndarray, "chain draw"]) -> float:
 
 
 def _variances(values: np.ndarray) -> tuple[float, float]:
-    """Within chains, and of the law that all draw from, differences between chains included."""
+    """Variance within chains, and of the common density, including differences between chains."""
     n_draws = values.shape[1]
     within = float(values.var(1, ddof=1).mean())
     return within, within * (n_draws - 1) / n_draws + float(values.mean(1).var(ddof=1))

@@ -1,4 +1,4 @@
-"""The parts of a file, joined in one of the ways that a reading says."""
+"""Models from the parts of a file, combined as a reading states."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from mechinterp.models.weights import Weights
 
 TOKEN, ATTENTION, MLP = range(3)
 N_POSITIONS = 512
-"""Rows of a table of sinusoidal positions."""
+"""Rows of a table of sinusoidal positions; prompts of more tokens are not possible."""
 JOINED = (
     "norm",
     "activation",
@@ -33,13 +33,15 @@ JOINED = (
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream, or where nothing is added up three of them side by side: token, attention and MLP."""
+    """The residual stream, or three parts of it side by side (token, attention, MLP) if their
+    outputs are not added."""
 
     width: int
     apart: bool
 
     def placed(self, tensor: Tensor, axis: int, block: int) -> Tensor:
-        """A tensor whose axis of the stream's width lies in one of the blocks."""
+        """Embed a tensor in the wider stream: its axis of the stream's width goes to one of the
+        three parts."""
         if not self.apart:
             return tensor
         behind = (3 - block) * self.width - tensor.shape[axis]
@@ -47,7 +49,8 @@ class Stream:
 
 
 def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """The columns of a token that are x and y, and those of what it becomes that are the prediction."""
+    """Columns of the token that are x and y, and columns of the layers' output that are the
+    prediction."""
     d_x, d_y = sizes
     if chosen.get("layout") == "in_turn":
         inputs = list(range(d_x))
@@ -58,13 +61,13 @@ def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[in
     start, column = inputs[-1] - d_y + 1, chosen.get("output_column")
     if isinstance(column, int):
         start = column
-    elif parts.written < parts.width:  # what writes less than a token ends with the prediction
+    elif parts.written < parts.width:  # an output narrower than a token ends with the prediction
         start = parts.written - d_y
     return inputs, list(range(start, start + d_y))
 
 
 def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
-    """The model of one reading, its weights brought to the scale 1/sqrt(d_head).
+    """Model of one reading, with weights rescaled so that scores have the factor 1/sqrt(d_head).
 
     Args:
         sizes: d_x and d_y.
@@ -72,6 +75,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
         ValueError: If there is no such model.
     """
     model, inputs, outputs = architecture(parts, chosen, sizes, hints)
+    parts = parts.normed(chosen)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
     stream = Stream(parts.width, model.d_model == 3 * parts.width)
@@ -86,7 +90,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
     if model.final_norm:
         named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
-        table = parts.ends.get("positions.weight", _sinusoidal(model.n_positions, parts.width))
+        table = parts.ends.get("positions.weight", _table(model.n_positions, parts.width, chosen))
         named["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
     if model.d_model is not None:
         named |= _ways(parts, model, (inputs, outputs), stream, sign)
@@ -103,8 +107,11 @@ def architecture(
     Raises:
         ValueError: If there is no such architecture.
     """
+    parts = parts.normed(chosen)
     d_token, width = sum(sizes), parts.width
     inputs, outputs = columns(parts, chosen, sizes)
+    if chosen.get("norm") is not None and chosen.get("residual") is False:
+        raise ValueError("norms need a residual connection: state residual=true, or no norm.")
     bare = "out.weight" not in parts.layers[0]
     wide = [layer["query.weight"] for layer in parts.layers]
     wide += [] if bare else [layer["value.weight"] for layer in parts.layers]
@@ -143,7 +150,7 @@ def architecture(
         fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
     if parts.has("positions.weight"):
         fields["n_positions"] = len(parts.ends["positions.weight"])
-    elif chosen["positions"] == "sinusoidal":
+    elif str(chosen["positions"]).startswith("sinusoidal"):
         fields["n_positions"] = N_POSITIONS
     return build(ModelConfig, fields, "model."), inputs, outputs
 
@@ -156,7 +163,8 @@ def _passes(chosen: Said) -> int:
 def _heads(
     parts: Parts, layer: Mapping[str, Tensor], scale: object, d_head: int, outputs: Sequence[int]
 ) -> dict[str, Tensor]:
-    """W_Q, W_K, W_V, W_O and biases of a layer, heads filled up to one width, at the scale 1/sqrt(d_head)."""
+    """W_Q, W_K, W_V, W_O and biases of a layer, padded to one width of heads, with scores of the
+    factor 1/sqrt(d_head)."""
     n_heads = parts.n_heads
     heads: dict[str, Tensor] = {}
     for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
@@ -165,7 +173,7 @@ def _heads(
     if "out.weight" in layer:
         heads["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
         heads["b_O"] = layer["out.bias"]
-    else:  # values are what is written
+    else:  # values are the output
         written = heads["W_V"].shape[2]
         heads |= {n: heads[n][..., list(outputs)] for n in ("W_V", "b_V")}
         rows = torch.eye(written, dtype=heads["W_V"].dtype, device="cpu")[list(outputs)]
@@ -190,7 +198,8 @@ def _one_layer(
     d_x: int,
     sign: int,
 ) -> dict[str, Tensor]:
-    """One layer of attention on tokens (x, y), of which only y is read."""
+    """Weights of one layer of attention on tokens (x, y), whose output counts only in the y
+    entries."""
     inputs, outputs = at
     tensors = {f"attn.W_{x}": heads[f"W_{x}"][:, inputs] for x in "QKV"}
     tensors["attn.W_O"] = pad(sign * heads["W_O"][..., outputs], (d_x, 0))
@@ -206,7 +215,7 @@ def _one_layer(
 def _joined(
     layer: Mapping[str, Tensor], heads: Mapping[str, Tensor], model: ModelConfig, stream: Stream
 ) -> dict[str, Tensor]:
-    """One layer of several, or with something around its attention."""
+    """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
     tensors = {f"attn.W_{x}": stream.placed(heads[f"W_{x}"], 1, TOKEN) for x in "QKV"}
     tensors["attn.W_O"] = stream.placed(heads["W_O"], 2, ATTENTION)
     if model.biases:
@@ -229,7 +238,8 @@ def _joined(
 def _ways(
     parts: Parts, model: ModelConfig, at: tuple[list[int], list[int]], stream: Stream, sign: int
 ) -> dict[str, Tensor]:
-    """Read-in and read-out, of a file without them the columns of x and y, and those of the prediction."""
+    """Read-in and read-out; if the file has none, selections of the columns of x and y and of the
+    prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
     first = ends.get(
         "read_mlp.weight",
@@ -258,8 +268,10 @@ def _ways(
     return tensors
 
 
-def _sinusoidal(n_positions: int, width: int) -> Tensor:
-    """sin(t / 10000^(2i/width)) and cos of it in turn, [pos, width].
+def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
+    """Table of sinusoidal positions [pos, width]: sines and cosines alternate, or all sines come first.
+
+    Row t has the sines and cosines of t / 10000^(2i/width).
 
     Source:
         Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
@@ -267,4 +279,6 @@ def _sinusoidal(n_positions: int, width: int) -> Tensor:
     angle = torch.arange(n_positions, device="cpu")[:, None] * 1e4 ** (
         -torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     )
+    if chosen["positions"] == "sinusoidal_halves":
+        return torch.cat([angle.sin(), angle.cos()], -1)[:, :width]
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]

@@ -1,4 +1,4 @@
-"""What names and shapes leave open, as choices with what each can be, the most usual first."""
+"""Choices that names and shapes leave open, with their possible values, the most common first."""
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
@@ -19,28 +19,37 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
     "layout": LAYOUTS,
     "attend_to_self": (True, False),
 }
-"""What a format settles by convention, and names and shapes do not say."""
+"""Choices that a format fixes by convention, but names and shapes do not show."""
 STATED = (*JOINS, "norm_eps", "attend_to_self", "score", "rotary_base", "rotary_adjacent_pairs")
-"""Settings of a file that state a choice."""
+"""Settings of a file that fix a choice."""
 ROTARY_BASE = 10000.0
 REFINED: tuple[Mapping[str, object], ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
     {"passes": 2},
+    {"positions": "sinusoidal_halves"},
     {"rms_norm": True},
     {"rotary_adjacent_pairs": True},
+    {"norm": "before"},
+    {"norm": "before", "rms_norm": True},
 )
-"""What leaves no trace in names and shapes, tried on the best reading."""
-REFINED_NAMES = ("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm")
-PLAIN = ("none", 1, False)
+"""Choices that leave no trace in names and shapes, tried on the best readings."""
+REFINED_NAMES = (
+    *("positions", "rotary_base", "rotary_adjacent_pairs", "passes", "rms_norm", "norm"),
+    *("scale", "activation"),
+)
+PLAIN = ("none", 1, False, None)
 """Values of these choices that are no refinement."""
+BASES = (100.0, 1000.0, ROTARY_BASE)
+"""Bases of rotary positions, tried on variations of the best reading."""
 MOST_LAYERS = 3
-"""Layers of a model that may run several times; deeper ones are not tried."""
+"""Number of layers up to which a model may run through them several times; larger values try more
+readings."""
 Choices = Mapping[str, tuple[object, ...]]
 
 
 def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, object]:
-    """What the reader or the file's settings say of choices.
+    """Choices that the user or the file's settings state.
 
     Raises:
         ValueError: If they contradict each other.
@@ -55,7 +64,7 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
 
 
 def rotary_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """That positions are rotary, and their base, where a file holds a table of their angles."""
+    """Rotary positions and their base, if the file has a table of their angles; else empty."""
     tables = [name for name in tensors if ROTARY.fullmatch(name)]
     if not tables:
         return {}
@@ -68,24 +77,27 @@ def rotary_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
 
 
 def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: Hints) -> Choices:
-    """What names and shapes leave open, with what it can be, the most usual first; one value where it is settled.
+    """Choices with their possible values, the most common first; a single value if the choice is
+    fixed.
 
     Raises:
-        ValueError: If the reader contradicts what the format settles.
+            ValueError: If the user contradicts what the format fixes.
     """
     tries = _of_attention(parts, form) if parts.alone else _of_layers(parts, form)
     if not parts.has("read_out.weight"):
         tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
         column = hints.output_column
-        raise ValueError(f"output_column is for layers without a read-out, got {column}.")
+        raise ValueError(
+            f"output_column must be left out, as the file has a read-out, got {column}."
+        )
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     closed = {**form.usual, **form.settled}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
     if given.get("positions") == "rotary":
         tries |= {"rotary_adjacent_pairs": (False,), "rotary_base": (ROTARY_BASE,)}
     for name, value in given.items():
-        if name not in (*tries, "norm_eps") or (name == "norm" and tries[name] == (None,)):
+        if name not in (*tries, "norm_eps"):
             continue
         fixed = form.settled.get(name, value)
         if name == "scale" and fixed is None:
@@ -97,14 +109,14 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
 
 
 def _output_columns(parts: Parts, hints: Hints) -> tuple[int | None, ...]:
-    """Entries of the output that can be the first of the prediction; None: that of y.
+    """Entries of the output that may be the first of the prediction; None: the entry of y.
 
-    Where columns of positions stand behind (x, y), code reads the entry of y or the last one.
+    If columns of positions follow (x, y), code reads the entry of y or the last entry.
     """
     last, column = parts.written - (hints.d_y or 1), hints.output_column
     if column is not None and parts.written < parts.width:
         got = f"one that writes {parts.written} of {parts.width} entries"
-        raise ValueError(f"output_column is for layers that write whole tokens, got {got}.")
+        raise ValueError(f"output_column needs a layer that writes whole tokens, got {got}.")
     if column is not None and column > last:
         raise ValueError(f"output_column must lie in 0 to {last}, got {column}.")
     wide = None not in (hints.d_x, hints.d_y)
@@ -135,7 +147,8 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
         "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),
-        # In one layer the query alone matters, which reads the whole context either way.
+        # In a single layer only the query matters, and it attends to the whole context in both
+        # cases.
         "context_only": (False, True) if len(parts.layers) > 1 else (False,),
         "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
         "scale": (None, 1.0) if plain and parts.d_head > 1 else (None,),
@@ -149,7 +162,7 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
 
 
 def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said]:
-    """Every combination of choices that people use, or that was said."""
+    """Every combination of choices that is common, or was stated."""
     for values in product(*choices.values()):
         chosen: dict[str, object] = dict(zip(choices, values, strict=True))
         if _is_usual(chosen, choices, given):
@@ -157,10 +170,11 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
 
 
 def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str]) -> list[Said]:
-    """Readings of the same parts with rotary positions, several runs through the layers, or norms without means.
+    """Readings with rotary positions, several runs through the layers, or RMS norms, for the same
+    parts.
 
     Args:
-        closed: Names of choices that the file or the reader settles.
+            closed: Names of choices that the file or the user states.
     """
     turns = form.turns and not parts.merged and not parts.has("positions.weight")
     again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
@@ -169,19 +183,43 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         "passes": bool(again),
         "rms_norm": parts.bare_norms,
         "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
+        "norm": bool(chosen.get("residual")) and not parts.has("norm1.weight"),
     }
+    numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
+    # Linear scores of a wrong size can predict better than softmax scores of the right one.
+    possible["scale"] = (
+        "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
+    )
     return [
-        {**chosen, **change}  # type: ignore[dict-item]
-        for change in REFINED
+        {**chosen, **change}
+        for change in (*REFINED, {"scale": parts.width**-0.5})
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed
+        if numbered or change.get(name) != "sinusoidal_halves"
     ]
 
 
+def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str, tuple]:
+    """Less common values of choices, tried on variations of the best reading only.
+
+    Args:
+        closed: Names of choices that the file or the user states.
+    """
+    values: dict[str, tuple] = {}
+    if "activation" in chosen and parts.has("mlp_in.weight"):
+        values["activation"] = ("silu", "tanh")
+    if chosen.get("positions") == "rotary":
+        values["rotary_base"] = BASES
+    if chosen.get("passes", 1) != 1:
+        values["passes"] = (2, 3, 4)
+    return {name: more for name, more in values.items() if name not in closed}
+
+
 def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str, object]) -> bool:
-    """Whether a way to read and join the parts is one that people use, or was said."""
+    """True if a combination of choices is common, or was stated."""
     if "layout" not in chosen:
-        # Only softmax is tried with the query among its keys; the published linear code has it.
+        # Only softmax is tried with a query that attends to itself; the published linear code does
+        # so too.
         own = chosen["score"] != "softmax" and len(choices["attend_to_self"]) > 1
         return not own or chosen["attend_to_self"] is (choices["score"][0] == "linear")
     odd = [n for n, value in CAUSAL.items() if chosen[n] != value and n not in given]

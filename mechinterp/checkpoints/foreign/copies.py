@@ -1,4 +1,4 @@
-"""State dicts of one model that lie in one file under several names: an average of the weights, seeds, steps."""
+"""Detection of files that hold several state dicts of one model: averaged weights, seeds, steps."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -7,20 +7,22 @@ from mechinterp.checkpoints.foreign.names import COMPLETE, NUMBERED_WORD, piece_
 from mechinterp.checkpoints.io.errors import CheckpointError
 
 MAX_DEPTH = 4
-"""Names are compared up to this many words deep."""
+"""Depth of words up to which names are compared; larger values find copies in deeper containers,
+but take longer."""
 MOST_NAMES = 30_000
 MOST_SHOWN = 8
 RUN_WORDS = (
     *("seed", "run", "step", "epoch", "iter", "iteration", "model", "net", "ckpt", "checkpoint"),
     *("replica", "member", "fold", "trial", "snapshot"),
 )
-"""Words whose numbers count models or steps; other numbers count layers."""
+"""Words whose numbers count models or steps; numbers after other words count layers."""
 Shapes = Mapping[str, Collection[int]]
 Matrices = frozenset[tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 def copies_in(shapes: Shapes) -> list[str]:
-    """Names of the state dicts that hold the same matrices of an attention model; none where a file holds one.
+    """Names of state dicts with the same matrices of an attention model; empty if the file holds
+    only one.
 
     Example:
         >>> copies_in({f"{x}.{n}.weight": (4, 4) for x in ("ema", "raw") for n in "qkv"})
@@ -28,7 +30,7 @@ def copies_in(shapes: Shapes) -> list[str]:
         >>> copies_in({f"layers.{x}.{n}.weight": (4, 4) for x in range(2) for n in "qkv"})
         []
     """
-    if len(shapes) > MOST_NAMES:  # which are refused behind this
+    if len(shapes) > MOST_NAMES:  # refused later
         return []
     groups: dict[tuple[str, ...], dict[str, list]] = {}
     for name, shape in shapes.items():
@@ -51,15 +53,16 @@ def chosen_names(shapes: Shapes, weights: str | None) -> dict[str, str]:
     """Names of the tensors of one state dict, by their names in the file.
 
     Args:
-        weights: Name of the state dict, where a file holds several.
+            weights: Name of the state dict, if a file holds several.
     Raises:
-        CheckpointError: If it has another name, or several state dicts are there and none is named.
+            CheckpointError: If no state dict has this name, or if there are several and none is
+                named.
     """
     if weights is None:
         if copies := copies_in(shapes):
             listed = ", ".join(copies[:MOST_SHOWN]) + (", ..." if copies[MOST_SHOWN:] else "")
             raise CheckpointError(
-                f"holds {len(copies)} state dicts of one model ({listed}); name one by --weights, such as --weights {copies[0]} "
+                f"has {len(copies)} state dicts of one model ({listed}); choose one by --weights, such as --weights {copies[0]} "
                 "(weights=)."
             )
         return {name: name for name in shapes}
@@ -88,7 +91,7 @@ def _without_common_words(rows: list[tuple[tuple[str, ...], tuple[int, ...]]]) -
 
 
 def _are_layers(children: Collection[str]) -> bool:
-    """Whether numbers tell the children apart, as those of layers do."""
+    """True if the children are numbered as layers are: one word, counted from 0 or 1."""
     numbered = [NUMBERED_WORD.fullmatch(child) for child in children]
     if not all(numbered):
         return False

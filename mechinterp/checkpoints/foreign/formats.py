@@ -1,8 +1,7 @@
-"""Known formats as rows of data: the names that tell one, what its code settles, and what it trained on.
+"""Known formats as rows of a table: how names identify a format, what its code fixes, and its task.
 
-The names of all formats are in the one table of names. A row adds what their code does with the tensors; a layer that
-fits no row settles nothing.
-"""
+The names of all formats are in one table, `names.toml`. A row adds what the code of the format does
+with the tensors. Layers that match no row have no fixed settings."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -36,49 +35,51 @@ TASK = {"beta_var": 1.0, "query_noise": False}
 
 
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Of the softmax paper, with several responses."""
+    """Task of the softmax paper for several responses."""
     return {"context_length": 8 * d_x, **TASK, "noise_var": 0.4} if d_y > 1 else {}
 
 
 def _eigenvalues(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Of the linear-attention paper."""
+    """Task of the linear-attention paper."""
     law = {"kind": "eigenvalues", "eigenvalues": [1 / d_x] * d_x}
     task = {"context_length": 31, **TASK, "noise_var": 0.0, "covariance": law}
     return task if score in ("linear", "linear/L") else {}
 
 
 def _points(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Of the code of Garg et al."""
+    """Task of the code of Garg et al."""
     return {"context_length": 2 * d_x, **TASK, "noise_var": 0.0}
 
 
 @dataclass(frozen=True)
 class Format:
-    """What is known of files whose tensors have these names."""
+    """Known properties of the files whose tensors have these names."""
 
     name: str
     marks: tuple[tuple[str, ...], ...] = ()
-    """Each of these sets of names is enough, behind a prefix that ends in a dot."""
+    """Sets of names; a file with all names of one set, after a prefix that ends in a dot, has this
+    format."""
     parts: tuple[str, ...] | None = None
-    """All parts that such a file may hold; None: any."""
+    """All parts that a file of this format may hold; None: any."""
     tells: tuple[str, ...] = ()
-    """Patterns that names fit, each of them one, where there are no such sets."""
+    """For formats without `marks`: patterns, each of which must match at least one name."""
     only_said: bool = False
-    """Whether other files have these names, too, so that the reader must say it."""
+    """True: other files have the same names, so the format must be stated (--format)."""
     settled: Mapping[str, object] = field(default_factory=dict)
-    """What its code does, by name of a choice; a scale of None is 1/sqrt(d_head)."""
+    """Values of choices that the format's code fixes, by name; a scale of None is 1/sqrt(d_head).
+    """
     usual: Mapping[str, object] = field(default_factory=dict)
-    """What is assumed of it and not tried."""
+    """Values of choices that are assumed without trying others, by name."""
     turns: bool = True
-    """Whether queries and keys may be turned by rotary positions, of which a file shows nothing."""
+    """True: rotary positions are possible and tried, as a file has no trace of them."""
     wide_heads: bool = False
-    """Whether queries of a head are as wide as a token, so that their number shows."""
+    """True: queries of each head have the width of a token, which gives the number of heads."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """What is tried in another order than of layers of nobody known."""
+    """Values to try, by name, in an order other than that for unknown layers."""
     task: Callable[[int, int, str], dict[str, object]] = lambda d_x, d_y, score: {}
-    """The task to assume, by d_x, d_y and score, where it differs from the softmax paper's."""
+    """Task to assume, by d_x, d_y and score, where it differs from that of the softmax paper."""
     beside: Mapping[str, object] = field(default_factory=dict)
-    """What else is assumed, by the name under which it is told."""
+    """Further assumptions, by the name under which they are shown."""
 
 
 CAUSAL = {"attend_to_self": True, "context_only": False}
@@ -169,24 +170,24 @@ ONE_MATRIX = Format(
     settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST},
     turns=False,
 )
-"""A merged step y_l x_l W x: one square matrix and nothing else."""
+"""Merged step y_l x_l W x: a single square matrix."""
 OTHERS = {
     "gpt2": "h.0.attn.c_attn.weight",
     "torch-encoder": "self_attn.in_proj_weight and linear1 or norm1 beside it",
 }
-"""What tells layers of the formats without marks, in words."""
+"""Tensors that identify the formats without marks, in words."""
 NAMED = tuple(dict.fromkeys(row.name for row in (HOOKED, *FORMATS)))
-"""Formats of other people's files."""
+"""Formats of external files."""
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
 
 def recognised(
     tensors: Mapping[str, Tensor], hints: Hints
 ) -> tuple[Format, Layout, dict[str, Tensor]]:
-    """The format that a file's tensors have, the parts that they are, and the tensors by the names that tell these.
+    """Format of a file, its parts, and its tensors by the names that the parts refer to.
 
     Raises:
-        ValueError: If they are those of no layer of attention, or not of the format that the reader says.
+        ValueError: If the tensors form no layer of attention, or do not have the stated format.
     """
     known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
     form = _row(known, hints)
@@ -210,44 +211,47 @@ def recognised(
         listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
         raise TensorError(
             "",
-            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be told ({ARRAYS}); "
+            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be recognised ({ARRAYS}); "
             f"got {listed or 'none'}",
         )
     return form, layout, known
 
 
 def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
-    """The row of a file: as the reader says, else as its names do."""
-    asked = hints.format
-    # A stack of encoder layers holds modules of attention: what is told by layers comes first.
+    """The row of a file, by the stated format or else by its names."""
+    wanted = hints.format
+    # A stack of encoder layers holds modules of attention, so rows without marks come first.
     rows = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
-    rows = [row for row in rows if (row.name == asked if asked else not row.only_said)]
+    rows = [row for row in rows if (row.name == wanted if wanted else not row.only_said)]
     for row in rows:
-        if _tells(row, tensors, told=asked is not None):
+        if _matches(row, tensors, stated=wanted is not None):
             return LAYERED if row is OWN_LAYERS else row
-    if asked is not None:
+    if wanted is not None:
         if not rows:
-            raise ValueError(f"format must be that of other people's files, got {asked!r}.")
-        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[asked]]
-        raise TensorError(f"a file of format {asked}", f"must hold {' or '.join(sets)}")
+            raise ValueError(
+                f"format must be one of external files ({', '.join(NAMED)}), got {wanted!r}."
+            )
+        sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[wanted]]
+        raise TensorError(f"a file of format {wanted}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     lone = len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] == shapes[0][1] > 1
     return ONE_MATRIX if lone else LAYERED
 
 
-def _tells(row: Format, tensors: Mapping[str, Tensor], *, told: bool) -> bool:
-    """Whether names are those of a format.
+def _matches(row: Format, tensors: Mapping[str, Tensor], *, stated: bool) -> bool:
+    """Compare the names of a file with a format.
 
     Args:
-        told: Whether the reader says so; a GPT-2 then need not have all that Hugging Face's has.
+        stated: True: the user states this format; a GPT-2 may then lack some tensors of Hugging
+            Face's GPT-2.
     """
     if row.tells:
         fits = [any(re.search(each, name) for name in tensors) for each in row.tells]
         if row.name != "gpt2":
-            return all(fits) or (told and row is HOOKED)
+            return all(fits) or (stated and row is HOOKED)
         shapes = [t.shape for name, t in tensors.items() if name.endswith("attn.c_attn.weight")]
         by_columns = all(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
-        return fits[0] and (told or (by_columns and all(fits)))
+        return fits[0] and (stated or (by_columns and all(fits)))
     for marks in row.marks:
         for name in tensors:
             prefix = name.removesuffix(marks[0])
@@ -259,12 +263,13 @@ def _tells(row: Format, tensors: Mapping[str, Tensor], *, told: bool) -> bool:
 
 
 def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one nn.Sequential, a way in, encoder layers, a norm, a way out, by the names of these."""
+    """Tensors of an nn.Sequential (read-in, encoder layers, norm, read-out) under the names of
+    these parts."""
     numbers = {int(name.partition(".")[0]) for name in tensors}
     missing = set(range(len(numbers))) - numbers
     if missing:
         what = f"module {min(missing)} of the nn.Sequential has no weights"
-        raise ValueError(f"{what}, and a file does not say what it does.")
+        raise ValueError(f"{what}, so the file does not show what it does.")
     layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -276,13 +281,17 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in renamed:
-            raise TensorError(name, "is not among the tensors of such a model")
+            raise TensorError(
+                name, "is not among the tensors of an nn.Sequential of encoder layers"
+            )
         renamed[f"{place}.{rest}"] = tensor
     return renamed
 
 
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
-    """One square matrix as a merged head whose OV circuit is y; of x alone unless d_x leaves room for y."""
+    """One square matrix as a merged head whose OV circuit passes on y.
+
+    The matrix acts on x alone, unless d_x shows that it includes y."""
     ((name, W),) = tensors.items()
     require_numbers(W, name)
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))

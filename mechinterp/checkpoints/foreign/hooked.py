@@ -1,4 +1,5 @@
-"""What a HookedTransformer or a Bridge has beside its attention, which must do nothing, and its read-out and mask."""
+"""Tensors of a HookedTransformer or Bridge besides attention: the read-out, the mask, and parts
+that must be zero."""
 
 from collections.abc import Mapping
 
@@ -12,27 +13,29 @@ from mechinterp.models.shapes import NAMES
 PREFIX = "blocks.0.attn."
 MASK = PREFIX + "mask"
 ZERO = {
-    "words": "tokens are vectors (x, y) and enter as they are, by start_at_layer=0; else it is a model of word tokens",
-    "positions": "tokens are vectors (x, y), to which no position is added",
-    "read_out": "the model has no bias behind its read-out",
+    "words": "tokens must be vectors (x, y) that enter by start_at_layer=0; with an embedding it is a model of word tokens",
+    "positions": "tokens are vectors (x, y), without added positions",
+    "read_out": "the model has no bias after its read-out",
     "mlp_in": "the model has no MLP",
     "mlp_out": "the model has no MLP",
 }
-"""Parts that our model has no place for; HookedTransformer has them all the same."""
+"""Parts that our model does not have, but every HookedTransformer has, with the reason why they
+must be zero."""
 
 
 def hooked_layer(
     tensors: Mapping[str, Tensor], d_y: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, bool]]:
-    """The attention of a HookedTransformer or a Bridge, and `attend_to_self` where a stored mask says it.
+    """Attention of a HookedTransformer or a Bridge, and `attend_to_self` if a stored mask shows it.
 
-    Outputs are cut to the y entries where a read-out says how many there are.
+    If there is a read-out, outputs are cut to the y entries, whose number is the read-out's width.
 
     Args:
-        d_y: Number of responses; None: the read-out's.
+        d_y: Number of responses; None: the width of the read-out.
     Raises:
-        ValueError: If the tensors are not those of a causal one-layer model without positions, norms and
-            an MLP, which reads out the y entries.
+            ValueError: If the tensors are not a causal one-layer model that predicts the y entries,
+                without positions,
+        norms and MLP.
     """
     layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
     _require_attention_alone(layout, tensors)
@@ -53,7 +56,7 @@ def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> N
     for piece in layout.pieces:
         if "norm" in piece.part:
             raise TensorError("the model", f"must have no LayerNorm, got {shown(piece.name)}")
-    # What makes it a model of words, if anything does, is told first.
+    # Whatever shows that it is a model of words comes first.
     for part, reason in ZERO.items():
         for piece in layout.pieces:
             if piece.part == part and (part, piece.kind) != ("read_out", "weight"):
@@ -65,26 +68,27 @@ def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> N
 
 
 def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -> int:
-    """Number of responses of a read-out, which must give the last entries as they are."""
+    """Number of responses of a read-out, which must copy the last entries."""
     read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
     d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
     expected = torch.eye(d_model, dtype=torch.float32, device="cpu")[:, d_model - d_y :]
     if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
-        rule = f"must read the y entries as they are, [d_model, d_y] = {list(expected.shape)} with ones"
+        rule = f"must copy the y entries, [d_model, d_y] = {list(expected.shape)} with ones"
         got = f"at y and zeros elsewhere, got another of shape {list(read_out.shape)}"
         raise TensorError(name, f"{rule} {got}")
     return d_y
 
 
 def require_zero(name: str, tensor: Tensor, reason: str) -> None:
-    """Refuse a tensor that does something where the model has no place for it."""
+    """Refuse a tensor with nonzero entries, as our model has no such part."""
     if tensor.any():
         largest = tensor.to(torch.complex128).abs().max().item()
         raise TensorError(name, f"must be zero ({reason}), got entries up to {largest:.3g}")
 
 
 def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
-    """Whether the query is among its keys, by a stored mask; nothing without one, and from 3.5.0 on an empty one is stored."""
+    """`attend_to_self` as a stored mask shows it; empty without a mask, or with the empty one of
+    version 3.5.0 and later."""
     mask = tensors.get(MASK)
     if mask is None or mask.numel() == 0:
         return {}

@@ -1,4 +1,5 @@
-"""What the names of a file's tensors stand for, layer by layer, and which models of other kinds they tell."""
+"""Parts of a model that the names of a file's tensors stand for, layer by layer, and models of
+unknown kinds."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from mechinterp.checkpoints.foreign.names import (
     INNER,
     KINDS,
     KNOWN,
+    TORCH,
     TRANSPOSED,
     Piece,
     piece_of,
@@ -24,12 +26,12 @@ from mechinterp.checkpoints.io.errors import naming
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts that a file's names stand for."""
+    """Parts that the names of a file stand for."""
 
     layers: tuple[tuple[Piece, ...], ...]
-    """Attention, norms and MLP of every layer."""
+    """Attention, norms and MLP of each layer."""
     ends: dict[tuple[str, str], Piece]
-    """Read-in, read-out, positions, words and final norm by part and kind."""
+    """Read-in, read-out, positions, words and final norm, by part and kind."""
     unknown: tuple[str, ...]
 
     @property
@@ -38,7 +40,7 @@ class Layout:
 
     @property
     def lacking(self) -> list[str]:
-        """The names in layers without queries, keys or values."""
+        """Names in layers that lack queries, keys or values."""
         names = []
         for layer in self.layers:
             parts = {piece.part for piece in layer if piece.kind == "weight"}
@@ -48,13 +50,13 @@ class Layout:
 
     @property
     def open_axes(self) -> bool:
-        """Whether the names leave open which end of a matrix is where."""
+        """True if names do not decide which axis of a matrix is the input."""
         pieces = [piece for layer in self.layers for piece in layer if piece.kind == "weight"]
         return any(piece.axes is None and piece.part in ATTENTION for piece in pieces)
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """The parts that these names stand for."""
+    """Parts that the names of the tensors stand for."""
     read = {name: piece_of(name) for name in tensors}
     pieces = [piece for piece in read.values() if piece is not None]
     unknown = [name for name, piece in read.items() if piece is None]
@@ -72,7 +74,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
             continue
         key = (part, piece.kind)
         names = [each.name.split(".")[-2:-1] for each in (piece, ends.get(key, piece))]
-        if key in ends and ["lm_head"] in names:  # of a model of words with a read-out of its own
+        if key in ends and ["lm_head"] in names:  # a model of words with a separate read-out
             own = piece if names[1] == ["lm_head"] else ends[key]
             ends["words_out", piece.kind] = piece if own is not piece else ends[key]
             ends[key] = own
@@ -84,10 +86,11 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
 
 def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int]) -> str:
-    """The part that a name stands for, where names leave it open by the shape.
+    """Part that a name stands for; shapes decide if the name alone does not.
 
     Args:
-        widths: Sizes of the matrices of queries, keys and values, that of the stream among them.
+            widths: Sizes of the matrices of queries, keys and values, including the width of the
+                stream.
     """
     stem, _, _ = piece.name.rpartition(".")
     weight = tensors.get(f"{stem}.weight", tensors.get(f"{stem}.kernel", tensors[piece.name]))
@@ -99,13 +102,13 @@ def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int
         shaped = out in widths and into not in widths and not piece.name.endswith("W_E")
         return "read_in" if linear or shaped else "words"
     if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
-        near, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
-        return piece.part if near in widths else part
+        width, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
+        return piece.part if width in widths else part
     return piece.part
 
 
 def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether another matrix of the same layer writes more: this one is then the read-out."""
+    """True if another output matrix of the same layer is wider, so that this one is the read-out."""
     own = [p for p in outputs if p.name.rpartition(".")[0] == piece.name.rpartition(".")[0]]
     others = [p for p in outputs if (p.layer, p.head) == (piece.layer, piece.head) and p not in own]
     if piece.layer is not None or not own or not others:
@@ -123,25 +126,26 @@ OTHER_MODELS = {
     r"lstm|gru\.|rnn\.|weight_[ih]h_l0": "recurrent layers",
     r"feature_map|kernel_proj|random_features|phi\.": "features of kernels",
     r"[EF]_block|\b[EF](?:_[kv])?(?:\.weight)?$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
-    r"\blayers?\.\d+\.scale$": "learned factors of layers, as of attention by kernels,",
+    r"\blayers?\.\d+\.scale$": "learned factors of layers, as in attention by kernels,",
     r"bias_[kv]$": "learned extra keys and values",
     r"[qk]_norm\b|[qk]_ln\b|query_norm|key_norm": "norms of queries and keys",
 }
-"""Parts of names that tell a model of another kind."""
+"""Patterns of names that show another kind of model, with the part that they stand for."""
 GATED = re.compile(
     r"gate_proj|gate_up_proj|w_gate|(?:mlp|ffn?|feed_?forward)\.(?:.*\.)?(?:gate|w3|w12|linear_gate)\b|\bw3\.weight",
     re.IGNORECASE,
 )
-"""Names of the gate of an MLP, as of SwiGLU."""
+"""Names of the gate of an MLP, such as SwiGLU."""
 GATES = re.compile(r"W_g\b|\bgates?\b")
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
 def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
-    """Refuse what names and shapes tell to be another kind of model, by what it is.
+    """Refuse models of other kinds, as names and shapes show them.
 
     Raises:
-        ValueError: If it is a model of words, has relative positions, gates, grouped keys, or the like.
+            ValueError: If it is a model of words, or has relative positions, gates, grouped keys or
+                the like.
     """
     gated = next(filter(GATED.search, tensors), None)
     grouped = _grouped(tensors, layout)
@@ -156,18 +160,24 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
                 raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
+    ends = [layout.ends.get((name, "weight")) for name in ("read_in", "read_out")]
+    sizes = [tensors[p.name].shape for p in ends if p is not None and p.axes == TORCH]
+    if len(sizes) == 2 and all(len(size) == 2 for size in sizes) and sizes[1][0] > sizes[0][1]:
+        raise ValueError(
+            f"a model of classes or words: {sizes[1][0]} outputs for tokens of {sizes[0][1]} entries (x, y), so that they are no y."
+        )
     words = layout.ends.get(("words", "weight"))
     if words is not None and ("read_in", "weight") not in layout.ends:
         shape = list(tensors[words.name].shape)
-        if shape[0] == 1:  # the placeholder that files for HookedTransformer have
+        if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
         raise ValueError(
-            f"a model of word tokens ({words.name} {shape}); numbers (x, y) are needed as tokens."
+            f"a model of word tokens ({words.name} {shape}); tokens must be numbers (x, y)."
         )
 
 
 def _grouped(tensors: Mapping[str, Tensor], layout: Layout) -> str:
-    """Rows of queries and of keys, where several heads share keys; empty where they do not."""
+    """Sizes of queries and keys if several heads share keys, else an empty text."""
     for layer in layout.layers[:1]:
         found = {p.part: tensors[p.name] for p in layer if p.kind == "weight" and p.head is None}
         if not {"q", "k"} <= found.keys() or any(found[x].ndim != 2 for x in "qk"):
@@ -182,12 +192,12 @@ def _grouped(tensors: Mapping[str, Tensor], layout: Layout) -> str:
 
 
 def shown(name: str) -> str:
-    """A name from a file, fit for one line."""
+    """A name from a file, cut to fit in one line."""
     return name if len(name) <= 100 else f"{name[:97]}..."
 
 
 class TensorError(ValueError):
-    """A tensor of a file, or what it is part of, breaks a rule; its name may stand for another part."""
+    """Refused tensor of a file; the error message adds how to state which part it is (--map)."""
 
     def __init__(self, what: str, rule: str) -> None:
         self.rule = f"{shown(what)} {rule}".lstrip()
@@ -196,25 +206,26 @@ class TensorError(ValueError):
 
 @contextmanager
 def of_file(file: Path) -> Iterator[None]:
-    """Puts the file's name before what is refused inside; what names a tensor tells how to say what it is."""
+    """Puts the file's name before errors inside; errors about a tensor also say how to state its
+    part."""
     with naming(file):
         try:
             yield
         except TensorError as error:
             raise ValueError(
-                f"{error.rule}; say what it is by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
-                f"KNOWN being one of {', '.join(KNOWN)}."
+                f"{error.rule}; state its part by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
+                f"where KNOWN is one of {', '.join(KNOWN)}."
             ) from None
 
 
 def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors with each row "theirs=known" applied to their names.
+    """Tensors renamed by rows "theirs=known".
 
-    The left side is a name, or any whole words of names; the words of the path before its last one stay, and so does
-    what follows, such as weight or kernel, unless both sides end in such a word.
+    The left side is a whole name, or whole words of names. Words before the last one stay. The
+    ending, such as weight or kernel, stays too, unless both sides end in such a word.
 
     Raises:
-        ValueError: If a row fits no name, or makes two names one.
+            ValueError: If a row matches no name, or gives two tensors the same name.
     Example:
         >>> import torch
         >>> list(mapped({"block.final.kernel": torch.zeros(1)}, ["block.final=o_proj"]))
@@ -235,6 +246,6 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
             names = ", ".join(map(shown, [*named][:8]))
             raise ValueError(f"map must name whole words of a tensor's name, got {row!r}; the names are {names}.")  # fmt: skip
         if len(renamed) < len(named):
-            raise ValueError(f"map must keep the names apart, got {row!r}.")
+            raise ValueError(f"map must give different names to different tensors, got {row!r}.")
         named = renamed
     return named

@@ -1,5 +1,5 @@
-"""The matrices of one layer's attention from tensors under names of the table, [in, out]; how many heads they are, and
-whether they fit together."""
+"""Attention matrices of one layer, [in, out], from tensors with known names; their number of heads
+and shapes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,25 +15,25 @@ from mechinterp.checkpoints.foreign.options import Hints, settle
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 GROUPED = "grouped or multi-query attention is not read"
 HEADS = "heads"
-"""Order of a tensor [head, in, out]."""
+"""Order of the axes [head, in, out]."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [in, out], heads side by side, or a bias [out]."""
+    """A weight [in, out] with heads side by side, or a bias [out]."""
 
     name: str
-    """Of the file."""
+    """Name in the file."""
     tensor: Tensor
     order: str = TORCH
-    """The file's axes: one of ORIENTATIONS, or HEADS."""
+    """Order of the axes in the file: one of ORIENTATIONS, or HEADS."""
     n_heads: int | None = None
-    """Where it shows them."""
+    """Number of heads, if the shape shows it."""
     of: int = 1
-    """Of how many such matrices the file has one."""
+    """How many matrices are packed in this tensor: 3 for a qkv matrix."""
 
     def require(self, shape: tuple[int, ...]) -> None:
-        """Refuse another shape, told as the file has it."""
+        """Refuse another shape; the message has the shapes as in the file."""
         if tuple(self.tensor.shape) != shape:
             wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
             raise TensorError(self.name, f"must have shape {wanted}, got {got}")
@@ -50,7 +50,8 @@ class Matrix:
 def attention_matrices(
     pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
 ) -> dict[str, Matrix]:
-    """query, key, value and out .weight and .bias of one layer."""
+    """Weights and biases of one layer: `query.weight`, `query.bias`, and so on for key, value and
+    out."""
     grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
     for piece in pieces:
         if piece.part in ATTENTION:
@@ -74,7 +75,7 @@ def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
 
 
 def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
-    """The matrices that one tensor holds; of queries and keys in one the keys are the identity."""
+    """Matrices that are packed in one tensor; for a merged QK the keys are the identity."""
     tensor, count = whole.tensor, len(part)
     if part == "qk":
         n = len(tensor)
@@ -89,7 +90,7 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
 def _matrix(
     heads: Mapping[int | None, Piece], tensors: Mapping[str, Tensor], order: str | None, axes: str
 ) -> Matrix:
-    """One part of all heads, [in, heads side by side], or [heads side by side, out] of outputs."""
+    """One part of all heads, [in, heads side by side], or [heads side by side, out] for outputs."""
     first = next(iter(heads.values()))
     turned = {h: _turned(p, tensors[p.name], order or p.axes or axes) for h, p in heads.items()}
     if set(turned) == {None}:
@@ -106,14 +107,16 @@ def _matrix(
 
 
 def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
-    """A weight as [in, out], a bias as [out], with an axis of heads in front where it has one."""
+    """A weight as [in, out], a bias as [out], with a first axis of heads if there is one."""
     got = tuple(tensor.shape)
     if piece.kind == "bias":
         if tensor.ndim not in (1, 2):
             raise TensorError(piece.name, f"must have one axis, got shape {got}")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
-        if piece.axes == TRANSPOSED:  # flax: [in, head, d_head], and of outputs [head, d_head, out]
+        if (
+            piece.axes == TRANSPOSED
+        ):  # flax: [in, head, d_head], and [head, d_head, out] for outputs
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
     require_matrix(piece.name, tensor)
@@ -126,13 +129,13 @@ def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
 
 
 def require_matrix(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is no matrix, or an empty one."""
+    """Refuse a tensor that is not a matrix, or is empty."""
     if tensor.ndim != 2 or 0 in tensor.shape:
         raise TensorError(name, f"must be a matrix, got shape {tuple(tensor.shape)}")
 
 
 def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
-    """One tensor of numbered heads, which must be of one shape."""
+    """Numbered heads as one tensor; all must have one shape."""
     numbers = sorted(h for h in turned if h is not None)
     if numbers != list(range(len(turned))):
         names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
@@ -148,7 +151,8 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
 def _packed_axes(
     grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
 ) -> str | None:
-    """The axes that shapes tell where queries, keys and values are one matrix: a Conv1D of GPT-2 is [in, out]."""
+    """Order of axes if queries, keys and values are one matrix, by its shape; a Conv1D of GPT-2 is
+    [in, out]."""
     qkv, out = (grouped.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
     if qkv is None or tensors[qkv.name].ndim != 2:
         return None
@@ -163,7 +167,7 @@ def _packed_axes(
 def number_of_heads(
     layer: Mapping[str, Matrix], hints: Hints, settings: Mapping[str, object], n_heads: int | None
 ) -> int:
-    """The number of heads that the tensors show, the file or its config states, or the reader gives."""
+    """Number of heads, from the tensors' shapes, the file, its config or the user."""
     stated = settings.get("n_heads")
     n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
     query, value = layer["query.weight"].tensor, layer["value.weight"]
@@ -175,13 +179,15 @@ def number_of_heads(
     n_heads = settle("n_heads", n_heads, hints.n_heads)
     if n_heads is None:
         several = settings.get("several_heads")
-        why = "is not in the file" if several is None else f"must be one number, got {several}"
+        why = (
+            "is not stated in the file" if several is None else f"must be one number, got {several}"
+        )
         raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
     return n_heads
 
 
 def whole_tokens(value: Matrix, width: int) -> int | None:
-    """Number of heads whose values are whole tokens; None where values are narrower."""
+    """Number of heads whose values are as wide as a token; None if values are narrower."""
     rows = value.tensor.shape[1]
     if rows < width and value.of == 1:
         return None
@@ -191,7 +197,7 @@ def whole_tokens(value: Matrix, width: int) -> int | None:
 
 
 def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
-    """Hold the matrices of one layer against each other."""
+    """Check that the matrices of one layer fit together."""
     for matrix in matrices.values():
         if matrix.n_heads not in (None, n_heads):
             rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
@@ -200,7 +206,7 @@ def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> N
         matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
         for name in ("query", "value", "out", "mlp_in", "mlp_out")
     )
-    # Without an output projection each head writes a whole token, or less.
+    # Without an output projection, each head writes at most a whole token.
     most = values if "out.weight" in matrices else n_heads * width
     shapes: dict[str, tuple[int, ...]] = {
         "query.weight": (width, inner),
@@ -219,8 +225,8 @@ def require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> N
 
 
 def require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse other shapes than these, and biases that stand alone."""
+    """Refuse other shapes than these, and biases without a weight."""
     for name, matrix in matrices.items():
         if f"{name.rpartition('.')[0]}.weight" not in matrices:
-            raise TensorError(matrix.name, "has no matrix beside it")
+            raise TensorError(matrix.name, "is a bias without a weight")
         matrix.require(shapes.get(name, tuple(matrix.tensor.shape)))

@@ -1,7 +1,7 @@
-"""Names that people give to the tensors of attention models; `names.toml` has their spellings.
+"""Common names for the tensors of attention models; `names.toml` has their spellings.
 
-A name is read as a part of the model (the queries of head 2 in layer 0), whatever the path before it.
-"""
+A name is read as a part of the model, such as the queries of head 2 in layer 0, whatever path
+precedes it."""
 
 import re
 import tomllib
@@ -23,15 +23,16 @@ KNOWN = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv", "kv", "QK", "OV", "norm1", "norm2"),
     *("mlp.0", "mlp.2", "final_norm", "read_in", "read_out", "pos_emb", "mask"),
 )
-"""A known name for each part that a user's own name can stand for; a mask is ignored."""
+"""Known names that the user can give to unknown tensors (--map), one per part; a mask is ignored.
+"""
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}
-"""Modules in a list, as in the Annotated Transformer."""
+"""Parts of modules in a list, as in the Annotated Transformer."""
 BARE_BIASES = {
     **{"b": "mlp_in", "bp": "mlp_out", "b_in": "mlp_in", "b_out": "mlp_out", "b_U": "read_out"},
     **{f"b_{x}": x.lower() for x in "QKVOqkvo"},
 }
 PARAMETERS = re.compile(r"(.*(?:in|[qkv])_proj)_(weight|bias)")
-"""Of torch.nn.MultiheadAttention, which are no modules of their own."""
+"""Parameters of torch.nn.MultiheadAttention, which are not modules."""
 HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att_heads")
 NUMBERED = re.compile(r"(?:h|layers?|blocks?|attn|attention|trans_block|transformer_block)_?(\d+)")
 NUMBERED_HEAD = re.compile(r"heads?_?(\d+)")
@@ -48,25 +49,25 @@ KINDS = {
     "beta": ("bias", None),
     "embedding": ("weight", None),
 }
-"""Last parts of a name: what it is, and the order of a matrix's axes."""
+"""Last word of a name: the kind of tensor, and the order of a matrix's axes."""
 HARMLESS = re.compile(
     r"(?:.*[./])?(?:(?:attn_|attention_|causal_|src_|tgt_)?mask|tril|masked_bias|position_ids|num_batches_tracked"
     r"|pos_weight|class_weights?|loss_weights?|loss_?(?:history|curve)?|losses|(?:train|val|test|eval)_loss(?:es)?"
     r"|step|epoch|IGNORE|(?:loss_fn|criterion|metrics?)[./].*)",
     re.IGNORECASE,
 )
-"""Buffers and logs that change no prediction."""
+"""Names of buffers and logs, which do not change predictions."""
 ROTARY = re.compile(
     r"(?:.*[./])?(?:(?:rotary|rope)\w*[./]\w+|inv_freq|freqs_cis|(?:cos|sin)_cache[d]?)",
     re.IGNORECASE,
 )
-"""Tables of rotary positions, which are computed anew."""
+"""Names of tables of rotary positions, which are computed and not read."""
 
 
 INNER = ("q", "k", "v", "qkv", "kv", "qk")
 ATTENTION = ("o", *INNER)
 COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
-"""Sets of parts, each of which makes a layer of attention."""
+"""Sets of parts that are enough for a layer of attention."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
 
 
@@ -86,7 +87,7 @@ PARTS = _parts()
 
 @dataclass(frozen=True)
 class Piece:
-    """What one name stands for."""
+    """Part of the model that a name stands for."""
 
     name: str
     part: str
@@ -94,15 +95,15 @@ class Piece:
     kind: str
     """weight or bias."""
     axes: str | None
-    """One of ORIENTATIONS, None where the name does not say it."""
+    """One of ORIENTATIONS; None if the name does not decide it."""
     layer: int | None
     head: int | None
     path: tuple[str, ...]
-    """What stands before, without the numbers."""
+    """Words of the name before the part, without numbers."""
 
 
 def piece_of(name: str) -> Piece | None:
-    """What a name stands for, None if no row has it.
+    """Part that a name stands for; None if the table has no such name.
 
     Example:
         >>> piece = piece_of("blocks.3.attn.heads.0.to_q.weight")
@@ -141,6 +142,7 @@ def _placed(name: str, part: str, kind: str, axes: str | None, path: list[str]) 
 
 
 def is_harmless(name: str, n_axes: int) -> bool:
-    """Whether a tensor is not read: a mask (GPT-2 calls it bias), a table of angles, weights of a loss, a log."""
+    """True if a tensor is not needed: a mask (`bias` in GPT-2), a table of angles, weights of a
+    loss, a log."""
     tables = bool(HARMLESS.fullmatch(name) or ROTARY.fullmatch(name))
     return tables or (name.endswith("bias") and n_axes == 4)

@@ -1,4 +1,4 @@
-"""What a reader knows of somebody else's checkpoint and its file cannot say."""
+"""Settings that the user states for an external file that does not state them itself."""
 
 import math
 import re
@@ -19,24 +19,26 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
     "layout": LAYOUTS,
     "residual": (True, False),
     "context_only": (True, False),
-    "positions": ("none", "sinusoidal", "rotary"),
+    "positions": ("none", "sinusoidal", "sinusoidal_halves", "rotary"),
     "rms_norm": (False, True),
     "rotary_adjacent_pairs": (True, False),
     "rotary_base": (),
     "passes": (),
 }
-"""How the parts of a layer are joined, which names and shapes do not say: the fields of `Hints.model`.
+"""Choices for how the parts of a layer are combined, which names and shapes do not show: the fields
+of `Hints.model`.
 
-`rotary_base` is a number > 0, `passes`, the number of runs through the layers, an integer from 1 to `MOST_PASSES`.
+`rotary_base` is a number > 0. `passes`, the number of runs through the layers, is an integer from 1
+to `MOST_PASSES`.
 """
 MOST_PASSES = 64
 HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
-"""Settings beside weights that state the number of heads."""
+"""Settings beside the weights that state the number of heads."""
 Value = TypeVar("Value", bool, int, float, str)
 
 
 def option(name: str) -> str:
-    """The option of the command line that says what a reading says under this name.
+    """Option of the command line that sets this choice.
 
     Example:
         >>> option("attend_to_self"), option("norm")
@@ -46,7 +48,7 @@ def option(name: str) -> str:
 
 
 def stated_option(name: str, value: object) -> str:
-    """The option with its value, as it is typed.
+    """Option with its value, as typed on the command line.
 
     Example:
         >>> stated_option("columns", "y,x"), stated_option("residual", False)
@@ -60,19 +62,19 @@ def stated_option(name: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class Hints:
-    """Arguments of `load`; None where the reader leaves it to the file, or to a stated assumption."""
+    """Arguments of `load`; None: the file's setting, or an assumption that is reported."""
 
     task: Mapping[str, object] | None = None
     """Fields of TaskConfig."""
     format: str | None = None
-    """One of `FORMATS`, for a file that more than one of them fits."""
+    """One of `FORMATS`, for a file that fits several."""
     d_x: int | None = None
     d_y: int | None = None
     n_heads: int | None = None
     scale: float | None = None
     """Factor on the scores."""
     attend_to_self: bool | None = None
-    """Whether the query is among its own keys."""
+    """True: the query attends to itself too."""
     score: str | None = None
     """One of `SCORES`."""
     score_slope: float | None = None
@@ -80,21 +82,23 @@ class Hints:
     columns: str | None = None
     """One of `COLUMNS`: the order of x and y in a token."""
     orientation: str | None = None
-    """One of `ORIENTATIONS`: the axes of matrices whose names do not say it; "out,in" is torch.nn.Linear's."""
+    """One of `ORIENTATIONS`: the axes of matrices whose names do not show them; "out,in" is that of
+    torch.nn.Linear."""
     output_column: int | None = None
-    """Entry of what the layer writes that is the prediction, from 0; of several responses the first."""
+    """Entry of the layer's output that is the prediction, from 0; the first one for several
+    responses."""
     sign: str | None = None
-    """One of `SIGNS`: whether the prediction is the output's y entry or minus it."""
+    """One of `SIGNS`: the prediction is the output's y entry, or minus it."""
     output_scale: float | None = None
-    """Factor on what attention adds, for code that has one beside its matrices."""
+    """Factor on the output of attention, for code that has one besides its matrices."""
     model: Mapping[str, object] | None = None
-    """How norms, MLPs and tokens are joined: fields of `JOINS`."""
+    """How norms, MLPs and tokens are combined: fields of `JOINS`."""
     map: Sequence[str] | None = None
-    """Rows "theirs=known": a part of a tensor's name, and the known name that it stands for."""
+    """Entries "theirs=known": a part of a tensor's name, and the known name that it stands for."""
     weights: str | None = None
-    """Name of the state dict to read, where the file holds several."""
+    """Name of the state dict to read, if the file has several."""
     anyway: bool | None = None
-    """Whether a file that was not understood is loaded all the same."""
+    """True: load a file even if it was not understood."""
 
     def __post_init__(self) -> None:
         require = Rules("", self).require
@@ -122,19 +126,19 @@ class Hints:
             if not _is_join(name, value):
                 listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
                 listed += f"; rotary_base=10000; passes=1 to {MOST_PASSES}"
-                raise ValueError(f"model must hold some of {listed}, got {name}={value}.")
+                raise ValueError(f"model must have fields of {listed}, got {name}={value}.")
         for row in self.map or ():
             if not re.fullmatch("[^=]+=[^=]+", row):
-                raise ValueError(f"map must hold rows THEIRS=KNOWN, got {row!r}.")
+                raise ValueError(f"map must have entries THEIRS=KNOWN, got {row!r}.")
 
     @property
     def given(self) -> dict[str, object]:
-        """Those that are not None, by name."""
+        """Arguments that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _is_join(name: str, value: object) -> bool:
-    """Whether a value is one that a join can have."""
+    """True if this value is possible for this field of `Hints.model`."""
     if name == "passes":
         return type(value) is int and 1 <= value <= MOST_PASSES
     if name == "rotary_base":
@@ -143,7 +147,7 @@ def _is_join(name: str, value: object) -> bool:
 
 
 def settle(name: str, stated: Value | None, given: Value | None) -> Value | None:
-    """What the file states or the reader gives.
+    """Value that the file or the user states.
 
     Raises:
         ValueError: If they differ.

@@ -1,10 +1,11 @@
-"""The tensors of a file by what they are: attention, norms, MLPs and the ways in and out, matrices [in, out].
+"""The tensors of a file as parts of a model: attention, norms, MLPs, read-in and read-out, with
+matrices [in, out].
 
-Shapes are held against each other here, in the file's own names and order of axes.
-"""
+This module checks that shapes fit together; its messages have the file's own names and order of
+axes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -28,18 +29,20 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of a file by what they are."""
+    """The tensors of a file as parts of a model."""
 
     layers: tuple[dict[str, Tensor], ...]
-    """Per layer query, key, value, out, mlp_in, mlp_out, norm1, norm2 .weight and .bias, parts that are there."""
+    """Tensors of each layer: .weight and .bias of query, key, value, out, mlp_in, mlp_out, norm1,
+    norm2, if there are any."""
     ends: dict[str, Tensor]
     n_heads: int
     merged: bool = False
-    """Whether a head has one matrix in place of queries and keys."""
+    """True: each head has one merged matrix instead of queries and keys."""
     biases: bool = False
-    """Whether the model has biases (norms not counted). A lone attention layer whose biases are all zero counts as having none."""
+    """True: the model has biases (norms not counted). Biases of a lone attention layer that are all
+    zero do not count."""
     bare_norms: bool = False
-    """Whether there are norms, and none has a bias: layer norms, or those of the root mean square."""
+    """True: there are norms, and none has a bias, so that they are layer norms or RMS norms."""
 
     @property
     def width(self) -> int:
@@ -48,29 +51,47 @@ class Parts:
 
     @property
     def d_head(self) -> int:
-        """Width of the queries of a head of the first layer."""
+        """Width of the queries of a head in the first layer."""
         return self.layers[0]["query.weight"].shape[1] // self.n_heads
 
     @property
     def written(self) -> int:
-        """Entries that a token has behind the last layer."""
+        """Number of entries that a token has after the last layer."""
         last = self.layers[-1]
         name = next(n for n in ("mlp_out", "out", "value") if f"{n}.weight" in last)
         return last[f"{name}.weight"].shape[1] // (self.n_heads if name == "value" else 1)
 
     @property
     def d_token(self) -> int:
-        """Entries of a token that are read."""
+        """Number of entries of a token that are read."""
         first = self.ends.get("read_mlp.weight", self.ends.get("read_in.weight"))
         return self.width if first is None else len(first)
 
     def has(self, name: str) -> bool:
-        """Whether every layer has a part, or the ends have it."""
+        """True if every layer has this part, or it is a read-in, read-out or the like."""
         return name in self.ends or all(name in layer for layer in self.layers)
+
+    def normed(self, chosen: Mapping[str, object]) -> "Parts":
+        """The parts, with norms of factor 1 added if the reading has norms without weights in the
+        file."""
+        if chosen.get("norm") is None or self.has("norm1.weight"):
+            return self
+        ones = torch.ones(self.width, dtype=self.layers[0]["query.weight"].dtype, device="cpu")
+        norms = ("norm1", "norm2") if self.has("mlp_in.weight") else ("norm1",)
+        added = {
+            f"{n}.{kind}": ones * (kind == "weight") for n in norms for kind in ("weight", "bias")
+        }
+        last = (
+            {"final_norm.weight": ones, "final_norm.bias": 0 * ones}
+            if chosen["norm"] == "before"
+            else {}
+        )
+        layers = tuple({**layer, **added} for layer in self.layers)
+        return replace(self, layers=layers, ends={**self.ends, **last})
 
     @property
     def alone(self) -> bool:
-        """Whether there is nothing but one layer of attention."""
+        """True if there is only one layer of attention."""
         around = self.has("norm1.weight") or self.has("mlp_in.weight") or self.ends
         return len(self.layers) == 1 and not around
 
@@ -83,13 +104,14 @@ def parts_of(
     settings: Mapping[str, object],
     wide_heads: bool = False,
 ) -> Parts:
-    """The tensors of a file, sorted and held against each other.
+    """The tensors of a file, sorted by parts and checked against each other.
 
     Args:
-        axes: One of ORIENTATIONS, for matrices whose names do not say it.
-        wide_heads: Whether the queries of a head are as wide as a token.
+            axes: One of ORIENTATIONS, for matrices whose names do not show it.
+            wide_heads: True: the queries of each head are as wide as a token.
     Raises:
-        ValueError: If shapes do not fit together, a part has no place here, or the number of heads is not known.
+            ValueError: If shapes do not fit together, a part is not possible here, or the number of
+                heads is not known.
     """
     for piece in layout.pieces:
         require_numbers(tensors[piece.name], piece.name)
@@ -105,7 +127,7 @@ def parts_of(
         require_layer(matrices, n_heads, width)
         if other := matrices.keys() ^ every_layer[0].keys():
             name = shown((matrices | every_layer[0])[min(other)].name)
-            raise TensorError("layers", f"must be alike, got {name} in some of them")
+            raise TensorError("layers", f"must have the same parts, got {name} in some of them")
     layers, ends = _alike(every_layer, hints.output_scale or 1), _ends(tensors, layout, width)
     merged = any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0])
     parts = Parts(layers, ends, n_heads, merged)
@@ -113,7 +135,7 @@ def parts_of(
         raise TensorError(query.name, f"must read tokens of >= 2 entries, got {width}")
     if not parts.alone and "out.weight" not in every_layer[0]:
         name = shown(layout.layers[0][0].name)
-        raise TensorError("an output projection", f"is needed beside {name}, got none")
+        raise TensorError("an output projection", f"is needed with {name}, got none")
     named = [item for part in (ends, *layers) for item in part.items()]
     biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
     biased = any(bool(t.any()) or not parts.alone for t in biases)
@@ -123,13 +145,14 @@ def parts_of(
 
 
 def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with zeros for biases that are not there."""
+    """The tensors, with zeros for missing biases."""
     zeros = {n.replace("weight", "bias"): t.new_zeros(t.shape[-1]) for n, t in tensors.items()}
     return zeros | dict(tensors)
 
 
 def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[str, Tensor], ...]:
-    """Layers in one dtype, the widest, at least float32, with a factor on what attention writes."""
+    """Layers in one dtype, the widest, but at least float32, with a factor on the output of
+    attention."""
     kinds = (matrix.tensor.dtype for layer in layers for matrix in layer.values())
     dtype = reduce(torch.promote_types, kinds, torch.float32)
     last = "out." if "out.weight" in layers[0] else "value."
@@ -153,7 +176,7 @@ def _require_all_layers(layout: Layout) -> None:
 def _beside(
     pieces: Sequence[Piece], tensors: Mapping[str, Tensor], width: int
 ) -> dict[str, Matrix]:
-    """Norms and MLP of a layer, turned so that they meet the stream."""
+    """Norms and MLP of a layer, transposed so that they fit the stream."""
     matrices: dict[str, Matrix] = {}
     shapes = [tensors[p.name].shape for p in pieces if (p.part, p.kind) == ("qkv", "weight")]
     by_columns = any(len(shape) == 2 and shape[1] == 3 * shape[0] for shape in shapes)
@@ -163,24 +186,24 @@ def _beside(
         name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
         if name in matrices:
             rule = f"is a second tensor for {name}, as {shown(matrices[name].name)} is"
-            raise TensorError(piece.name, f"{rule}; MLPs have two layers here")
+            raise TensorError(piece.name, f"{rule}; an MLP must have two layers")
         if piece.part.startswith("mlp") and piece.kind == "weight":
             require_matrix(piece.name, tensor)
-            near = 0 if piece.part == "mlp_in" else 1
-            by_torch = tensor.shape[1 - near] == width and piece.axes != TRANSPOSED
-            if (by_torch and not by_columns) or tensor.shape[near] != width:
+            axis = 0 if piece.part == "mlp_in" else 1
+            by_torch = tensor.shape[1 - axis] == width and piece.axes != TRANSPOSED
+            if (by_torch and not by_columns) or tensor.shape[axis] != width:
                 order, tensor = TORCH, tensor.mT
         matrices[name] = Matrix(piece.name, tensor, order)
     mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
     if "norm2.weight" in matrices and not mlp:
-        # Two norms around attention alone: those of a layer whose MLP writes zeros.
+        # Two norms around attention alone: a layer whose MLP writes zeros.
         zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype, device="cpu")
         matrices["mlp_in.weight"] = Matrix("mlp", zeros)
         matrices["mlp_out.weight"] = Matrix("mlp", zeros.mT)
     elif len(mlp) == 1:
         (one,) = mlp
         name = shown(matrices[one].name)
-        raise TensorError("an MLP", f"needs both of its matrices, got {name} alone")
+        raise TensorError("an MLP", f"needs two matrices, got only {name}")
     return matrices
 
 
@@ -200,10 +223,10 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
         matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
     if "read_in.weight" in matrices and "read_out.weight" not in matrices:
         name = f"{shown(matrices['read_in.weight'].name)}, a read-in,"
-        raise TensorError(name, "needs a read-out beside it, got none")
+        raise TensorError(name, "needs a read-out too, got none")
     if "read_mlp.weight" in matrices and "read_in.weight" not in matrices:
         first = shown(matrices["read_mlp.weight"].name)
-        raise TensorError("a read-in of two layers", f"needs both, got {first} alone")
+        raise TensorError("a read-in of two layers", f"needs both, got only {first}")
     sizes = {name: tuple(m.tensor.shape) for name, m in matrices.items()}
     hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
     require_shapes(
@@ -221,13 +244,13 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
 
 
 def require_numbers(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that does not hold finite floating-point numbers, one for each of its entries."""
+    """Refuse a tensor unless it has finite floating-point numbers, one for each entry."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
         layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
         raise ValueError(f"{shown(what)} must hold floating-point numbers, got {tensor.dtype}{layout}.")  # fmt: skip
-    held, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
-    if held < numbers:
+    stored, numbers = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.numel()
+    if stored < numbers:
         what = f"{what} of shape {tuple(tensor.shape)}"
-        raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {held}.")
+        raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {stored}.")
     if bad := int((~torch.isfinite(tensor)).sum()):
         raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")

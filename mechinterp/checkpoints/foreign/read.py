@@ -1,7 +1,7 @@
-"""Files of other people's code: names become parts, what they leave open is tried, the best reading is the checkpoint.
+"""Reading of external files: names become parts, open choices are tried, and the best reading
+becomes the checkpoint.
 
-What neither the file nor the reader says is assumed: `Checkpoint.assumed` holds it by name.
-"""
+What neither the file nor the user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,50 +16,53 @@ from mechinterp.checkpoints.foreign.choices import (
     choices_of,
     combinations,
     given_choices,
+    near_values,
     refinements,
     rotary_of,
 )
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import Case, Tried, tried
+from mechinterp.checkpoints.foreign.interpret import REST, Case, Tried, left_by_factors, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
+from mechinterp.checkpoints.foreign.readings import Said, not_at_rest, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
-"""Choices that one layer of attention alone has, too."""
+"""Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
-UNTRACED = "none (rotary ones leave no trace in a file)"
-"""What is assumed of positions that nothing shows."""
+UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
+"""Assumption about positions of which the file has no trace."""
 MOST_SHOWN = 24
-"""Readings that are listed under what was assumed; the checkpoint has all."""
+"""Number of readings listed in `assumed`; the checkpoint has all."""
 
 
-Told = tuple[Format, Layout, dict[str, Tensor]]
-"""What `recognised` finds."""
+Recognised = tuple[Format, Layout, dict[str, Tensor]]
+"""Result of `recognised`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """The tensors of a file that does not say what they are, and what stands beside it."""
+    """Tensors of a file whose format is not known yet, with the settings beside it."""
 
     file: Path
     tensors: Mapping[str, Tensor]
     settings: Mapping[str, object]
-    """What a config.json beside the file says, {} without one."""
+    """Settings of config.json or config.yaml beside the file; empty if there is none."""
     step: int = 0
-    """Number of updates behind the file, where its name tells it."""
+    """Number of updates of the weights, if the file's name shows it, else 0."""
 
 
 def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
-    """The checkpoint that the tensors of a file are, or the last one of a run, whose others are read in the same way.
+    """Checkpoint of a file, or of the last file of a run; the other files of a run are read in the
+    same way.
 
     Raises:
-        CheckpointError: If they fit no format, are not those of such a model, or leave too much open.
+            CheckpointError: If the tensors fit no format, are not those of a known model, or leave
+                too much open.
     Example:
         >>> import torch
         >>> state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
@@ -72,7 +75,7 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
-    """Fields of the task that the file's settings or the reader state; the reader's come first."""
+    """Fields of the task that the file's settings or the user state; the user's come first."""
     task: dict[str, object] = {n: settings[n] for n in ("d_x", "d_y") if n in settings and n not in hints.given}  # fmt: skip
     noise, noise_var = settings.get("noise_std"), settings.get("noise_var")
     if isinstance(noise, float):
@@ -85,8 +88,8 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
-    told = _told(run, hints)
-    form, layout, _ = told[-1]
+    known_files = _recognised_files(run, hints)
+    form, layout, _ = known_files[-1]
     given = rotary_of(last.tensors) | given_choices(hints, last.settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
@@ -94,7 +97,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     faults: list[ValueError] = []
     for axes in usual_axes if stated_axes is None else (str(stated_axes),):
         try:
-            parts = _parts_of_run(run, told, axes, hints)[-1]
+            parts = _parts_of_run(run, known_files, axes, hints)[-1]
             form = _own(form, parts, hints)
             choices = choices_of(parts, form, given, hints)
         except ValueError as error:
@@ -109,32 +112,32 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     if not cases:
         raise faults[0]
     closed = {*given, *({"attend_to_self"} & form.settled.keys())}
-    found = tried(cases, closed, source.case, source.refinements(given))
+    found = tried(cases, closed, source.case, *source.refinements(given))
     checkpoint = source.checkpoint(found, given)
     if len(run) == 1:
         return checkpoint
     kept, axes = {}, str(found.case.said["orientation"])
-    for each, parts in zip(run, _parts_of_run(run, told, axes, hints), strict=True):
+    for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(found.case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
 
 
-def _told(run: Sequence[Stored], hints: Hints) -> list[Told]:
-    """What the names in every file of a run tell."""
-    told = []
+def _recognised_files(run: Sequence[Stored], hints: Hints) -> list[Recognised]:
+    """Formats and parts of all files of a run, by their names."""
+    known_files = []
     for each in run:
         with of_file(each.file):
-            told.append(recognised(mapped(each.tensors, hints.map or ()), hints))
-    return told
+            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+    return known_files
 
 
 def _parts_of_run(
-    run: Sequence[Stored], told: Sequence[Told], axes: str, hints: Hints
+    run: Sequence[Stored], known_files: Sequence[Recognised], axes: str, hints: Hints
 ) -> list[Parts]:
-    """The parts of every file of a run, with biases if any of them has such that are not zero."""
+    """Parts of every file of a run; all have biases if any file has nonzero ones."""
     every = []
-    for each, (form, layout, tensors) in zip(run, told, strict=True):
+    for each, (form, layout, tensors) in zip(run, known_files, strict=True):
         with of_file(each.file):
             every.append(parts_of(tensors, layout, axes, hints, each.settings, form.wide_heads))
     biases = any(parts.biases for parts in every)
@@ -142,11 +145,11 @@ def _parts_of_run(
 
 
 def _own(form: Format, parts: Parts, hints: Hints) -> Format:
-    """The format of a file; of names that no format has, by what is there."""
+    """Format of a file; if its names fit no format, one that fits its parts."""
     of_layers = [name for name in hints.model or {} if name not in OF_POSITIONS]
     if parts.alone and of_layers:
         raise ValueError(
-            f"model ({', '.join(of_layers)}) is for layers with norms or MLPs, got one layer of attention alone."
+            f"model ({', '.join(of_layers)}) needs layers with norms or MLPs, got one layer of attention alone."
         )
     if form is not LAYERED or not parts.alone:
         return form
@@ -155,24 +158,24 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is known of a file whatever its reading."""
+    """Facts about a file that do not depend on its reading."""
 
     stored: Stored
     form: Format
     hints: Hints
     choices: Choices
-    """What the names and shapes leave open."""
+    """Choices that the names and shapes leave open."""
 
     def case(self, parts: Parts, chosen: Said) -> Case:
-        """The parts under a reading, with the sizes of the task.
+        """The parts under one reading, with the sizes of the task.
 
         Raises:
-            ValueError: If there is no such model or task.
+                ValueError: If no model or task has these sizes.
         """
         sizes = self._sizes(parts, chosen)
         stated = dict(self.hints.task or {})
         model, *_ = architecture(parts, chosen, sizes, self.hints)
-        most = _least(model.longest_context, self._room(chosen))
+        most = _least(model.longest_context, self._room(parts, chosen))
         length = self._stated_length()
         if length is not None and (most is None or length <= most):
             stated = {"context_length": length, **stated}
@@ -187,31 +190,35 @@ class _Source:
             task = replace(task, context_length=max(1, min(task.context_length, most)))
         ExperimentConfig(task=task, model=model)
         known = set(flatten(stated, "task."))
-        asked = [name for name in ("d_x", "d_y") if self._asked(name) is not None]
-        if shown_responses(parts) or asked:
+        stated_sizes = [name for name in ("d_x", "d_y") if self._stated_size(name) is not None]
+        if shown_responses(parts) or stated_sizes:
             known.add("task.d_y")
-            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in asked
+            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in stated_sizes
             known |= set() if in_doubt else {"task.d_x"}
         return Case(parts, chosen, task, self.hints, frozenset(known))
 
     def _stated_length(self) -> int | None:
-        """Pairs of a prompt, where the file's settings state them."""
+        """Number of pairs in a prompt, if the file's settings state it."""
         points, length = (self.stored.settings.get(n) for n in ("n_points", "context_length"))
         return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
 
-    def _room(self, chosen: Said) -> int | None:
-        """Most pairs that the number of positions in the file's settings has room for."""
+    def _room(self, parts: Parts, chosen: Said) -> int | None:
+        """Largest number of pairs that fits the number of positions in the file's settings.
+
+        None if a table of positions shows it, as Garg et al. state half of the rows of their table.
+        """
         room = self.stored.settings.get("n_positions")
-        if not isinstance(room, int) or room < 2:
+        if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
             return None
         return (room - 1) // 2 if chosen.get("layout") == "in_turn" else room - 1
 
     def _sizes(self, parts: Parts, chosen: Said) -> tuple[int, int]:
-        """d_x and d_y; columns of tokens behind (x, y), where the reader says both sizes, are positions."""
-        d_x, given_d_y, n = self._asked("d_x"), self._asked("d_y"), parts.d_token
+        """d_x and d_y; if the user states both and the token is longer, its further columns are
+        positions."""
+        d_x, stated_d_y, n = self._stated_size("d_x"), self._stated_size("d_y"), parts.d_token
         in_turn = chosen.get("layout") == "in_turn"
         room = 0 if in_turn else 1
-        d_y = shown_responses(parts) or given_d_y
+        d_y = shown_responses(parts) or stated_d_y
         if d_y is None:
             d_y = n - d_x if d_x is not None and not in_turn else 1
         if not 1 <= d_y <= n - room:
@@ -219,7 +226,7 @@ class _Source:
             raise ValueError(f"d_y must lie in 1 to {n - room}, as {wide}, got {d_y}.")
         sizes = {"d_x": n - room * d_y, "d_y": d_y}
         exact = "output_column" in self.form.settled or in_turn
-        if d_x is not None and given_d_y is not None and d_x < sizes["d_x"] and not exact:
+        if d_x is not None and stated_d_y is not None and d_x < sizes["d_x"] and not exact:
             sizes["d_x"] = d_x
         for label, values in (("task.", self.hints.task or {}), ("", self.hints.given)):
             for name, size in sizes.items():
@@ -228,17 +235,23 @@ class _Source:
                     raise ValueError(f"{label}{name} must be the weights' {size}, got {got}.")
         return sizes["d_x"], sizes["d_y"]
 
-    def _asked(self, name: str) -> int | None:
+    def _stated_size(self, name: str) -> int | None:
         value = self.hints.given.get(name, (self.hints.task or {}).get(name))
         return value if type(value) is int else None
 
-    def refinements(self, given: Collection[str]) -> Callable[[Case], Sequence[Said]]:
-        """What to try on the best cases, but for what the reader or the format settles."""
+    def refinements(
+        self, given: Collection[str]
+    ) -> tuple[Callable[[Case], Sequence[Said]], Callable[[Case], Mapping[str, tuple]]]:
+        """Functions from a case to further readings, for choices that are neither stated nor fixed by
+        the format."""
         closed = {*given, *self.form.settled}
-        return lambda case: refinements(case.said, case.parts, self.form, closed)
+        return (
+            lambda case: refinements(case.said, case.parts, self.form, closed),
+            lambda case: near_values(case.said, case.parts, closed),
+        )
 
     def checkpoint(self, found: Tried, given: Mapping[str, object]) -> Checkpoint:
-        """The checkpoint that a reading is, with what was assumed."""
+        """Checkpoint of the chosen reading, with what was assumed."""
         case, readings = found.case, found.readings
         weights, form, step = case.weights(), self.form, self.stored.step
         config = ExperimentConfig(task=case.task, model=weights.model)
@@ -247,6 +260,8 @@ class _Source:
         assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
         closed = {**form.settled, **given}
         names = [n for n in (*form.usual, *found.names) if n not in closed]
+        if case.said["positions"] == "rotary":
+            names += [n for n in OF_POSITIONS if n not in closed]
         names += [n for n in PLAIN_SAID if n not in closed and n in self.open_ones(case)]
         unsaid = [n for n in dict.fromkeys(names) if n in case.said and n != "scale"]
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
@@ -263,6 +278,8 @@ class _Source:
             assumed["undetermined"] = open_between
         if not found.understood:
             assumed |= {"understood": False, "doubt": not_understood(readings)}
+        elif not case.parts.alone and (left := left_by_factors(case)) < REST:
+            assumed["doubt"] = not_at_rest(left)
         tensors = self.stored.tensors.items()
         ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
         if ignored and form.name != "transformer-lens":
@@ -271,18 +288,19 @@ class _Source:
         return Checkpoint(file, config, step, weights, form.name, assumed, readings=readings)
 
     def open_ones(self, case: Case) -> set[str]:
-        """What leaves no trace in a file and may be so in this one: positions, passes, norms without means."""
+        """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
+        norms."""
         refined = refinements({**case.said, **PLAIN_SAID}, case.parts, self.form, ())
         return {n for each in refined for n, value in each.items() if value != PLAIN_SAID.get(n, value)}  # fmt: skip
 
 
 def _least(*numbers: int | None) -> int | None:
-    """The least of the numbers that are known."""
+    """Least of the known numbers."""
     return min((n for n in numbers if n is not None), default=None)
 
 
 def shown_responses(parts: Parts) -> int | None:
-    """d_y, where the shapes show it: of a read-out, or of heads that write less than a token."""
+    """d_y if the shapes show it: a read-out, or heads that write less than a token."""
     if parts.has("read_out.weight"):
         return parts.ends["read_out.weight"].shape[1]
     narrow = parts.written < parts.width and not parts.has("mlp_out.weight")
@@ -290,7 +308,8 @@ def shown_responses(parts: Parts) -> int | None:
 
 
 def _left_out(case: Case) -> dict[str, object]:
-    """How many columns of tokens are not read, and their largest part of the norm of queries, keys and values."""
+    """Number of columns of tokens that are not read, and their largest share in the norm of
+    queries, keys and values."""
     parts, task = case.parts, case.task
     if case.said.get("layout") == "in_turn" or task.d_x + task.d_y == parts.d_token:
         return {}

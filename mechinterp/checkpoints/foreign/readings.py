@@ -1,9 +1,8 @@
-"""Readings of a file that does not say everything: which of them predict on prompts of the task.
+"""Readings of a file that leaves settings open, and which of them predict on prompts of the task.
 
-Scale, columns and how parts are joined are told by the loss, as training has settled them. The score is not: a model
-trained with softmax scores can predict better with linear ones. So of every score the best reading stands, unless it
-predicts nothing.
-"""
+The loss decides on the scale, the columns and how parts are combined, as training has adapted to
+them. It does not decide on the score: a model trained with softmax scores can predict better with
+linear ones. So the best reading of every score is kept, unless it predicts nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,43 +16,49 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.weights import Weights
 
 ROUNDING = 1e-12
-"""A standard error below is none."""
+"""Standard errors below this count as 0."""
 MARGIN, ERRORS = 0.05, 3.0
-"""A loss is below another by more than this part of it and this many standard errors, else they tie."""
+"""A loss is below another if it is lower by more than this fraction and this many standard errors,
+else they tie.
+
+Larger values make more readings tie.
+"""
 
 MOST_SHOWN = 2
 LEFT_TO_SAY = ("--score", "--scale", "--output-scale", "--model", "--task")
-"""Options that can make a file understood, whatever was tried."""
+"""Options that may make a file understood, whatever was tried."""
 Said = Mapping[str, str | float | bool | None]
-"""What a reading says, by the name of the argument of `load`."""
+"""Choices of a reading, by the name of the argument of `load`."""
 Errors = tuple[Tensor, Tensor]
-"""Squared errors per prompt of a model and of predicting 0, over the mean of the latter."""
+"""Squared errors per prompt of a model and of predicting 0, divided by the mean of the latter."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One meaning of a file's tensors."""
+    """One possible meaning of a file's tensors."""
 
     said: Said
     build: Callable[[], AttentionWeights | Weights]
-    """Makes the weights, when they are asked for: readings together are many times as large as the file."""
+    """Makes the weights on first use, as all readings together are many times as large as the file.
+    """
     loss: float
-    """Mean squared error over that of predicting 0, on the same prompts of the assumed task."""
+    """Mean squared error relative to that of predicting 0, on prompts of the assumed task."""
     loss_sem: float
     predicts: bool
-    """Whether the loss is clearly below that of predicting 0."""
+    """True if the loss is clearly below that of predicting 0."""
     ties: bool
-    """Whether no reading predicts clearly better, and this one predicts if any does."""
+    """True if no reading predicts clearly better, and this one predicts if any does."""
     stands: bool
-    """False if another reading predicts clearly better, and has the same score or this one does not predict."""
+    """False if another reading predicts clearly better, and has the same score or this one does not
+    predict."""
 
     @cached_property
     def weights(self) -> AttentionWeights | Weights:
-        """The weights under this meaning."""
+        """Weights under this reading."""
         return self.build()
 
     def to_document(self) -> dict[str, object]:
-        """What it says, its loss, and whether it stands."""
+        """Its choices, its loss, and the flag `stands`."""
         numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
         return {**self.said, **numbers}
 
@@ -70,10 +75,12 @@ def ranked(
     candidates: Sequence[tuple[Said, Callable[[], AttentionWeights | Weights]]],
     errors: Sequence[Errors],
 ) -> list[Reading]:
-    """The readings, the best first; in the order given those that tie with it within errors, or that predict nothing.
+    """Readings, the best first; those that tie with the best keep the given order, as all do if
+    none predicts.
 
     Args:
-        errors: Of prompts of the same number in all; where they are the same, differences are paired.
+        errors: Errors per reading, on the same number of prompts; differences are paired, which is
+            exact for the same prompts.
     """
     best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
     any_predicts = below(best, zero)
@@ -85,7 +92,8 @@ def ranked(
     readings, alike = [], []
     for (said, build), (error, zero) in zip(candidates, errors, strict=True):
         loss, predicts = float(error.mean()), below(error, zero)
-        # Of heavy tails the standard error is large: what may be no better than 0 ties with nothing that predicts.
+        # The standard error of heavy tails is large: a reading that may be no better than 0 does
+        # not tie with one that predicts.
         ties = not below(best, error) and (predicts or not any_predicts)
         first_of_score = loss < 1 - MARGIN and not below(rivals[said.get("score")], error)
         reading = Reading(
@@ -107,9 +115,9 @@ def ranked(
 
 
 def not_understood(readings: Sequence[Reading]) -> str:
-    """That a file was not understood, and what to try."""
+    """Message that a file was not understood, with options to try."""
     if any(each.predicts for each in readings):
-        what = f"read as its format has it, it predicts no better than 0 ({readings[0]!r})"
+        what = f"read as its format states, it predicts no better than 0 ({readings[0]!r})"
         return f"this file was not understood: {what}; {advice(readings)}"
     best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
     losses = "; ".join(map(repr, best))
@@ -121,17 +129,27 @@ def not_understood(readings: Sequence[Reading]) -> str:
     )
 
 
+def not_at_rest(left: float) -> str:
+    """Message that a file may have been read wrongly, as factors on its tensors lower the loss."""
+    return (
+        f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
+        "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
+        "(mechinterp.hook_module)"
+    )
+
+
 def tied(readings: Sequence[Reading]) -> str:
-    """States that other readings predict as well as the first, and which options decide; empty where none does."""
+    """Message that other readings predict as well as the first, with the options that decide; empty
+    if none does."""
     alike = [each.said for each in readings[1:] if each.ties and each.predicts]
     named = [n for n in (readings[0].said if alike else ()) if any(said.get(n) != readings[0].said[n] for said in alike)]  # fmt: skip
     if not named:
         return ""
-    return f"{len(alike) + 1} readings predict equally well within errors; say {' and '.join(map(option, named))}"
+    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
 
 
 def advice(readings: Sequence[Reading]) -> str:
-    """Which options make a file predict that, as its format has it, the first reading, does not."""
+    """Options under which a file predicts, although it does not as its format states."""
     settled, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
     best = min(predicting, key=lambda each: each.loss)
     changed = {n: v for n, v in best.said.items() if v != settled.get(n)}
@@ -143,7 +161,7 @@ def advice(readings: Sequence[Reading]) -> str:
 
 
 def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
-    """Whether the mean of one is clearly below that of the other; not finite is below nothing."""
+    """True if the mean of `error` is clearly below that of `other`; False if it is not finite."""
     if not torch.isfinite(error).all():
         return False
     gap = (other - error).nan_to_num(torch.inf)

@@ -1,7 +1,8 @@
-"""Settings that a file of weights, or a config beside it, states: number of heads, sizes, positions and the like.
+"""Settings that a file of weights, or a config beside it, states: number of heads, sizes, positions
+and so on.
 
-`SPELLINGS` has the names that people give to them; every value gets the name that it has here.
-"""
+`SPELLINGS` lists the names that codes use for them. Each value gets the name that this package
+uses."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config.model import SCORES
 
 TASK_KEY = "mechinterp_task"
-"""Where a folder that an earlier version wrote has fields of the task."""
+"""Key of the task's fields in folders of an earlier version."""
 COUNTS = {
     "n_heads": (
         *HEAD_KEYS,
@@ -30,7 +31,7 @@ COUNTS = {
     ),
     "passes": ("passes", "n_passes", "n_loops", "num_loops", "n_loop"),
 }
-"""Whole numbers; of the task, of the heads, of the positions and of the runs through the layers."""
+"""Integer settings: sizes of the task, heads, positions, and runs through the layers."""
 WORDS = {
     "activation": ("activation_function", "activation", "hidden_act"),
     "positions": (
@@ -63,42 +64,42 @@ POSITIONS = {
     **dict.fromkeys(("sinusoidal", "sin", "sincos", "sine"), "sinusoidal"),
     **dict.fromkeys(("learned", "learnt", "learnable", "absolute", "standard", "embedding"), None),
 }
-"""Words for positions; None: those of a table in the file."""
+"""Names of positions; None: a table in the file."""
 ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
-"""Activations under other names."""
+"""Other names of activations."""
 ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-"""Settings of GPT-2 that would make it another model."""
+"""Required values of settings of GPT-2, as other values make another model."""
 
 
 def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
-    """What a file of weights states, and what config.json or config.yaml beside it states.
+    """Settings that a file of weights, and config.json or config.yaml beside it, state.
 
     Args:
-        inside: Settings in the file, by any name.
+            inside: Settings in the file, under any name.
     Raises:
-        CheckpointError: If a setting has no possible value, or the file and its config differ.
+            CheckpointError: If a value is not possible, or the file and its config differ.
     """
     stated: dict[str, object] = {}
     for file, raw in ((path, inside), *_beside(path)):
         with naming(file):
             for name, value in settled(raw).items():
                 if stated.get(name, value) != value:
-                    raise ValueError(f"{name} must be {stated[name]}, as the file of weights states it, got {value}.")  # fmt: skip
+                    raise ValueError(f"{name} must be {stated[name]}, as in the file of weights, got {value}.")  # fmt: skip
                 stated[name] = value
     return stated
 
 
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
-    """Settings by the names of this package; those that are not known are left out.
+    """Settings under the names of this package; unknown settings are left out.
 
-    Several numbers of heads are `several_heads`, a text.
+    If a file states several numbers of heads, they are listed in `several_heads`, a text.
 
     Raises:
-        ValueError: If one has no possible value, or would make it another model.
+            ValueError: If a value is not possible, or makes another model.
     Example:
         >>> settled({"n_head": 4, "use_rope": True, "lr": 0.1})
         {'n_heads': 4, 'positions': 'rotary'}
@@ -124,7 +125,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _value(name: str, key: str, value: object) -> object:
-    """A setting's value, numbers and truth values from texts too; None where it says nothing here."""
+    """Value of a setting, also from text; None if it has no meaning here."""
     text = str(value).strip().lower()[:80]
     if name in COUNTS:
         least = 2 if name == "n_points" else 1
@@ -157,13 +158,13 @@ def _value(name: str, key: str, value: object) -> object:
         return POSITIONS[text]
     if name == "activation":
         return ALIASES.get(text, text)
-    # "linear" leaves open whether it is divided by the number of keys.
+    # "linear" does not decide if scores are divided by the number of keys.
     possible = {"score": set(SCORES) - {"linear"}, **JOINS}[name]
     return text if text in possible else None
 
 
 def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
-    """What Hugging Face's config.json says, and config.yaml of the code of Garg et al."""
+    """Settings in Hugging Face's config.json, and in config.yaml of the code of Garg et al."""
     file, garg = path.with_name("config.json"), path.with_name("config.yaml")
     stated: list[tuple[Path, Mapping[str, object]]] = []
     document = read_json(file) if file.is_file() else None
@@ -188,7 +189,7 @@ def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
 
 
 def _within(document: object, *names: str) -> object:
-    """The entry of nested mappings; None where there is none."""
+    """Entry of nested mappings; None if missing."""
     for name in names:
         document = document.get(name) if isinstance(document, dict) else None
     return document

@@ -15,16 +15,16 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.headers import reading
 
 MAX_UNPACKED = 2**26
-"""Size to which the entries of a smaller archive may unpack; torch.save and numpy.savez do not pack."""
+"""Largest unpacked size of a small archive; torch.save and numpy.savez do not compress."""
 MAX_ENTRIES = 30_000
 CHUNK = 2**22
 
 
 @contextmanager
 def archive(file: Path) -> Iterator[zipfile.ZipFile]:
-    """A zip archive whose entries are few and unpack to no more than they may."""
+    """A zip archive with a bounded number of entries and a bounded unpacked size."""
     with file.open("rb") as stream:
-        # Counted before zipfile makes an object of each.
+        # Counted before zipfile makes an object for each entry.
         entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(CHUNK), b""))
     if entries > MAX_ENTRIES:
         raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
@@ -34,7 +34,7 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
         packed = max((entry.compress_size for entry in listed), default=0)
         if unpacked > most:
             raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
-        if packed > size:  # as much is asked of memory
+        if packed > size:  # zipfile would allocate this much
             rule = f"must have at most the file's {size} bytes"
             raise CheckpointError(f"an entry {rule}, it claims {packed}.")
         if len({entry.filename.lower() for entry in listed}) < len(listed):
@@ -47,10 +47,10 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def read_text(file: Path, name: str) -> str | None:
-    """A text in an .npz file, None if it has none of this name.
+    """Text in an .npz file; None if there is no entry of this name.
 
     Raises:
-        CheckpointError: If the file cannot be read, or holds something else under this name.
+        CheckpointError: If the file cannot be read, or the entry is no text.
     """
     with reading(file), archive(file) as opened:
         if f"{name}.npy" not in opened.namelist():
@@ -62,7 +62,7 @@ def read_text(file: Path, name: str) -> str | None:
 
 
 def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The arrays of an npz archive by name, and its texts."""
+    """Arrays of an .npz archive by name, and its texts."""
     tensors, texts = {}, {}
     with archive(file) as opened:
         for entry in opened.infolist():
@@ -79,7 +79,7 @@ def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def npy_tensor(data: bytes, name: str) -> Tensor:
-    """An .npy file's numbers."""
+    """Numbers of an .npy file."""
     array = _array(data, name)
     if array.dtype.kind not in "fiubc":
         raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
@@ -87,7 +87,7 @@ def npy_tensor(data: bytes, name: str) -> Tensor:
 
 
 def _array(data: bytes, name: str) -> np.ndarray:
-    """An .npy file's array; its header is held against the bytes behind it."""
+    """Array of an .npy file, after its header is checked against the number of bytes."""
     stream = io.BytesIO(data)
     version, headers = np.lib.format.read_magic(stream), np.lib.format
     read = {(1, 0): headers.read_array_header_1_0, (2, 0): headers.read_array_header_2_0}
@@ -102,10 +102,10 @@ def _array(data: bytes, name: str) -> np.ndarray:
 def array_of(
     data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...], by_columns: bool, name: str
 ) -> np.ndarray:
-    """Numbers in a shape, which is held against the bytes that are there.
+    """Numbers in a shape, which must need exactly the bytes that are there.
 
     Raises:
-        CheckpointError: If it needs more or fewer.
+        CheckpointError: If it needs more or fewer bytes.
     """
     claimed, held = math.prod(shape) * dtype.itemsize, len(data)
     if claimed != held or min(shape, default=0) < 0:
@@ -115,5 +115,5 @@ def array_of(
 
 
 def native_tensor(array: np.ndarray) -> Tensor:
-    """A copy of an array in the machine's order of bytes, row by row."""
+    """Copy of an array in native byte order, row by row."""
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))

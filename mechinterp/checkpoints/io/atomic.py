@@ -1,4 +1,5 @@
-"""Files written so that a kill at any moment leaves either the old or the new one, and JSON files read."""
+"""Atomic writing of files (a kill leaves the old or the new file), and reading of JSON and YAML
+files."""
 
 import hashlib
 import json
@@ -15,26 +16,25 @@ from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 MAX_JSON, MAX_YAML = 2**22, 2**16
 KINDS = {"d": "a folder", "p": "a pipe", "s": "a socket"}
-"""By the first letter that `ls -l` shows."""
+"""Kinds of files by the first letter of `ls -l`."""
 MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
-"""Name of a temporary file: that of the file it becomes, and the machine and process that write it."""
+"""Name of a temporary file: the final name, the machine and the process that writes it."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`.
+    """Let `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`.
 
-    What is at `path` is replaced: the caller knows that it is its own.
-    """
+    A file at `path` is replaced: the caller must know that it may be."""
     with _filled(path, write) as temporary:
         os.replace(temporary, path)
 
 
 def write_new(path: Path, write: Callable[[Path], object]) -> None:
-    """As `write_atomically`, where nothing is yet, not even a link that leads nowhere.
+    """As `write_atomically`, but nothing may exist at `path`, not even a broken link.
 
     Raises:
-        CheckpointError: If something is there, at whatever moment it came.
+        CheckpointError: If something exists there, also if it appears during the writing.
     """
     with _filled(path, write) as temporary:
         try:
@@ -44,7 +44,7 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
-    """Delete temporary files whose process, of this machine, has ended, for the names that are ours."""
+    """Delete temporary files of ended processes on this machine, if `ours` accepts the final name."""
     for file in folder.iterdir():
         if leftover := TEMPORARY.fullmatch(file.name):
             name, machine, process = leftover.groups()
@@ -53,11 +53,12 @@ def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
 
 
 def size_of(file: Path) -> int:
-    """The bytes of a regular file; whatever is read goes through here first, for a pipe would wait for its writer.
+    """Size of a regular file in bytes. Every read checks this first, because reading a pipe would
+    block.
 
     Raises:
         CheckpointError: If it is a folder, a pipe, a socket or a device.
-        OSError: If it does not exist or may not be looked at.
+        OSError: If it does not exist or cannot be accessed.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -67,7 +68,7 @@ def size_of(file: Path) -> int:
 
 
 def read_json(file: Path) -> object:
-    """What a JSON file holds.
+    """Content of a JSON file.
 
     Raises:
         CheckpointError: If it cannot be read, is larger than 4 MB or nested too deeply.
@@ -77,7 +78,7 @@ def read_json(file: Path) -> object:
 
 
 def read_yaml(file: Path) -> object:
-    """What a YAML file holds, every number of it as text.
+    """Content of a YAML file, with all numbers as text.
 
     Raises:
         CheckpointError: If it cannot be read or is larger than 64 kB.
@@ -85,13 +86,14 @@ def read_yaml(file: Path) -> object:
     import yaml
 
     with readable(file, "YAML", MAX_YAML, ValueError, yaml.YAMLError):
-        # This loader makes texts, lists and dictionaries only, and merges nothing.
+        # This loader makes texts, lists and dictionaries only.
         return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
 
 
 @contextmanager
 def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) -> Iterator[None]:
-    """Refuses what is no regular file or too large, and turns what goes wrong while it is read into one line."""
+    """Refuses special and too large files, and turns errors during reading into a one-line
+    CheckpointError."""
     known: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         size = size_of(file)
@@ -109,12 +111,12 @@ def readable(file: Path, kind: str, most: int | None, *faults: type[Exception]) 
 
 @contextmanager
 def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    """Turns what goes wrong while a file or a folder is written into one line.
+    """Turns errors during writing into a one-line CheckpointError.
 
     Args:
-        faults: Errors of what writes, beside those of the system.
+        faults: Errors of the writer, in addition to those of the system.
     Raises:
-        CheckpointError: If it cannot be written.
+        CheckpointError: If writing fails.
     """
     known: tuple[type[Exception], ...] = (OSError, *faults)
     try:
@@ -127,10 +129,10 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
-    """A temporary file beside a path, filled and flushed to disk, then the folder flushed.
+    """A temporary file beside a path, filled and flushed to disk; then the folder is flushed.
 
     Raises:
-        OSError: If it cannot be written; it names the path.
+        OSError: If it cannot be written; the error names the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     mark = f"{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -155,7 +157,7 @@ def _link(temporary: Path, path: Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        # A file system without hard links: take the name, which only one process can, then fill it.
+        # A file system without hard links: create the file exclusively, then replace it.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         os.replace(temporary, path)
 

@@ -1,4 +1,4 @@
-"""The one error of reading and writing checkpoints, and texts that are safe to show."""
+"""The error of reading and writing checkpoints, and texts that are safe to print."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class NotUnderstoodError(CheckpointError):
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Puts the file's name before what is refused inside, unless it names a file already."""
+    """Puts the file's name before errors raised inside, unless they name a file already."""
     try:
         yield
     except CheckpointError:
@@ -30,20 +30,20 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def nothing_at(path: Path) -> CheckpointError:
-    """The error for a path at which nothing lies, or a name that no model has."""
+    """Error for a path without a file, or for an unknown model name."""
     from mechinterp.checkpoints.shipped import bundled_names
 
     rule = f"{path}: a checkpoint is a folder with config.json and model.safetensors"
     if path.name != str(path):
         return CheckpointError(f"{rule}; this does not exist.")
     return CheckpointError(
-        f"{rule}, or a file; this does not exist, and is not the name of a model that comes with the package "
-        f"({', '.join(bundled_names())}; a clone has all trained ones)."
+        f"{rule}, or a file; this does not exist, and is not the name of a model in this package "
+        f"({', '.join(bundled_names())}; a clone of the repository has all trained models)."
     )
 
 
 def printable(text: str) -> str:
-    r"""The text on one line of at most 2000 characters, what is not printable written as an escape.
+    r"""The text on one line of at most 2000 characters, with non-printable characters escaped.
 
     Example:
         >>> printable("a\x1b[2J\n")
@@ -61,11 +61,11 @@ SIGNS = str.maketrans(
         **{"λ": "lambda", "μ": "mu", "ω": "omega", "α": "alpha", "⟨": "<", "⟩": ">"},
     }
 )
-"""Signs of formulas in letters."""
+"""Replacements of formula signs by ASCII letters."""
 
 
 def spelled(text: str, encoding: str | None) -> str:
-    """The text with those signs of formulas in letters that a stream's encoding lacks.
+    """The text with formula signs replaced by letters if a stream's encoding lacks them.
 
     Example:
         >>> spelled("ŷ = x̄·x, 1 ± 0.1 y²", "ascii")
@@ -80,10 +80,10 @@ def spelled(text: str, encoding: str | None) -> str:
 
 
 def visible(text: str) -> str:
-    r"""The text in which what is not printable, but for the ends of lines, is written as an escape.
+    r"""The text with non-printable characters escaped, except line ends.
 
-    What is shown goes through here: names of files can hold what moves the cursor or turns the direction of writing.
-
+    Everything that is printed goes through here: file names can contain control sequences that move
+    the cursor or reverse the writing direction.
     Example:
         >>> print(visible("a\x1b[2J\nb"))
         a\x1b[2J
@@ -95,7 +95,7 @@ def visible(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message of somebody else's exception on one line, of the system's without its number."""
+    """Message of an external exception on one line; for system errors without the error number."""
     if isinstance(error, OSError) and error.strerror:
         named = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{named}"

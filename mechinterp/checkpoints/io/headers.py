@@ -1,4 +1,4 @@
-"""What files of weights say before their numbers are read: sizes, names and shapes, without torch."""
+"""Headers of weight files, read before their numbers and without torch: sizes, names and shapes."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,16 +14,17 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.models.shapes import tensor_shapes
 
 MAX_BYTES = 2**28
-"""Size of a file; a GPT-2 of 12 layers and width 256 has 2**25 numbers."""
+"""Largest size of a weight file in bytes; a GPT-2 with 12 layers of width 256 has 2**25 numbers."""
 MAX_HEADER = 2**21
 POINTER = b"version https://git-lfs.github.com/spec/"
 STEP = "step"
-"""Name of the steps among the tensors of snapshots."""
+"""Name of the tensor of steps in a file of snapshots."""
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turns whatever a parser makes of a bad file into a CheckpointError that names it, and keeps warnings quiet."""
+    """Turns any error of a parser into a CheckpointError that names the file, and silences
+    warnings."""
     plain = (".npz", ".npy", ".safetensors", ".msgpack", ".pkl", ".pickle")
     kind = file.suffix.lstrip(".") if file.suffix in plain else "PyTorch"
     with warnings.catch_warnings(), readable(file, kind, MAX_BYTES, SafetensorError):
@@ -39,13 +40,14 @@ def reading(file: Path) -> Iterator[None]:
         except (OSError, SafetensorError):
             raise
         except Exception as error:
-            # A parser fed with noise raises nearly anything: KeyError, OverflowError, RecursionError.
+            # Parsers raise almost anything on random bytes: KeyError, OverflowError,
+            # RecursionError.
             reason = type(error).__name__
             raise CheckpointError(f"{file}: not a readable {kind} file ({reason}).") from None
 
 
 def require_header(file: Path) -> None:
-    """Refuse a safetensors file whose header is longer than the file, or than any that is written."""
+    """Refuse a safetensors file with a header longer than the file or than MAX_HEADER."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
     most = min(MAX_HEADER, max(file.stat().st_size - 8, 0))
@@ -71,16 +73,16 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def require_finite(what: str, bad: int) -> None:
-    """Refuse a tensor, or whatever `what` is, with so many entries that are NaN or infinite."""
+    """Refuse a tensor (or whatever `what` names) with `bad` entries that are NaN or infinite."""
     if bad:
         raise ValueError(f"{what} must hold finite numbers, got {bad} NaN or infinite.")
 
 
 def require_finite_in(file: Path, names: Iterable[str]) -> None:
-    """Refuse a safetensors file with numbers that are not finite among the tensors of these names.
+    """Refuse a safetensors file if one of these tensors has numbers that are not finite.
 
     Raises:
-        CheckpointError: If there are some; the message names the tensor.
+        CheckpointError: If one has; the message names the tensor.
     """
     with naming(file), opened(file, "np") as stored:
         for name in names:
@@ -92,14 +94,14 @@ def require_finite_in(file: Path, names: Iterable[str]) -> None:
 def require_shapes(
     stored: Mapping[str, tuple[int, ...]], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a model of this config, all of which must be found.
+    """Names and shapes of the tensors of a model of this config, all of which must be in the file.
 
     Raises:
-        ValueError: If a file with tensors of these names has another number of layers, or one is missing or of
-            another shape; the message names it.
+        ValueError: If the file has another number of layers, or a tensor is missing or has another
+            shape; the message names it.
     """
     n_layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
-    if config.model.n_layers != n_layers:  # before a name is made for each
+    if config.model.n_layers != n_layers:  # before names are made for all layers
         got = config.model.n_layers
         raise ValueError(f"model.n_layers must be that of the weights, {n_layers}, got {got}.")
     shapes = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
@@ -113,7 +115,7 @@ def require_shapes(
 
 @contextmanager
 def opened(file: Path, framework: str) -> Iterator[safe_open]:
-    """A safetensors file of any size, whose faults are CheckpointErrors."""
+    """A safetensors file of any size; its errors become CheckpointErrors."""
     with (
         readable(file, "safetensors", None, SafetensorError),
         safe_open(file, framework=framework) as stored,
@@ -122,10 +124,11 @@ def opened(file: Path, framework: str) -> Iterator[safe_open]:
 
 
 def read_steps(file: Path) -> list[int]:
-    """The steps of a file of snapshots.
+    """Steps in a file of snapshots.
 
     Raises:
-        CheckpointError: If the file cannot be read, or its steps do not rise from 0 or later.
+        CheckpointError: If the file cannot be read, or its steps are not increasing from 0 or
+            later.
     """
     with opened(file, "np") as stored:
         has_steps = STEP in stored.keys()  # noqa: SIM118 (it cannot be iterated over)

@@ -1,9 +1,10 @@
-"""Locks and claims: a folder is written by one process at a time, and only names of its own are touched.
+"""Locks and claims: a folder is written by one process at a time, and only files of this package
+are touched.
 
-A lock is a file with this package's mark that is released when its process exits, however that exits. A claim
-is a lock in the folder itself which lists the files as they are made: after a failure they are deleted, after a
-kill by whoever writes there next. A file without the mark is refused, never deleted or replaced.
-"""
+A lock is a file with this package's mark that is released when its process exits. A claim is a lock
+in the folder itself that lists the files as they are written. After a failure these files are
+deleted; after a kill the next process that writes there deletes them. A file without the mark is
+refused, never deleted or replaced."""
 
 import os
 import re
@@ -33,20 +34,20 @@ NAME = re.compile(r"(?!\.\.?(/|$))[^/\0]+(/(?!\.\.?$)[^/\0]+)?")
 
 @contextmanager
 def locked(file: Path, *, wait: bool = False, busy: str = "training") -> Iterator[int]:
-    """Hold the lock on a file, which is made for it and removed afterwards; its descriptor.
+    """Hold the lock on a file, which is created and later removed; yields its descriptor.
 
     Args:
-        wait: Whether to wait for another process that holds it.
-        busy: What the other process does, for the message.
+        wait: True: wait for another process that has the lock. False: raise.
+        busy: Activity of the other process, for the message.
     Raises:
-        CheckpointError: If another process holds it, a file without our mark has its name, or files cannot
-            be locked here.
+        CheckpointError: If another process has the lock, a file without the mark has its name, or
+            files cannot be locked here.
     """
     descriptor = _descriptor(file, wait=wait, busy=busy)
     try:
         yield descriptor
     finally:
-        # While it is held: whoever waited for this file finds it gone and makes a new one.
+        # Removed while locked: a process that waits for this file then creates a new one.
         with suppress(OSError):
             if os.path.samestat(os.lstat(file), os.fstat(descriptor)):
                 file.unlink()
@@ -55,19 +56,19 @@ def locked(file: Path, *, wait: bool = False, busy: str = "training") -> Iterato
 
 @dataclass
 class Claim:
-    """A folder that this process writes."""
+    """A folder claimed by this process."""
 
     folder: Path
     descriptor: int
     replaced: Collection[str]
-    """Names of an earlier result of ours, which is replaced."""
+    """Names of files from an earlier result of this package that may be replaced."""
     made: list[str] = field(default_factory=list)
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Have `write` fill a file, which is then there as a whole.
+        """Let `write` fill a file, which then appears as a whole.
 
         Raises:
-            CheckpointError: If there is one that is not replaced.
+            CheckpointError: If the file exists and is not in `replaced`.
         """
         os.write(self.descriptor, f"{name}\n".encode())
         if name in self.replaced:
@@ -81,12 +82,12 @@ class Claim:
 def claimed(
     folder: Path, *, last: str, names: Collection[str] | None = None, replaced: Collection[str] = ()
 ) -> Iterator[Claim]:
-    """Claim a folder to write into; what was made is deleted if the body fails.
+    """Claim a folder for writing; files that were written are deleted if the body fails.
 
     Args:
-        last: The file that is written last: a folder that has it is whole.
-        names: What must not be there, other files being let alone; None: the folder must be empty.
-        replaced: Names of an earlier result of ours, which may be there and are replaced.
+        last: File that is written last; a folder with it is complete.
+        names: Names that must not exist, other files are ignored; None: the folder must be empty.
+        replaced: Names of an earlier result of this package, which may exist and are replaced.
     Raises:
         CheckpointError: If a file is in the way, or another process is writing there.
     """
@@ -109,10 +110,11 @@ def claimed(
 
 
 def settle(folder: Path) -> None:
-    """Delete what a process that was killed while it wrote into a folder left there.
+    """Delete the leftovers of a process that was killed while it wrote into a folder.
 
     Raises:
-        CheckpointError: If a process is still writing there, or a file has the name of a claim without being one.
+        CheckpointError: If a process is still writing there, or another file has the name of a
+            claim.
     """
     if os.path.lexists(folder / CLAIM):
         with locked(folder / CLAIM, busy="writing") as descriptor:
@@ -122,10 +124,10 @@ def settle(folder: Path) -> None:
 def require_free(
     folder: Path, names: Collection[str] | None = None, replaced: Collection[str] = ()
 ) -> None:
-    """Refuse a folder with one of these names in it, or with any name.
+    """Refuse a folder that contains one of these names (None: any name).
 
     Raises:
-        CheckpointError: If there is one; the message names it.
+        CheckpointError: If it does; the message names the file.
     """
     for name in entries(folder):
         if name not in replaced and (names is None or name in names):
@@ -133,7 +135,8 @@ def require_free(
 
 
 def entries(folder: Path) -> list[str]:
-    """The names in a folder but for claims and temporary files of this package; none if there is no folder."""
+    """Names in a folder, without claims and temporary files of this package; empty if there is no
+    folder."""
     if not folder.is_dir():
         return []
     names = sorted(os.listdir(folder))
@@ -147,7 +150,7 @@ def _descriptor(file: Path, *, wait: bool, busy: str) -> int:
     try:
         while True:
             if not os.path.lexists(file):
-                # Made as a whole, so that a file without the mark is never ours.
+                # Created as a whole, so that a file without the mark is never this package's.
                 with suppress(CheckpointError):
                     write_new(file, lambda target: target.write_text(MARK, encoding="utf-8"))
             try:
@@ -178,7 +181,7 @@ def _require_mark(file: Path, descriptor: int) -> None:
 
 
 def _settle(folder: Path, descriptor: int, last: str) -> None:
-    """Delete what the holder of a claim before us made, unless it was done; then begin our own list."""
+    """Delete the files of an unfinished earlier claim, then start a new list."""
     text = os.pread(descriptor, MAX_LOCK, 0).decode(errors="replace")
     done, _, made = text.removeprefix(MARK).partition("\n")
     if done and not os.path.lexists(folder / done):
@@ -189,7 +192,7 @@ def _settle(folder: Path, descriptor: int, last: str) -> None:
 
 
 def _delete(folder: Path, names: Collection[str]) -> None:
-    """Delete these files, what is left of their writing, and folders inside that are empty then."""
+    """Delete these files, their temporary files, and inner folders that become empty."""
     for parent in sorted({(folder / name).parent for name in names}, reverse=True):
         if parent.is_symlink() or not parent.is_dir():
             continue

@@ -1,4 +1,5 @@
-"""What the calls in a pickle stand for, of which none is made: tensors, arrays of numpy and dictionaries."""
+"""Values that the calls in a pickle stand for: tensors, numpy arrays and dictionaries. No call is
+ever made."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 MAX_NAME = 500
-"""Length of the name of a class or function."""
+"""Largest length of the name of a class or function."""
 STORAGES = {
     "torch.FloatStorage": torch.float32,
     "torch.DoubleStorage": torch.float64,
@@ -25,12 +26,12 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class Unread:
-    """A value of which nothing is kept."""
+    """A value that is not kept."""
 
     name: str = ""
-    """The class or function that it asks for; "" for a list, a set or the like."""
+    """Class or function that it would call; "" for a list, a set or the like."""
     state: object = field(default=None, compare=False)
-    """Attributes of an object, as the pickle has them."""
+    """Attributes of an object, as stored in the pickle."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, as the file claims."""
+    """Place of a tensor, as the file claims it."""
 
     storage: Storage
     offset: int
@@ -54,7 +55,7 @@ class StoredTensor:
 
 @dataclass
 class ArrayType:
-    """The kind of numbers of an array of numpy, whose byte order comes after its name."""
+    """Number type of a numpy array; the pickle states the byte order after the name."""
 
     code: str
     order: str = "="
@@ -62,13 +63,13 @@ class ArrayType:
 
 @dataclass
 class StoredArray:
-    """An array or scalar of numpy: the bytes of its numbers, which come after its name."""
+    """A numpy array or scalar; the pickle states the bytes of its numbers after the name."""
 
     kind: object = None
     shape: object = ()
     by_columns: object = False
     data: object = None
-    """Bytes, or the text that a pickle of protocol 2 writes for them."""
+    """Bytes, or the text by which a pickle of protocol 2 stores them."""
 
 
 OTHER = Unread()
@@ -76,45 +77,46 @@ OTHER = Unread()
 
 @dataclass(frozen=True)
 class Encoded:
-    """Bytes as the text that a pickle of protocol 2 has for them; made into bytes only if they are asked for."""
+    """Bytes as the text by which a pickle of protocol 2 stores them; converted only when needed."""
 
     text: str
 
 
 class Nested(tuple):
-    """A tuple that holds tuples."""
+    """A tuple that contains tuples."""
 
 
 class Deep(tuple):
-    """A tuple that holds nested ones; one that holds such a one is not kept."""
+    """A tuple that contains nested tuples; a tuple around it is not kept."""
 
 
 class MalformedError(Exception):
-    """What the bytes are in place of a pickle that is read here."""
+    """Error: the bytes are no pickle that is read here; the message says what they are."""
 
 
 def named(parts: list) -> Unread:
-    """What stands for a class or function that is only named, never loaded."""
+    """Placeholder for a class or function, which is named but never loaded."""
     if not all(isinstance(part, str) and len(part) <= MAX_NAME for part in parts):
         raise MalformedError("a name that is no short text")
     return Unread(".".join(parts))
 
 
 def storage_of(values: list) -> Storage:
-    """The storage that torch's persistent id names.
+    """Storage that torch's persistent id names.
 
     Raises:
-        MalformedError: If its name, type or size is missing, or the type is none of torch's storages.
+        MalformedError: If its name, type or size is missing, or its type is not one of torch's
+            storages.
     """
     match values[0]:
         case ("storage", Unread(name), str(key), str(), int(size)) if name in STORAGES:
             return Storage(STORAGES[name], key, size)
         case ("storage", Unread(name), str(), str(), int()) if name:
-            raise MalformedError(f"one that asks for {name}")
+            raise MalformedError(f"one that needs {name}")
     raise MalformedError("a storage without a name, a type or a size")
 
 
-# Functions and classes under the names that versions of numpy, jax, haiku and flax give them.
+# Functions and classes under the names that versions of numpy, jax, haiku and flax use.
 NUMPY = "(?:numpy|numpy[.]_?core)[.]"
 RECONSTRUCT = re.compile(NUMPY + "multiarray[.]_reconstruct")
 SCALAR = re.compile(NUMPY + "multiarray[.]scalar")
@@ -129,7 +131,7 @@ MAPPING = re.compile(
 
 
 def called(values: list) -> object:
-    """What a call stands for; none is made."""
+    """Value that a call stands for; the call is not made."""
     match values:
         case [Unread("collections.OrderedDict"), ()]:
             return {}
@@ -162,7 +164,7 @@ def called(values: list) -> object:
 
 
 def set_state(target: object, state: object) -> None:
-    """Give an array, its type or an unread object the state that the pickle holds, without a call."""
+    """Give an array, its type or an unread object the state in the pickle, without a call."""
     match target, state:
         case ArrayType(), (int(), str(order), *_):
             target.order = order
@@ -170,4 +172,4 @@ def set_state(target: object, state: object) -> None:
             target.kind, target.shape = kind, shape
             target.by_columns, target.data = by_columns, data
         case Unread(name), dict() if name:
-            object.__setattr__(target, "state", state)  # a reference: nothing is copied
+            object.__setattr__(target, "state", state)  # a reference, not a copy

@@ -1,8 +1,8 @@
-"""Tensors out of files that anybody may have written: torch's, pickles, .npz, .safetensors and flax's .msgpack.
+"""Tensors from files of unknown origin: torch files, pickles, .npz, .safetensors and flax's
+.msgpack.
 
-Nothing in a file is run as code, and what a file claims is held against its size before memory is asked
-for. Every fault ends in a CheckpointError.
-"""
+Nothing in a file is run as code. Claimed sizes are checked against the size of the file before
+memory is allocated. Every fault becomes a CheckpointError."""
 
 import json
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ SUFFIXES = (
 )
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = "model.safetensors.index.json"
-"""What a Hugging Face folder holds: one file, or the shards that an index names."""
+"""Contents of a Hugging Face folder: one file, or shards listed in an index."""
 MAX_NUMBERS = 2**26
 MAX_SHARDS = 100
 OTHERS = set(STORAGES.values())
-"""Kinds of numbers besides floating-point ones that are read, if only to be refused by name."""
+"""Number types besides floating point that are read, so that a message can name them."""
 FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
 
 
 def has_weights_ending(file: Path) -> bool:
-    """Whether a file's name ends as those of weights do.
+    """True if a file has a name ending of weight files.
 
     Example:
         >>> has_weights_ending(Path("run/best.pth.tar"))
@@ -45,10 +45,10 @@ def has_weights_ending(file: Path) -> bool:
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, those narrower than float32 widened to it; `read_file` says more.
+    """Tensors of a file by name, widened to at least float32; see `read_file`.
 
     Raises:
-        CheckpointError: As `read_file` does.
+        CheckpointError: As in `read_file`.
     Example:
         >>> tensors = read_arrays(Path("checkpoints/softmax-h2-s0/model.safetensors"))
         >>> tuple(tensors["blocks.0.attn.W_Q"].shape)
@@ -58,15 +58,16 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
 
 
 def read_file(file: Path, weights: str | None = None) -> Read:
-    """The tensors of a file by name, and the settings beside them.
+    """Tensors of a file by name, and the settings stored with them.
 
-    A whole-run dictionary gives its state dict; texts and lone numbers in an .npz, and the metadata of a safetensors
-    file, are settings; dictionaries of dictionaries get dotted names.
+    The dictionary of a whole run gives its state dict. Texts and single numbers in an .npz, and the
+    metadata of a safetensors file, are settings. Nested dictionaries get dotted names.
 
     Args:
-        weights: Name of the state dict, where the file holds several.
+        weights: Name of the state dict, if the file has several.
     Raises:
-        CheckpointError: If the file cannot be read, runs code, claims more than it holds, or holds several state dicts.
+        CheckpointError: If the file cannot be read, needs code, claims more than it contains, or
+            has several state dicts.
     """
     readers = {".safetensors": _read_safetensors, ".npz": _read_npz, ".npy": _read_npy}
     readers |= {".msgpack": _read_msgpack}
@@ -76,7 +77,7 @@ def read_file(file: Path, weights: str | None = None) -> Read:
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors in memory of their own, after a look at what they claim."""
+    """Contiguous tensors in their own memory, after a check of their claimed sizes."""
     if len(tensors) > MAX_ENTRIES:
         raise CheckpointError(f"must hold at most {MAX_ENTRIES} tensors, got {len(tensors)}.")
     for name, tensor in tensors.items():
@@ -89,7 +90,7 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in float32 at least."""
+    """The tensor in float32 or wider."""
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     return tensor.float() if narrow else tensor
 
@@ -104,7 +105,7 @@ def _read_safetensors(file: Path, weights: str | None) -> Read:
 
 
 def _document(text: str) -> object:
-    """The JSON document that a text of the metadata is, None for other texts."""
+    """JSON document in a text of the metadata; None for other texts."""
     try:
         return json.loads(text) if text.lstrip()[:1] == "{" else None
     except (ValueError, RecursionError):
@@ -123,13 +124,13 @@ def _read_npy(file: Path, weights: str | None) -> Read:
 
 
 def _chosen(tensors: Mapping[str, Tensor], weights: str | None) -> dict[str, Tensor]:
-    """The tensors of one state dict by their names in it."""
+    """Tensors of one state dict by their names in it."""
     names = chosen_names({name: tuple(t.shape) for name, t in tensors.items()}, weights)
     return {short: tensors[name] for name, short in names.items()}
 
 
 def _read_msgpack(file: Path, weights: str | None) -> Read:
-    """Flax's dictionaries of arrays."""
+    """Tensors of flax's nested dictionaries."""
     try:
         import msgpack
     except ImportError:
@@ -150,10 +151,10 @@ def _read_msgpack(file: Path, weights: str | None) -> Read:
 
 
 def folder_file(path: Path, weights: str | None = None) -> tuple[Path, Read]:
-    """The file beside somebody else's config.json that says which tensors there are, and what is read from it.
+    """The weight file beside an external config.json, and its content.
 
     Raises:
-        CheckpointError: If there are none, or the index does not name plain files beside it.
+        CheckpointError: If there is none, or the index names other than plain files beside it.
     """
     for name in WHOLE:
         if (path / name).is_file():
@@ -161,7 +162,7 @@ def folder_file(path: Path, weights: str | None = None) -> tuple[Path, Read]:
     index = path / INDEX
     if not index.is_file():
         raise CheckpointError(
-            f"{path}: its config.json is not of this package, so that it must hold {WHOLE[0]} or {INDEX}."
+            f"{path}: its config.json is not from this package, so that the folder must have {WHOLE[0]} or {INDEX}."
         )
     with naming(index):
         return index, (_chosen(_shards(index), weights), {})

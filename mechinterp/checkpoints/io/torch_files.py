@@ -1,8 +1,8 @@
-"""Tensors out of what torch.save and pickle write, without running what is in it: the weights among what else is there.
+"""Tensors from files of torch.save and pickle, without running their code: the weights among other
+values.
 
-A run keeps its state dict under one of a few names, beside losses, settings and the optimiser's state; haiku and flax
-keep dictionaries of dictionaries.
-"""
+A run stores its state dict under one of a few names, together with losses, settings and optimiser
+state. haiku and flax store nested dictionaries."""
 
 import math
 import re
@@ -38,35 +38,37 @@ WRAPPERS = (
     *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
     *("params", "weights", "state", "module"),
 )
-"""Under which names runs keep the weights."""
+"""Names under which runs store the weights."""
 OPTIMISER = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng).*", re.IGNORECASE)
 BESIDE = re.compile(rf"{OPTIMISER.pattern}|ema.*", re.IGNORECASE)
-"""What lies beside the weights: the state of an optimiser, of random numbers, an average of the weights."""
+"""Names of values beside the weights: optimiser state, random states, averaged weights."""
 SKIPPED = re.compile(
     r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
     r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
 )
-"""Classes whose values beside the weights are passed over; any other is named, and the file refused."""
+"""Classes whose values beside the weights are ignored; a file with any other class is refused, and
+the class named."""
 MAX_DEPTH, MAX_VISITS = 8, 300_000
 MAX_ARRAY_BYTES = 24_000_000
-"""Bytes of all arrays together, twice what a pickle may have: one may stand under two names."""
+"""Largest number of bytes of all arrays together; twice the limit of a pickle, as an array may have
+two names."""
 KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
 
 Place = StoredTensor | StoredArray
 
 
 Read = tuple[dict[str, Tensor], dict[str, object]]
-"""The tensors of a file by name, and the settings beside them."""
+"""Tensors of a file by name, and the settings stored with them."""
 
 
 def read_torch(file: Path, weights: str | None = None) -> Read:
-    """The tensors of a file of torch.save by name, and the settings beside them.
+    """Tensors of a torch.save file by name, and the settings stored with them.
 
     Args:
-        weights: Name of the state dict, where there are several.
+        weights: Name of the state dict, if there are several.
 
     Raises:
-        CheckpointError: If it is of the form before PyTorch 1.6, holds code, or is no such file.
+        CheckpointError: If it has the format before PyTorch 1.6, contains code, or is another file.
     """
     with file.open("rb") as stream:
         start = stream.read(len(OLD_TORCH))
@@ -99,26 +101,27 @@ def read_torch(file: Path, weights: str | None = None) -> Read:
 
 
 def _read_plain_pickle(file: Path, weights: str | None) -> Read:
-    """Arrays of numpy in a pickle without an archive around it, as haiku's and flax's runs are kept."""
+    """numpy arrays in a plain pickle, as runs of haiku and flax are stored."""
     if file.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"a pickle must be at most {MAX_BYTES} bytes.")
     try:
         return arrays_among(read_pickle(file.read_bytes()), weights)
     except CheckpointError as error:
-        what = "a plain pickle, of which arrays of numpy are read"
+        what = "a plain pickle, from which only numpy arrays are read"
         raise CheckpointError(f"{what}: {error}") from None
 
 
 def arrays_among(root: object, weights: str | None) -> Read:
-    """Arrays of numpy as tensors, among what a pickle or a msgpack holds, and the settings beside them."""
+    """numpy arrays as tensors from the content of a pickle or msgpack, and the settings stored with
+    them."""
     torches, arrays = weights_among(root, weights)
     if torches:
-        raise CheckpointError("torch's tensors must be written by torch.save, got a plain pickle.")
+        raise CheckpointError("torch tensors must be written by torch.save, got a plain pickle.")
     return array_tensors(arrays), settings_among(root)
 
 
 class _Storages:
-    """The entries of a torch archive that hold numbers, each read once."""
+    """Entries of a torch archive with numbers, each read once."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         self.archive, self.folder = archive, folder
@@ -129,7 +132,7 @@ class _Storages:
         self.swapped = order != sys.byteorder
 
     def tensor(self, name: str, place: StoredTensor) -> Tensor:
-        """A tensor, all of whose numbers are there."""
+        """A tensor whose numbers are all in the file."""
         storage, shape, strides = self.read(place.storage), place.shape, place.strides
         if len(shape) != len(strides) or len(shape) > MAX_AXES:
             rule = f"must have at most {MAX_AXES} axes, a stride each"
@@ -169,21 +172,22 @@ class _Storages:
 def weights_among(
     root: object, weights: str | None = None
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredArray]]:
-    """Places of the weights by name: torch's tensors or, where there are none, numpy's arrays; all else is passed over.
+    """Places of the weights by name: torch tensors or, without them, numpy arrays; other values are
+    ignored.
 
     Args:
-        weights: Name of the state dict, where there are several.
+        weights: Name of the state dict, if there are several.
     Raises:
-        CheckpointError: If there are none, or several and none is named.
+        CheckpointError: If there are no weights, or several state dicts and none is named.
     """
     places = dict(_places(root))
     names = chosen_names({name: _shape(place) for name, place in places.items()}, weights)
     if weights is None:
         document = _unwrapped(root)
         places = dict(_places(document, BESIDE))
-        asked = _asked(document)
-        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in asked):
-            raise CheckpointError(_no_weights(root, asked))
+        classes = _needed_classes(document)
+        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in classes):
+            raise CheckpointError(_no_weights(root, classes))
     else:
         places = {short: places[name] for name, short in names.items()}
     torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
@@ -191,15 +195,14 @@ def weights_among(
         return torches, {}
     arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
     if not arrays:
-        raise CheckpointError(_no_weights(root, _asked(root)))
+        raise CheckpointError(_no_weights(root, _needed_classes(root)))
     return {}, arrays
 
 
 def settings_among(root: object) -> dict[str, object]:
-    """Numbers, texts and truth values of a run's dictionaries and of the attributes of its objects, by their last name.
+    """Numbers, texts and booleans in a run's dictionaries and objects, by their last name.
 
-    A name that has two values has none.
-    """
+    A name with two different values gets None."""
     settings: dict[str, object] = {}
     waiting: list[tuple[object, int]] = [(root, 0)]
     visits = 0
@@ -224,14 +227,14 @@ def _shape(place: Place) -> tuple[int, ...]:
     return place.shape if isinstance(place.shape, tuple) else ()
 
 
-def _asked(root: object) -> list[str]:
-    """Classes and functions that values beside the weights ask for."""
+def _needed_classes(root: object) -> list[str]:
+    """Classes and functions that values beside the weights need."""
     values = list(root.values()) if isinstance(root, dict) else [root]
     return [value.name for value in values if isinstance(value, Unread) and value.name]
 
 
 def _unwrapped(document: object) -> object:
-    """The state dict of a run, found under one of a few names."""
+    """State dict of a run, found under one of a few names."""
     for _ in range(MAX_DEPTH):
         inner = _wrapped(document)
         if inner is None:
@@ -241,7 +244,7 @@ def _unwrapped(document: object) -> object:
 
 
 def _wrapped(document: object) -> dict | None:
-    """The state dict one level deeper; None where parts of the model lie beside it."""
+    """State dict one level deeper; None if parts of the model lie beside it."""
     if not isinstance(document, dict):
         return None
     for name in WRAPPERS:
@@ -254,7 +257,7 @@ def _wrapped(document: object) -> dict | None:
 
 
 def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
-    """The tensors in dictionaries of dictionaries by their dotted names, without those of the optimiser."""
+    """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
     waiting: list[tuple[str, object, int]] = [("", root, 0)]
     visits = 0
     while waiting:
@@ -276,10 +279,10 @@ def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tupl
         waiting += reversed(inner)
 
 
-def _no_weights(root: object, asked: list[str]) -> str:
-    """What a file without weights holds, and what to do."""
-    for name in ([name for name in asked if not SKIPPED.fullmatch(name)] or asked)[:1]:
-        got = f"it asks for {name}, and no code of a file is run: where that class is, write torch.save(model.state_dict(), FILE)"
+def _no_weights(root: object, classes: list[str]) -> str:
+    """Message on a file without weights: its content, and what to do."""
+    for name in ([name for name in classes if not SKIPPED.fullmatch(name)] or classes)[:1]:
+        got = f"it needs {name}, and no code of a file is run: where that class is installed, write torch.save(model.state_dict(), FILE)"
         return f"must hold a state dict, names with a tensor each; {got}."
     if isinstance(root, dict):
         keys = [str(key)[:40] for key in root][:8]
@@ -295,10 +298,11 @@ def _no_weights(root: object, asked: list[str]) -> str:
 
 
 def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
-    """Arrays of numpy as tensors, what they claim held against the bytes that are there.
+    """numpy arrays as tensors, after their claimed sizes are checked against their bytes.
 
     Raises:
-        CheckpointError: If one claims other bytes than it has, or holds no plain numbers.
+        CheckpointError: If an array claims more or fewer bytes than it has, or has no plain
+            numbers.
     """
     tensors, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
@@ -309,7 +313,7 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
             rule = f"must have at most {MAX_ARRAY_AXES} axes"
             raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
         data = place.data.text if isinstance(place.data, Encoded) else place.data
-        # Protocol 2 has texts for bytes, and calls bytes for those that are empty.
+        # Protocol 2 stores bytes as texts, and empty bytes as a call.
         data = data.encode("latin1") if isinstance(data, str) else data
         data = data if isinstance(data, bytes) else b""
         array = array_of(data, kind, shape, place.by_columns is True, name)

@@ -1,10 +1,8 @@
-"""What a pickle holds, read by an interpreter of its own: of a file's names none is imported, none is called.
+"""Reads pickles with an interpreter of its own, which imports and calls nothing that a file names.
 
-Dictionaries, texts, numbers, numpy's arrays and the places of tensors are read; all else becomes `Unread`, which
-holds nothing.
-Nothing is copied, compared or hashed but texts and integers, so that no repetition or nesting costs more than its
-opcodes.
-"""
+It reads dictionaries, texts, numbers, numpy arrays and the places of tensors; every other value
+becomes `Unread`, which is empty. Only texts and integers are copied, compared or hashed, so that
+repetition and nesting cost no more than their opcodes."""
 
 from collections.abc import Callable
 from pickletools import genops
@@ -23,16 +21,17 @@ from mechinterp.checkpoints.io.pickled_values import (
 )
 
 MAX_BYTES = 12_000_000
-"""Size of a pickle; the losses of 500,000 steps take 4.5 million bytes."""
+"""Largest size of a pickle in bytes; the losses of 500,000 steps take 4.5 million bytes."""
 MAX_STEPS = 300_000
-"""Number of opcodes besides floats."""
+"""Largest number of opcodes, without floats."""
 
 
 def read_pickle(pickled: bytes) -> object:
-    """What a pickle holds: a dictionary by texts or integers, a tuple, text, number, `StoredTensor` or `Unread`.
+    """Content of a pickle: a dictionary with texts or integers as keys, a tuple, text, number,
+    `StoredTensor` or `Unread`.
 
     Raises:
-        CheckpointError: If it is too long, or no pickle of protocol 2 to 5.
+        CheckpointError: If it is too long, or not a pickle of protocol 2 to 5.
     """
     machine, steps, got = Machine(), 0, "no pickle"
     try:
@@ -56,7 +55,8 @@ def read_pickle(pickled: bytes) -> object:
 
 
 class Machine:
-    """The stack and the memo behind a pickle; what every opcode calls goes without the type checks of the tests."""
+    """Stack and memo of the interpreter; functions called for every opcode skip the type checks of
+    the tests."""
 
     def __init__(self) -> None:
         self.stack: list = []
@@ -65,7 +65,7 @@ class Machine:
 
     @no_type_check
     def pop(self, count: int | None = None) -> list:
-        """The last so many values; None: those behind the last mark."""
+        """The last `count` values; None: those after the last mark."""
         at = self.marks.pop() if count is None else len(self.stack) - count
         if not 0 <= at <= len(self.stack):
             raise IndexError
@@ -75,7 +75,8 @@ class Machine:
 
     @no_type_check
     def set_items(self, items: list) -> None:
-        """Put keys and values into the dictionary on top; a key of another kind than those read is None."""
+        """Put keys and values into the dictionary on top; keys that are not text or integer become
+        None."""
         target = self.stack[-1]
         if isinstance(target, dict):
             keys = (key if isinstance(key, str | int) else None for key in items[::2])
@@ -86,13 +87,14 @@ Action = Callable[[Machine, Any], object]
 
 
 def _pushes(made: Callable[[Any], object]) -> Action:
-    """Pushes what is made of the argument."""
+    """Action that pushes a value made from the argument."""
     return lambda machine, argument: machine.stack.append(made(argument))
 
 
 @no_type_check
 def _replaces(count: int | None, made: Callable[[list], object]) -> Action:
-    """Replaces the last so many values, or None: those behind the last mark, by what is made of them."""
+    """Action that replaces the last `count` values (None: those after the last mark) by a value
+    made from them."""
 
     return lambda machine, _: machine.stack.append(made(machine.pop(count)))
 
@@ -119,7 +121,7 @@ def _tuple(values: list) -> object:
 
 @no_type_check
 def _build(machine: Machine, argument: object) -> None:
-    """What an object is told of its state: of numpy's the kind and the numbers, of all others nothing."""
+    """Set the state of an object: kind and numbers of numpy arrays, nothing for others."""
     (state,) = machine.pop(1)
     set_state(machine.stack[-1], state)
 
@@ -135,7 +137,7 @@ ACTIONS: dict[str, Action] = {
         lambda machine, argument: machine.stack.append(argument),
     ),
     "BYTEARRAY8": _pushes(bytes),
-    # Of 64 bits: longer ones take long to hash.
+    # At most 64 bits: longer integers are slow to hash.
     **dict.fromkeys(("LONG1", "LONG4"), _pushes(lambda n: n if -(2**63) <= n < 2**63 else OTHER)),
     "NEWTRUE": _pushes(lambda _: True),
     "NEWFALSE": _pushes(lambda _: False),

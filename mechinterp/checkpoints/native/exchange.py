@@ -1,8 +1,8 @@
 """Exchange with HookedTransformer of transformer-lens 2.x and 3.x, by file.
 
-Out: a folder with a state dict that HookedTransformer takes as it is, a side-car that says the rest and
-a script that loads them. In: such a folder, or a state dict alone, of a causal one-layer model.
-"""
+Writing makes a folder with a state dict that HookedTransformer loads unchanged, a side-car file
+with all other settings, and a script that loads both. Reading takes such a folder, or a state dict
+alone, of a causal one-layer model."""
 
 import json
 import math
@@ -36,31 +36,33 @@ FORMAT = "transformer-lens"
 SIDE_CAR = "transformer_lens.json"
 LEAST_N_CTX = 1024
 SCRIPT = Path(__file__).with_name("load.py.txt")
-"""What the folder carries for its reader to look through and run; it is never run here."""
+"""Script that is copied into the folder for its reader; this package never runs it."""
 
 
 def positions_for(task: TaskConfig) -> int:
-    """HookedTransformer's n_ctx: more than a prompt has, and enough for longer contexts than the task's."""
+    """HookedTransformer's n_ctx: more than a prompt needs, so that longer contexts than the task's
+    fit."""
     return max(LEAST_N_CTX, task.context_length + 2)
 
 
 def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the weights, the script that loads them and, last, the side-car.
+    """Write the weights, the script that loads them and, last, the side-car file.
 
     Raises:
-        CheckpointError: If HookedTransformer has no such attention, or the folder cannot be written.
+        CheckpointError: If HookedTransformer cannot represent the attention, or the folder cannot
+            be written.
     """
-    # HookedTransformer has no merged heads: it gets W_Q = W_QK and W_K = I, and so does the side-car.
+    # HookedTransformer has no merged heads: weights and side-car get W_Q = W_QK and W_K = I.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
         if extra := why_no_circuits(config.model):
-            rule = "HookedTransformer takes one layer of attention from here"
+            rule = "export to HookedTransformer needs one layer of attention"
             raise ValueError(f"{rule}, got {extra}.")
         if (score := config.model.score) != "softmax":
             raise ValueError(f"HookedTransformer has softmax attention only, got score {score!r}.")
         if config.model.attend_to_self:
             raise ValueError(
-                "the script that loads the model makes its mask strict, got a model whose query attends to itself."
+                "the script that loads the model uses a strict mask, got a model whose query attends to itself."
             )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
@@ -73,7 +75,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
-    """HookedTransformer's whole state dict but for the mask, whose shape depends on the version."""
+    """HookedTransformer's state dict without the mask, whose shape depends on the version."""
     n_heads, d_model, d_head = circuits.W_Q.shape
     per_head = circuits.W_Q.new_zeros(n_heads, d_head, device="cpu")
     read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype, device="cpu")[:, circuits.d_x :]
@@ -89,10 +91,10 @@ def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]
 
 
 def read_exchange(folder: Path) -> Checkpoint:
-    """The checkpoint in an exchange folder.
+    """Checkpoint in an exchange folder.
 
     Raises:
-        CheckpointError: If the side-car or the weights cannot be read, or do not fit together.
+        CheckpointError: If the side-car file or the weights cannot be read, or do not fit together.
     """
     document, config = read_document(folder / SIDE_CAR)
     for name, expected in _settings(config).items():
@@ -104,15 +106,16 @@ def read_exchange(folder: Path) -> Checkpoint:
     with naming(file):
         _, stated = hooked_layer(tensors, config.task.d_y)
         if stated.get("attend_to_self"):
-            raise ValueError(f"{MASK} must be strict causal, as the side-car says.")
+            raise ValueError(f"{MASK} must be strict causal, as the side-car file states.")
         for name in set() if config.model.biases else {PREFIX + n for n in BIASES} & set(tensors):
-            require_zero(name, tensors[name], "the side-car says that there are no biases")
+            require_zero(name, tensors[name], "the side-car file states that there are no biases")
     weights = weights_from(tensors, config, file)
     return Checkpoint(folder, config, document["step"], weights, FORMAT, document["assumed"])
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
-    """What the side-car says besides the experiment, for those who do not have this package."""
+    """Settings in the side-car file for readers without this package, in addition to the
+    experiment."""
     return {
         "n_layers": 1,
         "n_heads": config.model.n_heads,

@@ -1,7 +1,7 @@
-"""The folder of a checkpoint: config.json, model.safetensors, history.parquet, snapshots.safetensors.
+"""Checkpoint folder: config.json, model.safetensors, history.parquet, snapshots.safetensors.
 
-Nothing in it is ever run as code. What it states is read without its numbers, and without torch: `Outline`.
-"""
+Nothing in it is ever run as code. `Outline` reads its settings and shapes without its numbers and
+without torch."""
 
 import os
 import subprocess
@@ -30,12 +30,12 @@ FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 SNAPSHOTS = "snapshots.safetensors"
 OWN = {"format_version", "experiment"}
-"""What a config.json of this package has."""
+"""Fields of a config.json by which this package recognises its own."""
 FILES = ("config.json", WEIGHTS, "history.parquet", SNAPSHOTS, "snapshots")
-"""What a checkpoint folder holds; "snapshots" is of versions before this one."""
+"""Contents of a checkpoint folder; earlier versions wrote "snapshots"."""
 COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
 DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
-"""What a history holds beside step, head and, in the latter, layer."""
+"""Columns of a history besides step, head and, for DEEP_COLUMNS, layer."""
 
 
 def document_file(path: Path) -> Path:
@@ -61,7 +61,7 @@ def document_of(
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
 ) -> dict:
-    """What config.json says: the experiment, how far it got and which code wrote it."""
+    """Content of config.json: the experiment, its step, and the version of the code that wrote it."""
     document = {
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
@@ -74,7 +74,7 @@ def document_of(
 
 
 def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
-    """A file written from `document_of`, with its experiment.
+    """Document and experiment in a file written from `document_of`.
 
     Raises:
         CheckpointError: If the file cannot be read, or a field is missing or wrong.
@@ -83,7 +83,7 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
 
 
 def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
-    """What `document_of` makes, checked and with nothing assumed where it says nothing, and its experiment.
+    """Checked document and experiment; "assumed" and "origin" default to empty.
 
     Raises:
         CheckpointError: If a field is missing or wrong.
@@ -107,10 +107,11 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
 
 
 def named_config(what: str) -> ExperimentConfig:
-    """The preset of this name, or the config in a file: its own JSON or a checkpoint's config.json.
+    """The preset of this name, or the config in a file: a bare config or a checkpoint's
+    config.json.
 
     Raises:
-        ValueError: If it is neither, the file holds no config, or the model in it was pruned.
+        ValueError: If it is neither, the file has no config, or its model was pruned.
     Example:
         >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
         True
@@ -123,7 +124,7 @@ def named_config(what: str) -> ExperimentConfig:
         raise ValueError(f"{what}: {rule}, got {'a folder' if file.is_dir() else 'neither'}.")
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):
-        raise ValueError(f"{file}: training does not make this model: it was pruned from another.")
+        raise ValueError(f"{file}: training cannot make this model: it was pruned from another.")
     inner = document.get("experiment", document) if isinstance(document, dict) else document
     with naming(file):
         return from_dict(inner)
@@ -131,7 +132,7 @@ def named_config(what: str) -> ExperimentConfig:
 
 @cache
 def git_commit() -> str | None:
-    """The commit of the source tree this package runs from, None if it was installed from a file."""
+    """Commit of the source tree that this package runs from; None for an installed package."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -144,12 +145,12 @@ def git_commit() -> str | None:
 
 
 def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFrame | None:
-    """The history of a checkpoint folder, or None.
+    """History of a checkpoint folder; None without one.
 
     Args:
-        step: That of the checkpoint, the last that a row may have.
+        step: Step of the checkpoint, the largest that a row may have.
     Raises:
-        CheckpointError: If there is one that is not such a history, or larger than `tables` reads.
+        CheckpointError: If the file is not such a history, or exceeds the bounds of `read_numbers`.
     """
     file = path / "history.parquet"
     if not os.path.lexists(file):
@@ -170,23 +171,23 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
 
 
 def snapshot_steps(path: Path) -> list[int]:
-    """Steps of the snapshots in a folder, from the first.
+    """Steps of the snapshots in a folder, in increasing order.
 
     Raises:
-        CheckpointError: If there are some that cannot be read.
+        CheckpointError: If they cannot be read.
     """
     file = path / SNAPSHOTS
     return read_steps(file) if file.exists() else sorted(old_snapshots(path))
 
 
 def old_snapshots(path: Path) -> dict[int, Path]:
-    """The files of an older folder, which has one for each step."""
+    """Files of an older folder, which has one file for each step."""
     files = (path / "snapshots").glob("*.safetensors")
     return {int(file.stem): file for file in files if file.stem.isdigit()}
 
 
 def is_native(path: Path) -> bool:
-    """Whether a folder has a config.json that is not somebody else's."""
+    """True if a folder has a config.json of this package, possibly damaged."""
     file = path / "config.json"
     if not file.is_file():
         return False
@@ -195,10 +196,10 @@ def is_native(path: Path) -> bool:
 
 
 def require_new(path: Path) -> None:
-    """Refuse a folder that is not empty, once what a killed process left half written there is deleted.
+    """Refuse a folder that is not empty; leftovers of a killed process are deleted first.
 
     Raises:
-        CheckpointError: If it holds anything.
+        CheckpointError: If it contains anything.
     """
     if (path / "config.json").exists():
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
@@ -214,16 +215,17 @@ class Outline:
     config: ExperimentConfig
     step: int
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the weights, by name."""
+    """Shapes of the weights, by name."""
     format: str = "native"
     assumed: Mapping[str, object] = field(default_factory=dict)
-    """What the file did not say and was filled in, by dotted name."""
+    """Settings that the file did not state and that were filled in, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
-    """Of a model that training by its config would not give."""
+    """Origin of a model that training by its config would not give, such as a pruned one."""
 
     @property
     def name(self) -> str:
-        """The folder's or file's name, printable; of a download from the hub that of its repository."""
+        """Printable name of the folder or file; for a download from the hub, the name of its
+        repository."""
         path = self.path.resolve()
         repository = path.parents[1].name if path.parent.name == "snapshots" else ""
         named = repository.rpartition("--")[2] if repository.startswith("models--") else path.name
@@ -235,9 +237,13 @@ class Outline:
 
     @cached_property
     def history(self) -> pd.DataFrame | None:
-        """One row per logged step, layer (of several) and head: loss, eval_loss, ...; or None."""
-        is_native = self.format == "native"
-        return read_history(self.path, self.config, self.step) if is_native else None
+        """One row per logged step up to `step`, layer (of several) and head: loss, eval_loss, ...; or None."""
+        if self.format != "native":
+            return None
+        # The folder's own step: `step` is earlier for a model during training.
+        document, config = read_document(document_file(self.path))
+        history = read_history(self.path, config, document["step"])
+        return None if history is None else history[history["step"] <= self.step]
 
     @property
     def steps(self) -> list[int]:
@@ -246,11 +252,11 @@ class Outline:
 
 
 def outline_of(path: Path) -> Outline | None:
-    """The outline of a checkpoint of this package, None if something else lies there.
+    """Outline of a checkpoint of this package; None for anything else.
 
     Raises:
-        CheckpointError: If its config, or the names and shapes of its weights, are not as they must be, or some of
-            its numbers are not finite.
+        CheckpointError: If its config, or the names or shapes of its weights, are wrong, or some
+            numbers are not finite.
     Example:
         >>> outline = outline_of(Path("checkpoints/softmax-h2-s0"))
         >>> outline.step, outline.shapes["blocks.0.attn.W_Q"]

@@ -1,4 +1,4 @@
-"""Parquet files: the table of a run with this package's mark, and histories read within bounds."""
+"""Parquet files: tables of runs with this package's mark, and histories read within bounds."""
 
 import os
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ MAX_BYTES = 2**27
 MAX_FOOTER = 2**20
 MAX_COLUMNS = 64
 MAX_CELLS = 2**24
-"""Numbers of a history; each has 8 bytes at most."""
+"""Largest number of cells of a history; each has at most 8 bytes."""
 MAX_GROUPS = 2**12
 CODECS = {"SNAPPY", "UNCOMPRESSED"}
 FAULTS = (ValueError, KeyError, MemoryError, pa.ArrowException)
 
 
 def write_own_table(file: Path, frame: pd.DataFrame) -> None:
-    """Write a table that carries our mark, in place of an earlier one that does.
+    """Write a table with this package's mark; an earlier table with the mark is replaced.
 
     Raises:
-        CheckpointError: If another table is there, or it cannot be written.
+        CheckpointError: If another file is there, or the table cannot be written.
     """
     require_own_table(file)
     write = write_atomically if os.path.lexists(file) else write_new
@@ -38,10 +38,10 @@ def write_own_table(file: Path, frame: pd.DataFrame) -> None:
 
 
 def require_own_table(file: Path) -> None:
-    """Refuse a file that does not carry our mark; that there is none is fine.
+    """Refuse a file without this package's mark; a missing file is fine.
 
     Raises:
-        CheckpointError: If it is so.
+        CheckpointError: If a file without the mark is there.
     """
     if not os.path.lexists(file):
         return
@@ -50,25 +50,25 @@ def require_own_table(file: Path) -> None:
             _require_footer(file)
             if MARK.items() <= (pq.read_metadata(file).metadata or {}).items():
                 return
-    rule = "must be a table that a sweep of this version wrote"
+    rule = "must be a table written by a sweep of this version"
     raise CheckpointError(f"{file}: {rule}; it is not overwritten.")
 
 
 def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A table of numbers, at least one row, with these columns and perhaps others.
+    """Table of numbers with at least one row, these columns and possibly others.
 
-    What it would take in memory is known from its size, rows and columns before any are read.
+    Its size in memory is bounded by its size, rows and columns before any row is read.
 
     Args:
-        columns: "integer" or "float" for each column that must be there.
+        columns: "integer" or "float" for each required column.
     Raises:
-        CheckpointError: If it is larger than the bounds, or not such a table.
+        CheckpointError: If it exceeds the bounds, or is not such a table.
     """
     with readable(file, "parquet", MAX_BYTES, *FAULTS):
         _require_footer(file)
         with pq.ParquetFile(file) as stored:
             _require_numbers(stored)
-            # What pandas' own metadata says (an index, other types) is left out.
+            # pandas' own metadata (an index, other types) is ignored.
             frame = stored.read(use_threads=False).to_pandas(ignore_metadata=True)
     with naming(file):
         if frame.empty:
@@ -82,7 +82,7 @@ def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _require_footer(file: Path) -> None:
-    """Refuse what is no table, or claims much before it is even parsed."""
+    """Refuse a file that is no table, or that claims a large footer, before it is parsed."""
     with file.open("rb") as stream:
         stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
         end = stream.read(8)
@@ -94,7 +94,7 @@ def _require_footer(file: Path) -> None:
 
 
 def _require_numbers(stored: pq.ParquetFile) -> None:
-    """Refuse columns that are not plain numbers, and numbers of rows or bytes out of bounds."""
+    """Refuse columns that are not plain numbers, and numbers of rows or bytes beyond the bounds."""
     about, schema = stored.metadata, stored.schema_arrow
     for value, bound, what in (
         (about.num_columns, MAX_COLUMNS, "columns"),
@@ -116,7 +116,7 @@ def _require_numbers(stored: pq.ParquetFile) -> None:
     if sum(abs(chunk.total_uncompressed_size) for chunk in chunks) > MAX_BYTES:
         raise ValueError(f"must hold at most {MAX_BYTES} bytes uncompressed")
     for chunk in chunks:
-        # Other codecs can make gigabytes of a few bytes; snappy makes 22 times as many at most.
+        # Other codecs can expand a few bytes to gigabytes; snappy expands at most 22 times.
         if chunk.compression not in CODECS:
             got = chunk.compression.lower()
             raise ValueError(f"must be compressed by snappy or not at all, got {got}")

@@ -1,4 +1,4 @@
-"""Weights as plain arrays in one .npz file, which numpy alone reads; the config goes with them as a text."""
+"""Weights as plain arrays in one .npz file that numpy can read, with the config as text."""
 
 import json
 import os
@@ -21,8 +21,9 @@ CONFIG = "config"
 
 
 def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
-    """Write a model's tensors and its config; of one attention layer W_Q, W_K (or W_QK), W_V [head, d_model,
-    d_head], W_O [head, d_head, d_y] and biases, of others all by their names in HookedTransformer.
+    """Write a model's tensors and its config. One attention layer gets W_Q, W_K (or W_QK), W_V
+    [head, d_model, d_head], W_O [head, d_head, d_y] and biases; other models get all tensors by
+    their names in HookedTransformer.
 
     Raises:
         CheckpointError: If the file exists, does not end in .npz or cannot be written.
@@ -38,7 +39,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
         for name in {"W_O", "b_O"} & set(arrays):
             arrays[name] = arrays[name][..., checkpoint.task.d_x :]
     text = np.array(json.dumps(document))
-    # An open file: numpy would put .npz behind the name of the temporary one.
+    # An open file, because numpy would append .npz to the name of the temporary file.
     with writing(file):
         write_new(file, lambda target: _save(target, arrays | {CONFIG: text}))
     return file
@@ -46,14 +47,14 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
 
 def _save(target: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with target.open("wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]  # before numpy 2.1 allow_pickle is no option
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # numpy < 2.1 has no option allow_pickle
 
 
 def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpoint:
-    """The checkpoint of arrays that come with their config.
+    """Checkpoint from arrays that come with their config.
 
     Raises:
-        CheckpointError: If the config cannot be read, or the arrays are not those of such a model.
+        CheckpointError: If the config cannot be read, or the arrays do not belong to such a model.
     """
     try:
         document = json.loads(text)

@@ -1,4 +1,5 @@
-"""Weights and snapshots as the tensors of our own files, which carry HookedTransformer's names and shapes."""
+"""Weights and snapshots as the tensors of this package's files, with HookedTransformer's names and
+shapes."""
 
 import math
 from collections.abc import Mapping
@@ -27,15 +28,15 @@ UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
 
 
 def state_dict(weights: Weights) -> dict[str, Tensor]:
-    """The hooked model's tensors by name, as they are written."""
+    """Tensors of the hooked model by name, as they are written."""
     return {name: t.detach().cpu().contiguous() for name, t in weights.by_name.items()}
 
 
 def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: Path) -> Weights:
-    """The weights of a model of this config among a file's tensors.
+    """Weights of a model of this config from a file's tensors.
 
     Raises:
-        CheckpointError: If they are missing, not finite or not those of such a model.
+        CheckpointError: If tensors are missing, not finite or of the wrong shape.
     """
     with naming(file):
         shapes = _require_tensors(tensors, config)
@@ -44,10 +45,10 @@ def weights_from(tensors: Mapping[str, Tensor], config: ExperimentConfig, file: 
 
 
 def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
-    """Refuse weights that would not be the same after a trip through a checkpoint of this config.
+    """Refuse weights that a checkpoint of this config would not restore exactly.
 
     Raises:
-        CheckpointError: If they are; the message names what differs.
+        CheckpointError: If it would not; the message names the difference.
     """
     width = config.model.head_width(config.task.d_x, config.task.d_y)
     own = replace(weights.model, d_head=weights.model.head_width(weights.d_x, weights.d_y))
@@ -65,7 +66,8 @@ def require_fit(path: Path, weights: Weights, config: ExperimentConfig) -> None:
 def _require_tensors(
     tensors: Mapping[str, Tensor], config: ExperimentConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of such a model, all there, finite and of one floating-point dtype."""
+    """Names and shapes of the tensors of such a model; all must be there, finite and of one
+    floating-point dtype."""
     shapes = require_shapes({name: tuple(t.shape) for name, t in tensors.items()}, config)
     for name in shapes:
         tensor = tensors[name]
@@ -87,15 +89,17 @@ def _require_tensors(
 def fill_with_tensors(
     target: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file without the temporary file that `save_file` makes, which a kill would leave."""
+    """Write a safetensors file directly; `save_file` uses a temporary file that a killed process
+    would leave behind."""
     target.write_bytes(serialized(tensors, metadata))
 
 
 def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
-    """Tensors during training by step, with the file that holds them; in older folders one file per step.
+    """Snapshots by step, as tensors with the file they come from; older folders have one file per
+    step.
 
     Raises:
-        CheckpointError: If there are some that cannot be read.
+        CheckpointError: If they cannot be read.
     """
     file = path / SNAPSHOTS
     if file.exists():
@@ -105,7 +109,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
 
 
 def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Snapshots as tensors of one file: [step, ...] by name, and the steps."""
+    """Tensors of one file with all snapshots: [step, ...] by name, and the steps."""
     steps = sorted(snapshots)
     names = snapshots[steps[0]]
     rows = {name: torch.stack([snapshots[step][name] for step in steps]) for name in names}
@@ -113,7 +117,8 @@ def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The inverse of `stacked`, whatever the size of the file: a long run has many snapshots."""
+    """Snapshots of one file, the inverse of `stacked`; the file may have any size, because long
+    runs have many."""
     steps = read_steps(file)
     with opened(file, "pt") as stored:
         names = set(stored.keys()) - {STEP}
@@ -122,7 +127,7 @@ def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
         if tensor.shape[:1] != (len(steps),):
             rule = f"must have {len(steps)} rows, one for each step"
             raise CheckpointError(f"{file}: {name} {rule}, got shape {tuple(tensor.shape)}.")
-    # Copies, for a part of the whole would keep all of it in memory.
+    # Copies, because a view would keep the whole tensor in memory.
     return {
         step: {name: widened(tensor[row].clone()) for name, tensor in tensors.items()}
         for row, step in enumerate(steps)

@@ -82,6 +82,11 @@ def _unexplained(
             "its queries, keys and values are not put out by modules of the usual names",
         )
     q, k, v, scores = (passed[name][0] for name in POINTS[:4])
+    if scores.shape[-1] != k.shape[1]:
+        reason = (
+            f"its softmax is over {scores.shape[-1]} keys, and its projection puts out {k.shape[1]}"
+        )
+        return POINTS, reason
     products = einsum(q, k, PRODUCTS)
     read = (scores > MASKED) & (pattern > 0)
     s, p = scores[read], products[read]
@@ -130,15 +135,29 @@ def _is_average(
     other, chosen = other.to(pattern), (chosen < 0.5).to(pattern)
     alone = outputs(other)
     kept = chosen.transpose(1, 2)[..., None]
-    return _same(outputs(pattern + other), z + alone) and _same(
-        outputs(other * chosen[..., None]), alone * kept
-    )
+    masked = outputs(other * chosen[..., None])
+    if _same(masked, alone * kept):
+        return _same(outputs(pattern + other), z + alone)
+    if _same(_by_entry(masked), _by_entry(alone) * kept):
+        raise ValueError(
+            "heads' outputs must lie side by side, (head d_head), before the output projection, got them entry by entry, "
+            "(d_head head): turn them, and the columns of the projection with them."
+        )
+    return False
+
+
+def _by_entry(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+    """Heads' outputs if the first entries of all heads come first, then their second entries."""
+    return z.flatten(-2).unflatten(-1, (z.shape[3], z.shape[2])).mT
 
 
 def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
     """Check of attention without a softmax, whose weights must be q.k under a mask, times one factor."""
     if not _all_caught(passed):
-        return POINTS, "no softmax or scaled_dot_product_attention runs in its attention"
+        return (
+            POINTS,
+            "no softmax over all heads at once, and no scaled_dot_product_attention, runs in its attention",
+        )
     q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))
     for mask in LINEAR_MASKS:
         _, expected = linear_attention(q, k, v, mask)

@@ -25,6 +25,8 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
         values: Replacement for z of the masked heads, [layer, pos, head, d_head]; None: zeros.
     Raises:
         ValueError: If a number is negative; when the model runs, if a layer has no such head.
+    See also:
+        `masked`, `ablate_heads`.
     Example:
         >>> [name for name, hook in mask_heads([(0, 1)])]
         ['blocks.0.attn.hook_z']

@@ -224,6 +224,8 @@ def masked(
     Raises:
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
             if a layer with masked heads never ran.
+    See also:
+        `mask_heads`, `ablate_heads`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -6,6 +6,7 @@ selects the y entries of the residual stream unless the model has weights for it
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +17,7 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.blocks import Block, LayerNorm, Unembed
 from mechinterp.models.hooked.config import HookedConfig, zeros
+from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.lock import lock_of
 from mechinterp.models.hooked.names import HookedTransformerNames
 from mechinterp.models.layers import ACTIVATIONS, plus
@@ -35,6 +37,8 @@ class ICLTransformer(HookedTransformerNames):
         n_ctx: Number of positions that TransformerLens' tools may assume; the model itself has no limit.
     Raises:
         ValueError: If a size is below 1, or merged heads have a d_head other than d_model.
+    See also:
+        `load`, `mask_heads`.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -179,6 +183,24 @@ class ICLTransformer(HookedTransformerNames):
             ValueError: If the prompts have another d_x or d_y, or more positions than the model.
         """
         return tokens_of(prompts, self.cfg.model, d_x=self.cfg.d_x, d_y=self.cfg.d_y)
+
+    @torch.inference_mode(False)
+    def as_linear_module(self) -> LinearModule:
+        """The same function with q, k, v, o, MLPs, read-in and read-out as nn.Linear, and no hooks.
+
+        The weights are copies, [heads side by side], for tools that decompose or replace linear layers.
+
+        Example:
+            >>> from mechinterp import load
+            >>> module = load("checkpoints/softmax-h2-s0").model.as_linear_module()
+            >>> module.blocks[0].attn.q
+            Linear(in_features=6, out_features=12, bias=False)
+        """
+        return LinearModule(self)
+
+    def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> "ICLTransformer":
+        """As nn.Module.to; tools for HookedTransformer pass `print_details`, and nothing is printed here."""
+        return super().to(*args, **kwargs)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.cfg.model

@@ -41,6 +41,8 @@ def evaluation_prompts(
         fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
     Raises:
         ValueError: If prompts are not given and the model has no task, or there are too few.
+    See also:
+        `sample_prompts`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)

@@ -46,6 +46,8 @@ class Predictor:
     """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
     """True: this package trained the model on this task, so that the task is certain."""
+    doubt: str = ""
+    """Why the file of the model may have been read wrongly; empty if nothing says so."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
@@ -271,6 +273,8 @@ def predictor_of(source: Source) -> Predictor:
 
     Raises:
         ValueError: If the source is none of these.
+    See also:
+        `hook_module`, `evaluation_prompts`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> predictor_of(zero_head(d_x=5)).n_heads

@@ -1,8 +1,8 @@
-"""The local learning coefficient over training, beside the levels that the loss rests on.
+"""The local learning coefficient over training, next to the plateaus of the loss.
 
-On a plateau of linear attention all heads together are at a saddle, but those that have learned something are at the
-best matrix of their number: drawn alone, with the others fixed, they have that level's coefficient.
-"""
+On a plateau of linear attention all heads together are at a saddle. The heads that have learned
+something are at the best matrix of their rank: sampled alone, with the others fixed, they have the
+coefficient of that plateau."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.training.kept_steps import KeptSteps, loss_curve, snapshots_of
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     is_trained_on_moments,
@@ -23,8 +22,8 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.display import counted, frame_of
-from mechinterp.models.run.predictor import Source
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.display import Result, counted, frame_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.theory.learning_coefficient import level_coefficients
@@ -33,57 +32,69 @@ from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments
 
 LIVE = 0.01
-"""Heads whose |v K^T Q| is above this part of the largest have learned something."""
+"""A head is live if its |v K^T Q| exceeds this fraction of the largest. A larger limit counts fewer
+heads."""
 MOST = 12
-"""Snapshots that are drawn, spread over the kept ones, if none are named."""
+"""Default number of snapshots, spread evenly over the saved ones."""
 NAMES = ("estimate", "sem", "exact", "is_minimum", "fall", "r_hat")
-"""What the table has of all heads and of the live ones."""
+"""Columns of the table, for all heads and for the live heads."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class CoefficientSnapshots(KeptSteps):
+class CoefficientSnapshots(Result):
     """The learning coefficient at steps of training, of all heads and of those that have learned something."""
 
     COLUMNS: ClassVar = {
-        f"live_{name}": f"The column {name} for the live heads alone; for all heads where all are live or none."
+        f"live_{name}": f"The column {name} for the live heads alone; for all heads if all are live or none is."
         for name in (*NAMES, "reason")
     }
+    step: Int[np.ndarray, " snapshot"]
+    """Number of updates."""
+    curve: Float[np.ndarray, "row 2"]
+    """Step and eval_loss of the whole history."""
     whole: tuple[LearningCoefficient, ...]
-    """Of all heads."""
+    """Coefficient for all heads."""
     live: tuple[LearningCoefficient | None, ...]
-    """Of the live heads alone, the others fixed; None where all are live or none."""
+    """Coefficient for the live heads alone, with the others fixed; None if all are live or none is.
+    """
     n_live: Int[np.ndarray, " snapshot"]
-    """Heads that have learned something."""
+    """Number of heads that have learned something."""
     n_learned: Int[np.ndarray, " snapshot"]
-    """Directions that are more than half learned."""
+    """Number of directions that are more than half learned."""
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned, unit y^2."""
     coefficients: Float[np.ndarray, " level"]
-    """Coefficient of the minimum over matrices of rank 0, 1, ...: the staircase."""
+    """Coefficient of the minimum over matrices of rank 0, 1, ...."""
 
     def __repr__(self) -> str:
         return (
-            f"CoefficientSnapshots({counted(len(self.step), 'step')}, {self.is_minimum.sum()} of them at a minimum; "
+            f"CoefficientSnapshots({counted(len(self.step), 'step')}, {self.is_minimum.sum()} at a minimum; "
             f"at the end {self.whole[-1]})"
         )
 
     @property
+    def eval_loss(self) -> Float[np.ndarray, " snapshot"]:
+        """Loss at the last logged step up to each, unit y^2."""
+        rows = np.searchsorted(self.curve[:, 0], self.step, side="right")
+        return self.curve[rows - 1, 1]
+
+    @property
     def is_minimum(self) -> Bool[np.ndarray, " snapshot"]:
-        """Where all heads together are at a minimum."""
+        """True if all heads together are at a minimum."""
         return np.array([one.is_minimum for one in self.whole])
 
     @property
     def level(self) -> Float[np.ndarray, " snapshot"]:
-        """Loss with as many directions learned as n_learned says, unit y^2."""
+        """Loss with `n_learned` directions learned, unit y^2."""
         return self.levels[self.n_learned]
 
     @property
     def level_coefficient(self) -> Float[np.ndarray, " snapshot"]:
-        """Coefficient of the minimum over matrices of that rank."""
+        """Coefficient of the minimum over matrices of rank `n_learned`."""
         return self.coefficients[self.n_learned]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per snapshot; NaN where the weights are no minimum."""
+        """One row per snapshot; NaN if the weights are not at a minimum."""
         alone = [live or whole for live, whole in zip(self.live, self.whole, strict=True)]
         whole, live = (
             pd.concat([one.to_frame() for one in each], ignore_index=True)
@@ -97,7 +108,7 @@ class CoefficientSnapshots(KeptSteps):
         return frame[[*order, *(f"live_{name}" for name in NAMES), "reason", "live_reason"]]
 
     def plot(self) -> go.Figure:
-        """The estimates over training, with the staircase dotted."""
+        """Estimates over training; the coefficients of the levels are dotted."""
         frame = self.to_frame()
         names = {"all heads": "", "live heads alone": "live_"}
         return figures.lines(
@@ -113,7 +124,7 @@ class CoefficientSnapshots(KeptSteps):
         ).update_traces(mode="markers")
 
     def plot_loss(self) -> go.Figure:
-        """The loss over training with its levels dotted, and the steps that were drawn."""
+        """Loss over training with its levels dotted, and the steps of the estimates."""
         figure = figures.lines(
             self.curve[:, 0],
             {"eval_loss": self.curve[:, 1]},
@@ -130,20 +141,20 @@ class CoefficientSnapshots(KeptSteps):
 
 
 def coefficient_snapshots(
-    source: Source,
+    checkpoint: Checkpoint,
     *,
     steps: Sequence[int] | None = None,
     chains: Chains | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> CoefficientSnapshots:
-    """The local learning coefficient of linear attention at kept steps of its training.
+    """Local learning coefficient of linear attention at saved steps of its training.
 
     Args:
-        steps: Kept steps; None: 12 of them, spread evenly, the last among them.
-        chains: Number and length of chains; None: 8 of 1,000 draws.
+        steps: Saved steps; None means 12 of them, spread evenly, including the last.
+        chains: Number and length of chains; None means 8 chains of 1,000 draws.
     Raises:
-        ValueError: If the checkpoint has no snapshots or was not trained on moments, or a step is not kept.
+        ValueError: If the checkpoint was not trained on moments, or a step is not kept.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> short = Chains(n_chains=4, n_draws=60, n_warmup=40, n_leapfrog=20)
@@ -151,11 +162,8 @@ def coefficient_snapshots(
         >>> found.is_minimum.tolist(), found.n_learned.tolist()
         ([False, True], [0, 4])
     """
-    checkpoint = snapshots_of(source, "coefficient_snapshots")
     if not is_trained_on_moments(checkpoint):
-        raise ValueError(
-            "coefficient_snapshots needs linear attention that was trained on moments."
-        )
+        raise ValueError("coefficient_snapshots needs linear attention trained on moments.")
     kept = list(checkpoint.snapshots)
     spread = np.linspace(0, len(kept) - 1, min(len(kept), MOST)).round().astype(int)
     chosen = list(steps or [kept[row] for row in spread])
@@ -173,7 +181,7 @@ def coefficient_snapshots(
         learned.append(int((directions.learned(heads_of_linear(weights).M) > 0.5).sum()))
     return CoefficientSnapshots(
         step=np.array(chosen),
-        curve=loss_curve(checkpoint),
+        curve=checkpoint.loss_curve,
         whole=tuple(whole),
         live=tuple(alone),
         n_live=np.array(live),
@@ -184,7 +192,7 @@ def coefficient_snapshots(
 
 
 def live_heads(weights: Weights) -> list[int]:
-    """Heads of linear attention whose |v K^T Q| is above `LIVE` of the largest.
+    """Heads of linear attention whose |v K^T Q| exceeds the fraction `LIVE` of the largest.
 
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load

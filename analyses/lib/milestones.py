@@ -1,4 +1,4 @@
-"""Steps of training at which parts of the pattern first hold and stay, and the overshoot of omega."""
+"""Training steps from which parts of the pattern hold, and the overshoot of omega."""
 
 from dataclasses import dataclass
 
@@ -18,28 +18,29 @@ PATTERNS = ("sign_matching", "diagonal", "last_entry", "zero_sum", "homogeneous"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Milestones(Result):
-    """The logged step from which each part of the pattern holds to the end; NaN where it does not hold there."""
+    """Logged step from which each part of the pattern holds to the end; NaN if it does not hold at
+    the end."""
 
     sign_matching: float
-    """omega and mu of every active head have the same sign."""
+    """Step for: omega and mu of every active head have the same sign."""
     diagonal: float
-    """qk_diagonal of every active head is above its threshold."""
+    """Step for: qk_diagonal of every active head is above its limit."""
     last_entry: float
-    """ov_last_entry of every active head is above its threshold."""
+    """Step for: ov_last_entry of every active head is above its limit."""
     zero_sum: float
-    """|sum mu| / sum |mu| is below its threshold."""
+    """Step for: |sum mu| / sum |mu| is below its limit."""
     homogeneous: float
-    """omega_spread of the active heads, max/min |omega| - 1, is below its threshold."""
+    """Step for: omega_spread of the active heads, max/min |omega| - 1, is below its limit."""
     peak_omega: Float[np.ndarray, " head"]
     """Largest |omega| of each head after step 0, unit 1/x^2."""
     peak_step: Float[np.ndarray, " head"]
-    """Where that was."""
+    """Step of `peak_omega`."""
     final_omega: Float[np.ndarray, " head"]
     """Mean |omega| over the last logged steps."""
 
     @property
     def overshoot(self) -> Float[np.ndarray, " head"]:
-        """peak_omega over final_omega; infinite for a head that ends at 0."""
+        """peak_omega / final_omega; infinite for a head that ends at 0."""
         nothing = np.full_like(self.peak_omega, np.inf)
         return np.divide(self.peak_omega, self.final_omega, out=nothing, where=self.final_omega > 0)
 
@@ -54,7 +55,7 @@ class Milestones(Result):
         )
 
     def plot(self) -> go.Figure:
-        """The step from which each part of the pattern holds."""
+        """Step from which each part of the pattern holds."""
         return figures.bars(
             PATTERNS,
             {"step": (self.to_frame()["step"].to_numpy(), np.zeros(len(PATTERNS)))},
@@ -66,16 +67,18 @@ class Milestones(Result):
 def milestones(
     source: Source | TrainingDynamics, *, thresholds: Thresholds | None = None, tail: int = 20
 ) -> Milestones:
-    """When the parts of the pattern first hold and stay, from the logged scales of a checkpoint.
+    """Steps from which the parts of the pattern hold, from the logged scales of a checkpoint.
 
-    A head is active in a row if its `share` there is above the thresholds' share.
+    A head is active in a row if its `share` exceeds the limit `share` of the thresholds.
 
     Args:
         source: A checkpoint with a history, or its dynamics.
-        thresholds: None: those of the classifier.
-        tail: Number of last rows that `final_omega` is the mean of.
+        thresholds: Limits; None means those of the classifier.
+        tail: Number of last rows that `final_omega` averages.
     Source:
         He et al. 2025, arXiv 2503.12734, section 3 and figures 1, 3, 13.
+    See also:
+        `training_dynamics`, `training_snapshots`.
     Example:
         >>> from mechinterp import load
         >>> found = milestones(load("checkpoints/softmax-h2-s0"))
@@ -107,7 +110,8 @@ def milestones(
 
 
 def _from_then_on(step: np.ndarray, held: Bool[np.ndarray, " row"]) -> float:
-    """The first step from which a condition held in every row; NaN if it does not hold in the last."""
+    """First step from which the condition `held` holds in every row; NaN if it does not hold in the last
+    row."""
     broken = np.flatnonzero(~held)
     first = broken[-1] + 1 if len(broken) else 0
     return float(step[first]) if first < len(step) else float("nan")

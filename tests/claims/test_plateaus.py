@@ -4,8 +4,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from analyses.lib.plateaus import crossings, drops, plateaus
 from analyses.lib.theory.linear_jumps import first_jump_bound
-from mechinterp.analysis.training.plateaus import crossings, drops, plateaus
 from mechinterp.theory.linear import fixed_point, modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear.flow import Flow, flow
@@ -149,7 +149,7 @@ def test_crossings_are_interpolated_between_times():
 
 def test_runs_without_drops_are_refused():
     for run in (made_up([1.0, 1.0], [1.0, 0.9]), made_up([0.0] * 3, [1.0] * 3)):
-        rule = f"must hold at least 3 times and a falling loss, got {len(run.time)} times"
+        rule = f"must have at least 3 times and a falling loss, got {len(run.time)} times"
         with pytest.raises(ValueError, match=rule):
             drops(run)
 
@@ -178,4 +178,4 @@ def test_frames_and_figures(runs):
     np.testing.assert_allclose(marks, found.predicted.time)
     assert figure.data[0].x[0] > 0
     assert isinstance(found.plot_learned(), go.Figure)
-    assert repr(found).startswith("Plateaus(4 drops, loss rests at 1, 0.64")
+    assert repr(found).startswith("Plateaus(4 drops, plateaus at 1, 0.64")

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analyses.lib.milestones import PATTERNS, milestones
 from mechinterp.analysis.one_layer.thresholds import Thresholds
-from mechinterp.analysis.training.milestones import PATTERNS, milestones
 from mechinterp.analysis.training.over_training import (
     SCALARS,
     TrainingDynamics,

@@ -1,8 +1,8 @@
-"""Learned gates of heads: a soft factor per head, fitted with pressure to stay open and to close.
+"""Learned gates of heads: a factor between 0 and 1 per head, fitted with a reward for being open or
+for being closed.
 
-Masking asks what one head costs with all others there. Gates of all heads are fitted together, so that heads that
-stand in for each other, or stand in each other's way, show.
-"""
+Masking measures one head while all others stay. Gates of all heads are fitted together, so that
+they also reveal heads that replace each other or disturb each other."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,20 +29,22 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 ROLES = ("facilitating", "irrelevant", "interfering")
 LIMIT = 4.0
-"""Gates are sigmoids of numbers in [-LIMIT, LIMIT]: 0.018 to 0.982."""
+"""Gates are sigmoids of logits in [-LIMIT, LIMIT], that is 0.018 to 0.982. A larger limit closes
+gates further."""
 PRESSURE = 0.01
-"""Weight of a gate's logit, in units of the full model's excess risk."""
+"""Weight of the gates' logits in the loss, in units of the full model's excess risk. More pressure
+opens or closes more heads."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadGates(Result):
-    """Gates of all heads: without pressure, pressed to stay open, and pressed to close."""
+    """Gates of all heads: without pressure, with pressure to open, and with pressure to close."""
 
     COLUMNS: ClassVar = {
-        "role": "The largest of the three scores of the head, which sum to 1.",
-        "facilitating": "How far the head stays open although it is pressed to close.",
-        "irrelevant": "How far the head does as it is pressed.",
-        "interfering": "How far the head stays closed although it is pressed to open.",
+        "role": "Largest of the three scores of the head; the scores sum to 1.",
+        "facilitating": "Smaller gate of the two pressures: how far the head stays open although pressed to close.",
+        "irrelevant": "Difference of the two gates: how far the head follows the pressure.",
+        "interfering": "1 minus the larger gate: how far the head stays closed although pressed to open.",
     }
     free: Float[np.ndarray, "layer head"]
     """Gates that minimise the excess risk alone, between 0 and 1."""
@@ -54,20 +56,21 @@ class HeadGates(Result):
     """Rise of the excess risk when the head alone is masked, unit y^2."""
     rise_sem: Float[np.ndarray, "layer head"]
     full_risk: float
-    """Excess risk of the model as it is, unit y^2."""
+    """Excess risk of the unchanged model, unit y^2."""
     risks: Float[np.ndarray, "3"]
-    """Excess risk with the free, the opened and the closed gates, on prompts that had no part in the fit."""
+    """Excess risk with the free, the opened and the closed gates, on prompts that were not used in
+    the fit."""
 
     @property
     def scores(self) -> Float[np.ndarray, "role layer head"]:
-        """How facilitating (open although pressed to close), irrelevant (as it is pressed) and interfering (closed
-        although pressed to stay open) a head is; the three sum to 1."""
+        """Three scores per head that sum to 1: facilitating (open although pressed to close),
+        irrelevant (follows the pressure) and interfering (closed although pressed to open)."""
         low, high = np.minimum(self.opened, self.closed), np.maximum(self.opened, self.closed)
         return np.stack([low, high - low, 1 - high])
 
     @property
     def roles(self) -> list[str]:
-        """The largest score of each head, L0H0 first."""
+        """Role with the largest score for each head, L0H0 first."""
         return [ROLES[role] for role in self.scores.argmax(0).ravel()]
 
     def __repr__(self) -> str:
@@ -86,7 +89,7 @@ class HeadGates(Result):
         return frame[["layer", "head", "role", *ROLES, *names]]
 
     def plot(self) -> go.Figure:
-        """How facilitating, minus how interfering, each head is."""
+        """Facilitating minus interfering score of each head."""
         title = "Gates: facilitating (1), irrelevant (0), interfering (-1)"
         return heatmaps.layers_by_heads(self.scores[0] - self.scores[2], title=title)
 
@@ -102,21 +105,26 @@ def learn_gates(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> HeadGates:
-    """Gates on the heads' outputs that minimise risk / full risk -+ `PRESSURE` times the sum of the gates' logits.
+    """Gates on the heads' outputs that minimise risk / full risk -+ `PRESSURE` times the sum of the
+    gates' logits.
 
-    The gates without pressure start open; the other two start from them. A head whose closing raises the risk by less
-    than 2 LIMIT PRESSURE of the full one, all other gates given, counts as irrelevant. Half of the prompts is fitted to.
+    The gates without pressure start open; the other two fits start from them. A head counts as
+    irrelevant if closing it, at the other gates, raises the risk by less than 2 LIMIT PRESSURE of
+    the full risk. Half of the prompts are used in the fit.
 
     Args:
-        prompts: None: `n_prompts` of the model's own task are drawn, by `seed`.
-        steps: Steps of Adam, for each of the three fits.
-        learning_rate: Of Adam, on the logits.
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        steps: Number of Adam steps for each of the three fits.
+        learning_rate: Learning rate of Adam, on the logits.
         progress: Optional progress callback.
     Raises:
         ValueError: If steps is below 1 or there are fewer than four prompts.
     Source:
-        Nam et al. 2025, arXiv 2505.13737, causal head gating, with the excess risk for their negative log-likelihood;
-        the scores, and their sizes of pressure and limit, are choices made here.
+        Nam et al. 2025, arXiv 2505.13737, causal head gating; the excess risk replaces their
+        negative log-likelihood.
+        The scores, the pressure and the limit are choices made here.
+    See also:
+        `prune`, `greedy_order`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -161,7 +169,7 @@ def _fit(
     steps: Iterable[int],
     learning_rate: float,
 ) -> Tensor:
-    """The logits of the gates with the least risk minus reward times their sum."""
+    """Logits of the gates that minimise risk minus reward times their sum."""
     with torch.no_grad():
         full = _risk(predictor, prompts, torch.ones_like(start))
     logits = start.clone().requires_grad_()

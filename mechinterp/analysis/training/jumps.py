@@ -1,0 +1,180 @@
+"""Jumps of the loss of linear attention, predicted from the initial weights of heads of rank one.
+
+The forecast says when each head learns which eigenvector, on which levels the loss rests, and its course in between.
+Nothing is trained or fitted.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from mechinterp import figures
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.config import ExperimentConfig, value_of
+from mechinterp.display import Result, frame_of
+from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.theory.linear import modes
+from mechinterp.theory.linear_exceptions import claims_not_applying
+from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear_jumps import predict_jumps, predicted_loss
+from mechinterp.training.linear.trainer import initial_heads, task_moments
+
+N_POINTS = 400
+"""Number of points of a predicted curve."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class JumpForecast(Result):
+    """Jumps predicted from the initial weights, in the order of time."""
+
+    step: Float[np.ndarray, " jump"]
+    """Middle of the drop in loss, in steps."""
+    time: Float[np.ndarray, " jump"]
+    """`step` in units of tau."""
+    direction: Int[np.ndarray, " jump"]
+    """Eigenvector learned, 0 for the largest eigenvalue."""
+    eigenvalue: Float[np.ndarray, " jump"]
+    """Its eigenvalue, unit x^2."""
+    vector: Float[np.ndarray, "jump d_x"]
+    """Its entries; the sign is arbitrary."""
+    head: Int[np.ndarray, " jump"]
+    """Head that learns it."""
+    levels: Float[np.ndarray, " level"]
+    """Loss before the first jump, between jumps and after the last; unit y^2."""
+    curve: Float[np.ndarray, "point 2"]
+    """Step and predicted loss."""
+    notes: tuple[str, ...]
+    """Limits of the prediction for this config, as sentences."""
+
+    def __repr__(self) -> str:
+        jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
+        return f"JumpForecast({', '.join(jumps)})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per jump."""
+        names = ("step", "time", "direction", "eigenvalue", "head")
+        frame = frame_of(self, *names, jump=range(1, len(self.step) + 1))
+        return frame.assign(loss_before=self.levels[:-1], loss_after=self.levels[1:])
+
+    def plot(self) -> go.Figure:
+        """The predicted loss over the steps, its levels dotted and the jumps dashed."""
+        title = "Loss predicted from the initial weights: levels (dotted) and jumps (dashed)"
+        figure = loss_and_levels(
+            self.curve, "predicted loss", self.levels, title=title, x_title="step"
+        )
+        pairs = zip(self.direction, self.head, strict=True)
+        return dashed(figure, self.step, [f"head {head} learns e{mode}" for mode, head in pairs])
+
+
+def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
+    """Jumps of the loss in the training of a config, from its initial weights alone.
+
+    Args:
+        source: A config, or a checkpoint that was trained by one.
+    Raises:
+        ValueError: If the config is not of linear attention with separate heads of rank one that is trained on
+            moments, or eigenvalues of its covariance repeat.
+    Source:
+        Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
+    See also:
+        `linear_components`, `over_steps`, `local_learning_coefficient`.
+    Example:
+        >>> from mechinterp.presets import preset
+        >>> jump_forecast(preset("linear-separate"))
+        JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)
+    """
+    config = source.config if isinstance(source, Checkpoint) else source
+    heads, eigenvalues = _rank_one_heads(config), _eigenvalues(config)
+    directions = modes(task_moments(config.task))
+    jumps = predict_jumps(heads, directions)
+    steps_per_tau = 1 / (2 * config.train.learning_rate)
+    step = jumps.time * steps_per_tau
+    time = _times(jumps.time)
+    return JumpForecast(
+        step=step,
+        time=jumps.time,
+        direction=jumps.mode,
+        eigenvalue=eigenvalues[jumps.mode],
+        vector=directions.vectors.T[jumps.mode],
+        head=jumps.head,
+        levels=directions.variance - np.r_[0.0, np.cumsum(directions.gains[jumps.mode])],
+        curve=np.column_stack([time * steps_per_tau, predicted_loss(time, jumps, directions)]),
+        notes=_notes(config, eigenvalues, step),
+    )
+
+
+def _rank_one_heads(config: ExperimentConfig) -> SeparateHeads:
+    needed = {"model.score": "linear/L", "model.merged_qk": False, "model.d_head": 1}
+    for name, value in needed.items():
+        got = config.d_head if name == "model.d_head" else value_of(config, name)
+        if got != value:
+            raise ValueError(
+                "Jumps are predicted for linear attention with separate heads of rank one: "
+                f"{name} must be {json.dumps(value)}, got {json.dumps(got)}."
+            )
+    heads = initial_heads(config)
+    assert isinstance(heads, SeparateHeads)
+    return heads
+
+
+def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
+    """Eigenvalues of the covariance, descending and distinct."""
+    task = config.task
+    values = np.linalg.eigvalsh(covariance_matrix(task.covariance, task.d_x))[::-1].copy()
+    repeated = claims_not_applying(values, rank=1, n_heads=task.d_x)
+    if repeated:
+        raise ValueError(
+            f"task.covariance must have distinct eigenvalues, got {values.round(6).tolist()}. {repeated[0]}"
+        )
+    return values
+
+
+def _times(jumps: Float[np.ndarray, " jump"]) -> Float[np.ndarray, " point"]:
+    """Times from long before the first jump to long after the last, dense near each jump."""
+    wide = np.geomspace(jumps[0] / 10, 3 * jumps[-1], N_POINTS)
+    near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
+    return np.unique(np.concatenate([wide, *(jump * near for jump in jumps)]))
+
+
+def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) -> tuple[str, ...]:
+    notes = list(claims_not_applying(eigenvalues, rank=1, n_heads=config.model.n_heads))
+    late = int((step > config.train.steps).sum())
+    if late:
+        notes.append(
+            f"{late} of {len(step)} jumps would come after the last step, {config.train.steps}."
+        )
+    if config.task.n_sequences is not None:
+        notes.append(
+            f"The jumps are those of the population; a training set of {config.task.n_sequences} sequences moves them."
+        )
+    return tuple(notes)
+
+
+def loss_and_levels(
+    curve: Float[np.ndarray, "point 2"], name: str, levels: np.ndarray, *, title: str, x_title: str
+) -> go.Figure:
+    """A loss, with levels dotted."""
+    return figures.lines(
+        curve[:, 0],
+        {name: curve[:, 1]},
+        title=title,
+        x_title=x_title,
+        y_title="loss (y²)",
+        levels=levels,
+        log_x=True,
+    )
+
+
+def dashed(figure: go.Figure, places: Iterable[float], texts: Iterable[str] = ()) -> go.Figure:
+    """The figure with vertical lines, each with a text."""
+    style = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
+    for place, text in zip_longest(places, texts):
+        annotation = {"text": text, **style} if text else None
+        figure.add_vline(float(place), line_dash="dash", line_width=1, annotation=annotation)
+    return figure

@@ -1,0 +1,63 @@
+"""Every analysis of four kinds of model, and every command, held against the processor."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.cli.test_cli_device import COMMANDS
+from tests.conftest import Run, sampled
+from tests.test_devices import SOURCES, frame_of, in_float64
+from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
+
+PAIRS = [(a, s) for s in SOURCES for a in ANALYSES if (a, s) in ANSWERS]
+ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "encoder")]
+"""Pairs that the slow tests ask with the processor as the device; the exhaustive ones ask all."""
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return case_builder(tmp_path_factory.mktemp("device"))
+
+
+@pytest.mark.parametrize(
+    ("analysis", "source"), sampled(PAIRS, keep=lambda pair: pair in ON_THE_PROCESSOR)
+)
+def test_an_analysis_answers_as_on_the_processor(
+    analysis: str, source: str, case, device: str, tmp_path: Path
+):
+    here, away = (in_float64(case(source), tmp_path / name) for name in ("here", "away"))
+    away = replace(away, source=away.source.to(device))
+    assert away.source.weights.W_V.device.type == device
+    with as_for_users():
+        expected, found = (frame_of(ANALYSES[analysis](each)) for each in (here, away))
+    if isinstance(expected, pd.DataFrame):
+        pd.testing.assert_frame_equal(found, expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("command", sampled(COMMANDS, keep=lambda command: command == "ablate"))
+def test_a_command_answers_as_on_the_processor(command: str, run: Run, device: str, tmp_path: Path):
+    def answer(where: str, folder: str) -> object:
+        out = ("--out", tmp_path / folder) if command == "report" else ()
+        asked = (command, *COMMANDS[command], *out, "--json", "--device", where)
+        return run(*asked).done().document
+
+    require_alike(answer(device, "away"), answer("cpu", "here"))
+
+
+def require_alike(found: object, expected: object) -> None:
+    """The same words and whole numbers; others to rounding, paths apart."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            require_alike(found[name], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            require_alike(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
+    elif not (isinstance(expected, str) and "/" in expected):
+        assert found == expected
