@@ -168,7 +168,7 @@ def read_out_by_layer(
     Source:
         nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
     See also:
-        `probe_layers`, `intervene_on_steps`.
+        `probe_layers`, `name_algorithm`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = read_out_by_layer(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)
