@@ -292,7 +292,7 @@ def test_several_layers_in_haiku(tmp_path: Path, positions: int):
     asked = load(tmp_path / "x.pt", **hints)
     assert asked.assumed["model.sign"] == "minus"
     assert asked.assumed.get("model.position_columns_left_out", 0) == positions
-    joined = {"context_only": True, "positions": "none", "passes": 1}
+    joined = {"context_only": True, "positions": "none", "passes": 1, "norm": "none"}
     told = load(tmp_path / "x.pt", score="linear/L", model=joined, attend_to_self=False, **hints)
     assert len(told.readings) == (3 if positions else 2)
     assert told.assumed["model.sign"] == "minus"

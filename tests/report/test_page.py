@@ -30,7 +30,7 @@ from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"
-BALANCE = "heads that held each other in balance no longer cancel"
+BALANCE = "heads whose outputs balanced no longer cancel"
 VOID = {"meta", "link", "img", "br", "hr", "input", "base", "wbr"}
 
 
@@ -219,8 +219,9 @@ def test_every_figure_is_drawn(page: Page):
     assert page.figures == [
         *("figure-heads", "figure-circuits", "figure-attention", "figure-similarity"),
         *("figure-ablation", "figure-shapley", "figure-fit_distance", "figure-fit_loss"),
-        *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
-        *("figure-loss", "figure-omega", "figure-mu"),
+        *("figure-loss", "figure-omega", "figure-mu", "figure-classify_loss"),
+        *(f"figure-classify_{name}_over_steps" for name in ("share", "omega_mean", "omega_0")),
+        "figure-circuits_over_steps",
     ]
     assert len(page.drawn) == len(page.figures)
     assert all(figure["data"] for figure in page.drawn)
@@ -261,15 +262,16 @@ def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path
 @pytest.mark.slow
 def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     names = ["What it computes", "Circuits", "Attention on prompts", "Head ablation"]
-    names += ["Which learner", "Training, step by step", "Training"]
+    names += ["Which learner", "Training"]
+    names += ["What it computes, step by step", "Circuits, step by step"]
     assert page.headings == names
     anchors = [link for link in page.attributes("href") if re.match("#(?!word)", link)]
-    assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 8))]
+    assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 9))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
-    assert page.source.count("<summary>How this was computed</summary>") == 7
+    assert page.source.count("<summary>How this was computed</summary>") == 8
     assert "60 steps; final loss on fixed prompts" in page.text
     # A checkpoint without history and snapshots has no section about its training.
-    assert single[1].headings == names[:-2]
+    assert single[1].headings == names[:-3]
     assert "Training" not in single[1].text
 
 
@@ -284,7 +286,7 @@ def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path
     assert "one step of gradient descent" in written.verdict
     assert "(debiased_gd): ŷ = 0.880 (1/L)" in written.verdict
     # The best step for this task, 1 / (1 + 1.1 * 5 / 40), and the loss, stand at the top.
-    assert "the step size that is best for its task is 0.879" in page.text
+    assert "best step size for the task: 0.879" in page.text
     loss = str(classify(checkpoint, n_prompts=N_PROMPTS).loss)
     assert page.text.index(f"Loss on its task: {loss}") < page.text.index("Circuits")
 
@@ -415,12 +417,12 @@ def test_a_band_lies_on_a_scale_that_holds_0_and_the_number():
 
 def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):
     sliders = [json.loads(text) for text in page.attributes("data-frames")]
-    assert sliders == [["0", "1", "2", "3", "4"], ["0", "30", "60"]]
+    assert sliders == [["0", "1", "2", "3", "4"], *[["0", "30", "60"]] * 2]
     moving = [figure for figure in page.drawn if figure.get("frames")]
-    expected = [*[sliders[0]] * 2, *[sliders[1]] * 3]
+    expected = [*[sliders[0]] * 2, *sliders[1:]]
     assert [[frame["name"] for frame in figure["frames"]] for figure in moving] == expected
     assert [list(figure["titles"]) for figure in moving] == expected
-    assert moving[3]["titles"]["60"] == "QK circuits at step 60"
+    assert moving[3]["titles"]["60"] == "QK and OV circuits at step 60"
     # The page has a slider and titles of its own.
     assert not any({"sliders", "title"} & set(figure["layout"]) for figure in page.drawn)
 
@@ -433,10 +435,10 @@ def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
         re.findall(r"<h3>(.*?)</h3>", text.source)
     )
     assert BALANCE not in text.text
-    assert "component 1 at step 851 (head 4)" in text.text
-    assert text.figures[-9:-3] == [
-        *("figure-snapshot_loss", "figure-snapshot_qk", "figure-snapshot_ov"),
-        *("figure-component_loss", "figure-component_learned", "figure-component_heads"),
+    assert "Jumps predicted from the initial weights" in text.headings
+    assert text.figures[-4:] == [
+        *("figure-circuits_over_steps", "figure-components_loss"),
+        *("figure-components_over_steps", "figure-component_heads_over_steps"),
     ]
     assert written.page.stat().st_size < 6_000_000
 
@@ -465,5 +467,5 @@ def test_one_layer_that_was_trained_as_several_are_has_its_curves(tmp_path: Path
     checkpoint = load(tmp_path / "model")
     assert "omega" not in checkpoint.history
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=N_PROMPTS))
-    assert page.headings[-2:] == ["Training, step by step", "Training"]
-    assert {"figure-qk_norm", "figure-circuits", "figure-snapshot_qk"} <= set(page.figures)
+    assert page.headings[-2:] == ["Training", "Ablation of single heads, step by step"]
+    assert {"figure-qk_norm", "figure-circuits", "figure-ablate_heads_over_steps"} <= set(page.figures)
