@@ -97,7 +97,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
         *("classify", "algorithms"),
         *("circuits", "attention", "baselines", "ablation", "layers", "edges"),
         *("rules", "pruning", "chosen", "probes", "areas", "descent", "read_out_by_layer"),
-        *("snapshots", "norms", "history"),
+        *("ablate_heads_over_steps", "norms", "history"),
     }
 
 
