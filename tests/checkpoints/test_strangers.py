@@ -73,17 +73,20 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [
-        Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
-        Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
-        Kind(2, norm="rms", mlp=True),
-        Kind(2, norm="bare", mlp=True),
-        Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
-        Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
-        Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
-        Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
-        Kind(passes=3, norm="layer", mlp=True),
-    ],
+    sampled(
+        [
+            Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
+            Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
+            Kind(2, norm="rms", mlp=True),
+            Kind(2, norm="bare", mlp=True),
+            Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
+            Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
+            Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
+            Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
+            Kind(passes=3, norm="layer", mlp=True),
+        ],
+        keep=lambda kind: kind in (Kind(2, norm="rms", mlp=True), Kind(2, norm="bare", mlp=True)),
+    ),
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
     """Rotary positions, runs through the layers, x and y in turn, norms without means.
