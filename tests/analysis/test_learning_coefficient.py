@@ -338,7 +338,7 @@ def test_heads_that_have_learned_something_are_at_the_minimum_of_their_level():
     np.testing.assert_allclose(drawn[1].y, frame["live_estimate"])
     assert len(found.plot().layout.shapes) == 5
     assert [len(trace.x) for trace in found.plot_loss().data[1:]] == [0, 3]
-    with pytest.raises(ValueError, match="needs linear attention that was trained on moments"):
+    with pytest.raises(ValueError, match="needs linear attention trained on moments"):
         coefficient_snapshots(load(CHECKPOINTS / "softmax-h2-s0"))
 
 

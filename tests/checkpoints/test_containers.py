@@ -171,7 +171,7 @@ def test_the_names_that_a_refusal_offers_are_those_that_are_read(tmp_path: Path)
     theirs = {name: f"mine{number}" for number, name in enumerate(known)}
     with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as refused:
         loaded(tmp_path, {f"{theirs[n]}.weight": t for n, t in known.items()}, **hints)
-    listed = str(refused.value).partition("KNOWN being one of ")[2].removesuffix(".").split(", ")
+    listed = str(refused.value).partition("KNOWN is one of ")[2].removesuffix(".").split(", ")
     assert set(known) <= set(listed)
     assert all(name == "mask" or piece_of(name) for name in listed)
     rows = [f"{mine}={name}" for name, mine in theirs.items()]

@@ -71,7 +71,7 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
         (expected.ratio, expected.ratio_sem),
         (expected.refit_ratio, expected.refit_ratio_sem),
     ):
-        assert f"{with_error(ratio, sem)} times" in text
+        assert with_error(ratio, sem) in text
     assert "chosen: share of the halves" in text
 
 
@@ -199,12 +199,16 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
     words = "prune needs a model of several layers, got one; use ablate to mask its heads."
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
-    run("probe", deep, "--n-prompts", 12).assert_refused(deep, "A probe of 12 features needs more")
+    run("probe", deep, "--n-prompts", 12).assert_refused(deep, "n_prompts must be >= 24")
     torch.save(torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict(), tmp_path / "layer.pt")
-    ran = run("prune", tmp_path / "layer.pt", "--n-heads", 2)
+    ran = run("prune", tmp_path / "layer.pt", "--n-heads", 2, "--anyway")
     ran.assert_refused(f"layer.pt: {words}\n", lines=2)
-    length = ("--context-length", 10, "context_length must be <= 9, all that 20 positions have")
-    few = ("--n-prompts", 16, "A probe of 16 features needs more")
+    length = (
+        "--context-length",
+        10,
+        "context_length must be <= 9, the most that 20 positions allow",
+    )
+    few = ("--n-prompts", 16, "n_prompts must be >= 32")
     asked = (("ablate", length), ("prune", length), ("probe", few), ("prune", few))
     for command, (option, value, message) in asked:
         ran = run(command, gpt2, *OF_GPT2, option, value)

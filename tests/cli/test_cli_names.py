@@ -37,7 +37,7 @@ def test_what_is_not_printable_is_visible():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["info", "classify", "ablate", "fit"])
 def test_commands_show_escapes(run: Run, folder: Path, command: str):
-    options = () if command == "info" else FEW
+    options = ("--anyway",) if command == "info" else ("--anyway", *FEW)
     for more in ((), ("--json",)):
         ran = run(command, folder, *options, *more).done()
         assert harmless(ran.out + ran.err)
@@ -48,7 +48,7 @@ def test_commands_show_escapes(run: Run, folder: Path, command: str):
 def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
     for paths in ((folder,), (folder, folder, tmp_path / f"gone{NAME}")):
         out = tmp_path / f"report{len(paths)}{NAME}"
-        ran = run("report", *paths, "--out", out, *FEW)
+        ran = run("report", *paths, "--out", out, "--anyway", *FEW)
         assert SHOWN in ran.out
         assert harmless(ran.out + ran.err)
         page = (out / "index.html").read_text(encoding="utf-8")

@@ -146,8 +146,7 @@ def test_of_many_models_each_has_its_loss_and_r2_on_one_line(pair, narrow, sever
     found = replace(classify(model, task, n_prompts=128), trained_here=True)
     label, line, *heads = brief_text(found).splitlines()
     if several_layers:
-        best = found.algorithm.best
-        r2 = explained(found.algorithm.r2[best, 0], found.algorithm.r2_sem[best, 0])
+        r2 = explained(*found.algorithm.explained(found.algorithm.nearest))
     else:
         r2 = explained(found.learner.r2, found.learner.r2_sem)
     loss, ridge, zero = (digits(getattr(found.loss, name)) for name in ("model", "ridge", "zero"))

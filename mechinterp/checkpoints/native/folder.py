@@ -238,7 +238,7 @@ class Outline:
     @cached_property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step up to `step`, layer (of several) and head: loss, eval_loss, ...; or None."""
-        if self.format != "native":
+        if self.format != "native" or not os.path.lexists(self.path / "history.parquet"):
             return None
         # The folder's own step: `step` is earlier for a model during training.
         document, config = read_document(document_file(self.path))
