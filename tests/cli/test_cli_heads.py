@@ -208,7 +208,7 @@ def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
         10,
         "context_length must be <= 9, the most that 20 positions allow",
     )
-    few = ("--n-prompts", 16, "n_prompts must be >= 32")
+    few = ("--n-prompts", 16, "prompts must be >= 32")
     asked = (("ablate", length), ("prune", length), ("probe", few), ("prune", few))
     for command, (option, value, message) in asked:
         ran = run(command, gpt2, *OF_GPT2, option, value)
