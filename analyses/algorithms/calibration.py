@@ -47,7 +47,7 @@ def judged(case: Case, label: str) -> str:
 
 
 def moved_rows(case: Case, found: Naming) -> list[dict[str, object]]:
-    """What the label of the prompts as they are is worth with one limit moved, first with none."""
+    """Rows of one model: the verdict on its label with one limit moved; the first row moves none."""
     moves = [("none", np.nan), *((name, value) for name in MOVED for value in MOVED[name])]
     rows = []
     for name, value in moves:

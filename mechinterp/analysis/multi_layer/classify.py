@@ -1,4 +1,4 @@
-"""What the heads of a layered model are worth, and which algorithm its layers carry out.
+"""Cost of masking each head of a layered model, and the algorithm of its layers.
 
 Between such heads and the prediction lie further layers, norms and MLPs, so that they are described by
 what breaks when they are masked and not by their circuits.
@@ -49,9 +49,9 @@ class LayeredClassification(Classified):
   head                    rise (y²)  share of its layer's rises"""
 
     algorithm: Naming | None
-    """What earned the label of several layers; None for a single one."""
+    """Evidence for the label of several layers; None for a single layer."""
     excess_risk: float
-    """Of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
+    """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
     excess_risk_sem: float
     increase: Float[np.ndarray, "layer head"]
     """Excess risk with the head masked minus that of the full model."""
@@ -69,7 +69,7 @@ class LayeredClassification(Classified):
 
     @property
     def verdict(self) -> Verdict:
-        """What the model computes, how sure that is, and what it is not."""
+        """Verdict: what the model computes, how sure that is, and what is excluded."""
         return layers_verdict(
             self.pattern, self.reason, self.algorithm, near=self.near, doubt=self.task_doubt
         )
@@ -81,7 +81,7 @@ class LayeredClassification(Classified):
 
     @property
     def learner_r2(self) -> Float[np.ndarray, " learner"]:
-        """What each explains of the predictions."""
+        """R² of each learner for the predictions."""
         return self.near.r2
 
     @property
