@@ -91,7 +91,7 @@ PRESETS |= {
 }
 # Sparse regression with four layers of linear attention. The setting is ours; the published one is
 # unknown to us.
-_SPARSE = TrainConfig(steps=50_000, batch_size=64, cosine=True, clip_norm=1.0)
+_SPARSE = TrainConfig(steps=50_000, batch_size=64, schedule="cosine", clip_norm=1.0)
 PRESETS |= {
     f"sparse-h{h}": ExperimentConfig(
         task=TaskConfig(d_x=16, context_length=40, sparsity=4, nonzeros="signs"),
@@ -128,11 +128,13 @@ PRESETS["pool-gpt2"] = ExperimentConfig(
         layout="in_turn",
         n_positions=18,
     ),
-    train=TrainConfig(steps=50_000, batch_size=256, shortest_context=1, cosine=True, clip_norm=1.0),
+    train=TrainConfig(
+        steps=50_000, batch_size=256, shortest_context=1, schedule="cosine", clip_norm=1.0
+    ),
 )
 # Linear attention only. Its predictions after few pairs have heavy tails, so every prompt has all 8 pairs.
 PRESETS["pool-linear"] = ExperimentConfig(
     task=_POOL_TASK,
     model=ModelConfig(n_layers=3, n_heads=4, d_model=32, score="linear/L", context_only=True),
-    train=TrainConfig(steps=5000, batch_size=256, log_every=250, cosine=True, clip_norm=1.0),
+    train=TrainConfig(steps=5000, batch_size=256, log_every=250, schedule="cosine", clip_norm=1.0),
 )

@@ -332,7 +332,7 @@ REFUSED = {
     "train.shortest_context=4": (
         "train.shortest_context is not used in training one layer of plain attention, got 4."
     ),
-    "train.cosine=true": "train.cosine is not used in training one layer of plain attention, got true.",
+    "train.schedule=cosine": "train.schedule is not used in training one layer of plain attention, got 'cosine'.",
     "train.clip_norm=1": "train.clip_norm is not used in training one layer of plain attention, got 1.0.",
     "train.warm_up=2": "train.warm_up is not used in training one layer of plain attention, got 2.",
     "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",

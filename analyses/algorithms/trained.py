@@ -38,7 +38,7 @@ def config_of(score: str, n_layers: int, seed: int, steps: int = STEPS) -> Exper
         data_seed=seed,
         log_every=steps,
         n_eval_prompts=1024,
-        cosine=True,
+        schedule="cosine",
         clip_norm=1.0,
     )
     return ExperimentConfig(task=TASK, model=model, train=training, seed=seed)

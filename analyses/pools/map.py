@@ -56,7 +56,7 @@ def as_checkpoint(run: Path, out: Path) -> Checkpoint:
             kept[int(file.stem)] = found.weights
     last = max(kept)
     train = replace(
-        found.config.train, steps=max(last, 1), batch_size=64, cosine=True, shortest_context=1
+        found.config.train, steps=max(last, 1), batch_size=64, schedule="cosine", shortest_context=1
     )
     config = replace(found.config, task=task, train=train, seed=int(seed or 0))
     save(out, config, kept[last], step=last, snapshots=kept, origin=ORIGIN)

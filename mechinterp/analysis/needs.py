@@ -101,6 +101,14 @@ def jumps_ahead(source: Model) -> bool:
     return True
 
 
+def every_position(source: Model) -> bool:
+    """True for a model of this package that predicts at every x: causal, with tokens in turn."""
+    weights = predictor_of(source).weights
+    if weights is None:
+        return False
+    return weights.model.layout == "in_turn" and not weights.model.context_only
+
+
 def a_pool(source: Model) -> bool:
     """True if the task has a pool of task vectors."""
     return source.task.n_tasks is not None

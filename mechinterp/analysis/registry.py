@@ -122,6 +122,12 @@ ANALYSES: dict[str, Analysis] = {
     "baselines": Analysis(
         "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
     ),
+    "error-curve": Analysis(
+        "learners.error_curve:error_curve",
+        on_page=has.every_position,
+        steps_on_page=has.every_position,
+        title="Loss over the number of examples",
+    ),
     "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
     "ablate-heads": Analysis(
         "ablation.single:ablate_heads",

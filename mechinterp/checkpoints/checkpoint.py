@@ -124,8 +124,9 @@ class Checkpoint(Run):
     @property
     def shortest_trained(self) -> int | None:
         """Least context length of its training; None if not known."""
-        shortest = self.config.train.shortest_context or self.task.context_length
-        return shortest if self.format == "native" else None
+        train = self.config.train
+        shortest = 1 if train.loss == "every" else train.shortest_context
+        return (shortest or self.task.context_length) if self.format == "native" else None
 
     @property
     def in_words(self) -> str:
@@ -180,8 +181,9 @@ class Checkpoint(Run):
         drawn."""
         train = self.config.train
         # Training draws prompts no longer than the task's.
-        if train.shortest_context is not None:
-            train = replace(train, shortest_context=min(train.shortest_context, context_length))
+        for name in ("shortest_context", "curriculum_length"):
+            if (longer := getattr(train, name)) is not None:
+                train = replace(train, **{name: min(longer, context_length)})
         task = replace(self.task, context_length=context_length)
         stated = {n: v for n, v in self.assumed.items() if n != "task.context_length"}
         return replace(self, config=replace(self.config, task=task, train=train), assumed=stated)

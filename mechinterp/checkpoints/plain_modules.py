@@ -181,6 +181,7 @@ def hook_module(
             n_heads=places[0].n_heads,
             embed=enter,
             read=_own_read(output, tokens, task) if read is None else read,
+            read_every=partial(_at_every_x, d_y=task.d_y) if read is None else None,
             restarts=False,
             position=position,
             blocks=tuple(outputs.index(name) for name in names),
@@ -267,6 +268,12 @@ def _last_number(output: Float[Tensor, "batch pos"]) -> Float[Tensor, "batch 1"]
 
 def _last_entries(output: Tensor, d_y: int) -> Tensor:
     return output[:, -1, -d_y:]
+
+
+def _at_every_x(output: Tensor, n_pairs: int, d_y: int) -> Tensor:
+    """Output at every x, if it has one row for each x or one for each of x and y in turn."""
+    rows = output[..., None] if output.ndim == 2 else output
+    return (rows if rows.shape[1] == n_pairs + 1 else rows[:, ::2])[..., -d_y:]
 
 
 def _output_of(module: nn.Module, inputs: Tensor) -> object:

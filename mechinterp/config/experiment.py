@@ -19,7 +19,11 @@ LATER_FIELDS = {
         *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
         "rms_norm",
     ),
-    "train": ("optimizer", "init_std", "shortest_context", "cosine", "clip_norm", "warm_up"),
+    "train": (
+        *("optimizer", "init_std", "shortest_context", "schedule", "clip_norm", "warm_up"),
+        *("weight_decay", "loss", "first_position"),
+        *("curriculum_every", "curriculum_d_x", "curriculum_length"),
+    ),
 }
 
 
@@ -66,6 +70,16 @@ class ExperimentConfig:
         most, length = model.longest_context, task.context_length
         rule = f"must be <= {most}, the most that {model.n_positions} positions allow"
         Rules("task", task).require("context_length", most is None or length <= most, rule)
+        causal = model.layout == "in_turn" and not model.context_only
+        rule = "must be 'query' for a model that is not causal with tokens in turn (model.layout"
+        rule += f" {model.layout!r}, context_only {json.dumps(model.context_only)})"
+        Rules("train", self.train).require("loss", causal or self.train.loss == "query", rule)
+        for name, most in (("d_x", task.d_x), ("length", task.context_length)):
+            start = getattr(self.train, f"curriculum_{name}")
+            rule = f"must be at most the task's {most}"
+            Rules("train", self.train).require(
+                f"curriculum_{name}", start is None or start <= most, rule
+            )
         if self.trains_compiled:
             self._check_unused()
         shortest = self.train.shortest_context
@@ -75,11 +89,10 @@ class ExperimentConfig:
 
     def _check_unused(self) -> None:
         """Refuse settings that training one layer of plain attention does not use."""
-        unused = {"shortest_context": None, "cosine": False, "clip_norm": None, "warm_up": None}
         rule = "is not used in training one layer of plain attention"
-        for name, default in unused.items():
-            holds = getattr(self.train, name) == default
-            Rules("train", self.train).require(name, holds, rule)
+        names = ("shortest_context", "schedule", "clip_norm", "warm_up", "weight_decay")
+        for name in (*names, "curriculum_every"):
+            Rules("train", self.train).require(name, getattr(self.train, name) is None, rule)
 
     def _check_linear(self) -> None:
         """Refuse settings that training on moments (in closed form) does not support."""
@@ -133,6 +146,8 @@ class ExperimentConfig:
             for name in names:
                 if values[section][name] == getattr(getattr(default, section), name):
                     del values[section][name]
+        if self.train.schedule == "cosine":  # as in the first version
+            values["train"]["cosine"] = bool(values["train"].pop("schedule"))
         text = json.dumps(values, indent=2, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -158,6 +173,8 @@ class ExperimentConfig:
 def from_dict(values: object) -> ExperimentConfig:
     """Config from a nested dictionary; missing fields get their defaults.
 
+    Files of earlier versions have `train.cosine`, true or false, in place of `train.schedule`.
+
     Raises:
         ValueError: If a field is unknown (the message lists the known ones), of the wrong type or
             out of range.
@@ -165,6 +182,11 @@ def from_dict(values: object) -> ExperimentConfig:
         >>> from_dict({"task": {"d_x": 3}, "seed": 1}).task.d_x
         3
     """
+    train = values.get("train") if isinstance(values, dict) else None
+    is_old = isinstance(train, dict) and isinstance(train.get("cosine"), bool)
+    if is_old and "schedule" not in train:
+        rest = {name: value for name, value in train.items() if name != "cosine"}
+        values = values | {"train": rest | {"schedule": "cosine" if train["cosine"] else None}}
     return build(ExperimentConfig, values)
 
 

@@ -6,8 +6,10 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import CHUNK_BYTES, chunks
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -85,6 +87,41 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         beta = torch.linalg.solve(gram + penalty * identity, moment)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def ridge_at_every(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch n_pairs d_y"]:
+    """`ridge` for every x of a prompt, from the 0 to L pairs before it.
+
+    Second moments are cumulative sums over the pairs.
+
+    Raises:
+        ValueError: If penalty is negative.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, dtype=torch.float64)
+        >>> every = ridge_at_every(prompts, penalty=0.5)
+        >>> torch.allclose(every[:, 7], ridge(prompts.prefix(7), penalty=0.5))
+        True
+    """
+    if penalty <= 0:
+        # Least squares of minimal norm has no inverse of a sum for fewer pairs than coordinates.
+        lengths = range(1, prompts.x.shape[1] + 1)
+        first = torch.zeros_like(prompts.y_query)
+        each = [ridge(prompts.prefix(length), penalty=penalty) for length in lengths]
+        return torch.stack([first, *each], dim=1)
+    size = CHUNK_BYTES // (prompts.x[0].numel() * prompts.x.shape[2] * prompts.x.element_size())
+    parts = chunks(len(prompts), max(1, size))
+    return torch.cat([_ridge_at_every(prompts[rows], penalty) for rows in parts])
+
+
+def _ridge_at_every(prompts: Prompts, penalty: float) -> Float[Tensor, "batch n_pairs d_y"]:
+    x, y = prompts.x, prompts.y
+    gram, moment = ((x[..., None] * other[:, :, None]).cumsum(1) for other in (x, y))
+    gram, moment = (pad(sums, (0, 0, 0, 0, 1, 0)) for sums in (gram, moment))
+    identity = torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
+    beta = torch.linalg.solve(gram + penalty * identity, moment)
+    return einsum(beta, prompts.every_x, "batch n d_x d_y, batch n d_x -> batch n d_y")
 
 
 def nadaraya_watson(

@@ -132,6 +132,38 @@ class Prompts:
         query = torch.cat([self.x_query, torch.zeros_like(self.y_query)], dim=-1)
         return torch.cat([self.context_tokens, query[:, None]], dim=1)
 
+    @property
+    def every_x(self) -> Float[Tensor, "batch n_pairs d_x"]:
+        """Covariates of the context and of the query, in turn."""
+        return torch.cat([self.x, self.x_query[:, None]], dim=1)
+
+    @property
+    def y_of_every_x(self) -> Float[Tensor, "batch n_pairs d_y"]:
+        """Responses of the context's covariates and of the query, in turn: targets after 0 to L pairs."""
+        return torch.cat([self.y, self.y_query[:, None]], dim=1)
+
+    def prefix(self, n_pairs: int) -> "Prompts":
+        """Prompts of the first `n_pairs` pairs, with the next covariate as the query.
+
+        The clean target is x . beta, or y if the task vectors are unknown.
+
+        Raises:
+            ValueError: If they have fewer pairs.
+        Example:
+            >>> prompts = sample_prompts(TaskConfig(), 8)
+            >>> prompts.prefix(3)
+            Prompts(8 of 3 pairs, d_x=5, d_y=1, torch.float32)
+        """
+        most = self.x.shape[1]
+        if not 0 <= n_pairs <= most:
+            raise ValueError(f"n_pairs must lie in 0 to {most}, the pairs given, got {n_pairs}.")
+        if n_pairs == most:
+            return self
+        x, y = self.x[:, n_pairs], self.y[:, n_pairs]
+        clean = y if self.beta is None else (x[:, None] @ self.beta)[:, 0]
+        context = {"x": self.x[:, :n_pairs], "y": self.y[:, :n_pairs]}
+        return replace(self, **context, x_query=x, y_query=y, y_query_clean=clean)
+
     def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
         """The same prompts on another device or in another dtype."""
         return self._each(lambda tensor: tensor.to(target))
@@ -316,7 +348,7 @@ def sample_prompts(
         # Drawn last: covariates and noise equal those with fresh task vectors.
         shape, device = (n_prompts,), normal.device
         rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
-        beta = _pool(_pool_key(task))[rows.cpu()].to(normal)
+        beta = _pool(_pool_key(task)).to(normal)[rows]
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
     clean = x_all @ beta
     y_all = clean + noise

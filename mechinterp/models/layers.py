@@ -37,7 +37,11 @@ def normed(
 
 
 def rotated(
-    heads: Float[Tensor, "*batch pos head d_head"], model: ModelConfig, *, first: int = 0
+    heads: Float[Tensor, "*batch pos head d_head"],
+    model: ModelConfig,
+    *,
+    first: int = 0,
+    step: int = 1,
 ) -> Float[Tensor, "*batch pos head d_head"]:
     """Queries or keys rotated by their positions; unchanged without rotary positions.
 
@@ -46,13 +50,15 @@ def rotated(
 
     Args:
         first: Position of the first row.
+        step: Number of positions from row to row.
     Source:
         Su et al. 2021, arXiv 2104.09864, section 3.2.
     """
     n = model.rotary_dim
     if n is None:
         return heads
-    at = torch.arange(first, first + heads.shape[-3], dtype=torch.float64, device=heads.device)
+    end = first + step * heads.shape[-3]
+    at = torch.arange(first, end, step, dtype=torch.float64, device=heads.device)
     turns = model.rotary_base ** (-torch.arange(0, n, 2, dtype=at.dtype, device=at.device) / n)
     angle = at[:, None, None] * turns  # [pos, 1, pair]
     cos, sin = angle.cos().to(heads), angle.sin().to(heads)

@@ -4,6 +4,7 @@ The chunk size follows from the task alone, so that results do not depend on the
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -43,3 +44,22 @@ def batch_chunks(
 def largest_chunk(task: TaskConfig) -> int:
     """Largest number of prompts of a batch that are drawn at once."""
     return max(1, CHUNK_BYTES // prompt_bytes(task))
+
+
+def narrowed(prompts: Prompts, d_x: int) -> Prompts:
+    """Prompts whose coordinates of x beyond the first `d_x` are 0, and whose y no longer depends on them.
+
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for
+        >>> prompts = sample_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
+        >>> narrow = narrowed(prompts, 2)
+        >>> torch.allclose(narrow.y, prompts.x[..., :2] @ prompts.beta[:, :2], atol=1e-6)
+        True
+    """
+    beta = prompts.task_vectors("A curriculum")[:, d_x:]
+    gone = prompts.x[..., d_x:] @ beta
+    at_query = (prompts.x_query[:, None, d_x:] @ beta)[:, 0]
+    x, x_query = prompts.x.clone(), prompts.x_query.clone()
+    x[..., d_x:], x_query[..., d_x:] = 0, 0
+    changed = {name: getattr(prompts, name) - at_query for name in ("y_query", "y_query_clean")}
+    return replace(prompts, x=x, y=prompts.y - gone, x_query=x_query, **changed)

@@ -4,7 +4,6 @@ The file contains weights, moments, the rows logged so far and the snapshots, an
 killed and resumed ends with the same bits as an uninterrupted run.
 """
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +16,15 @@ from torch import Tensor
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.weights import Weights
-from mechinterp.training.batches import batch_chunks
+from mechinterp.training.batches import batch_chunks, narrowed
 from mechinterp.training.flat import Form, flattened, require_like, views
 from mechinterp.training.state import State, read_state, resumable, write_state
 from mechinterp.training.trained import Progress, TrainedModel, history_of
 
 SAVE_SECONDS = 30.0
 ROUNDED_UP_TO = 64
+LOSSES = ("loss", "eval_loss")
+"""First parts of the names of the history's losses; each has one number per model."""
 Batch = tuple[Prompts, ...]
 """One set of prompts per task of a run, with the same covariates and noise."""
 
@@ -114,9 +115,9 @@ class Run(ABC, Generic[Form]):
     def _model(self, index: int, weights: Form) -> Weights:
         """Weights of the model with this index, from the weights of all models."""
 
-    def _heads(self, index: int) -> slice:
-        """Heads of the model with this index, along the last axis of the measured columns."""
-        return slice(None)
+    def _measured_of(self, index: int, rows: Tensor) -> Tensor:
+        """Rows of a measured column, [row, ..., head], of the model with this index."""
+        return rows
 
     @property
     def device(self) -> torch.device:
@@ -149,23 +150,19 @@ class Run(ABC, Generic[Form]):
     def update(self, step: int) -> None:
         """Train on the prompts of one step with Adam, called as a function (torch.optim.Adam takes ten times as long)."""
         self._set_gradient(step)
-        train, rate = self.config.train, self.config.train.learning_rate
+        train = self.config.train
         if train.clip_norm is not None:
-            norm = torch.linalg.vector_norm(self.gradient)
-            self.gradient.mul_((train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        if train.cosine:
-            rate *= 0.5 * (1 + math.cos(math.pi * step / train.steps))
-        if train.warm_up is not None:
-            rate *= min(1.0, (step + 1) / train.warm_up)
+            self._clip(train.clip_norm)
         flat, gradient, exp_avg, exp_avg_sq = self._adam_rows
         self._n_updates += 1
-        torch._fused_adam_(
+        decay = train.weight_decay
+        (torch._fused_adam_ if decay is None else torch._fused_adamw_)(
             *([flat], [gradient], [exp_avg], [exp_avg_sq], [], [self._n_updates]),
-            lr=rate,
+            lr=train.step_size(step),
             beta1=0.9,
             beta2=0.999,
             eps=1e-8,
-            weight_decay=0.0,
+            weight_decay=decay or 0.0,
             amsgrad=False,
             maximize=False,
         )
@@ -182,12 +179,13 @@ class Run(ABC, Generic[Form]):
     def results(self) -> dict[str, TrainedModel]:
         """Weights, history and snapshots of every model, by name; later steps do not change them."""
         trained = {}
+        # Rows restored from a file have another order: loss, eval_loss, and then by number of pairs.
+        losses = sorted((n for n in self.rows if n.startswith(LOSSES)), key=lambda n: (len(n), n))
         for index, (name, config) in enumerate(self.models.items()):
-            heads = self._heads(index)
             history = history_of(
                 self.rows["step"],
-                {loss: self._losses(loss)[:, index] for loss in ("loss", "eval_loss")},
-                {name: self.rows[name][..., heads] for name in self._measured()},
+                {name: self._losses(name)[:, index] for name in losses},
+                {n: self._measured_of(index, self.rows[n]) for n in self._measured()},
             )
             snapshots = {
                 step: self._model(index, views(self.snapshots[step], self.weights))
@@ -207,14 +205,24 @@ class Run(ABC, Generic[Form]):
             self.gradient.add_(gradient, alpha=share)
             self.loss_sum.add_(loss, alpha=share)
 
+    def _clip(self, limit: float) -> None:
+        """Scale the gradient down to this norm if it is longer."""
+        norm = torch.linalg.vector_norm(self.gradient)
+        self.gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """Losses on the fixed evaluation prompts by name, `eval_loss` among them."""
+        return {"eval_loss": self._eval_mean(self._loss)}
+
     @torch.no_grad()
-    def _eval_loss(self) -> Tensor:
+    def _eval_mean(self, losses: Callable[[Batch], Tensor]) -> Tensor:
+        """Mean over the evaluation prompts of losses of a batch."""
         n_prompts, size = self.config.train.n_eval_prompts, self.config.train.batch_size
-        total = torch.zeros_like(self.loss_sum)
+        total = self.loss_sum.new_zeros(())
         for prompts in self._prompts("eval", 0, n_prompts):
             for start in range(0, len(prompts[0]), size):
                 part = tuple(each[start : start + size] for each in prompts)
-                total += self._loss(part) * len(part[0])
+                total = total + losses(part).to(total) * len(part[0])
         return total / n_prompts
 
     def _prompts(self, stream: str, step: int, n_prompts: int) -> Iterator[Batch]:
@@ -222,16 +230,21 @@ class Run(ABC, Generic[Form]):
         every, seed, dtype = [], self.config.train.data_seed, self.flat.dtype
         for task in self.tasks:
             draw = generator_for(seed, stream, step, device=self.device)
-            length = self._length(step, draw) if stream == "train" else None
+            d_x, length = task.d_x, None
+            if stream == "train":
+                d_x, longest = self.config.train.stage(
+                    step, d_x=task.d_x, context_length=task.context_length
+                )
+                length = self._length(step, draw, longest)
             chunks = batch_chunks(
                 task, n_prompts, generator=draw, context_length=length, dtype=dtype
             )
-            every.append(chunks)
+            every.append(chunks if d_x == task.d_x else (narrowed(each, d_x) for each in chunks))
         return zip(*every, strict=True)
 
-    def _length(self, step: int, generator: torch.Generator) -> int:
+    def _length(self, step: int, generator: torch.Generator, longest: int) -> int:
         """Pairs per prompt in a step. Drawn on the CPU, so that it is equal on all devices and no step waits for a GPU."""
-        train, longest = self.config.train, self.config.task.context_length
+        train = self.config.train
         if train.shortest_context is None:
             return longest
         if self.device.type != "cpu":
@@ -273,9 +286,8 @@ class Run(ABC, Generic[Form]):
         row = {
             "step": torch.tensor(self.step, device="cpu"),
             "loss": loss,
-            "eval_loss": self._eval_loss(),
         }
-        for name, value in (row | self._measured()).items():
+        for name, value in (row | self._evaluated() | self._measured()).items():
             value = value.cpu()[None]
             self.rows[name] = torch.cat([self.rows[name], value]) if name in self.rows else value
         self.loss_sum.zero_()

@@ -79,6 +79,7 @@ def test_a_loss_that_is_not_finite_stays_so():
 
 
 MODEL = ModelConfig(context_only=True, score_slope=1.5)
+EVERY = slice(0, None)
 COMPILED = ("linear", "linear/L", "relu/L", "softmax")
 
 
@@ -91,7 +92,7 @@ def heads(n_rows: int, n_prompts: int = LANES + 5) -> list[torch.Tensor]:
 
 def read_and_gradients(attention, inputs: list[torch.Tensor], model: ModelConfig):
     leaves = [each.clone().requires_grad_() for each in inputs]
-    z = attention(*leaves, model)
+    z = attention(*leaves, model, slice(-inputs[0].shape[1], None))
     along = torch.sin(torch.arange(z.numel(), dtype=torch.float64)).view(z.shape).to(z)
     return [z, *torch.autograd.grad(z, leaves, along)]
 
@@ -114,12 +115,13 @@ def test_compiled_attention_equals_tensor_operations(score: str, n_rows: int, at
 
 def test_a_prompt_reads_the_same_whatever_stands_beside_it():
     inputs = [each.float() for each in heads(7, 2 * LANES)]
-    whole = attend(*inputs, MODEL)
-    part = attend(*(each[3:9] for each in inputs), MODEL)
+    whole = attend(*inputs, MODEL, EVERY)
+    part = attend(*(each[3:9] for each in inputs), MODEL, EVERY)
     assert torch.equal(part, whole[3:9])
 
 
 @pytest.mark.parametrize("model", [ModelConfig(), replace(MODEL, score="1+tanh")])
 def test_what_the_kernel_does_not_compute_is_left_to_tensor_operations(model: ModelConfig):
     inputs = [each.float() for each in heads(7)]
-    assert torch.equal(attend(*inputs, model), weights_alone.attend(*inputs, model))
+    alone = weights_alone.attend(*inputs, model, EVERY)
+    assert torch.equal(attend(*inputs, model, EVERY), alone)

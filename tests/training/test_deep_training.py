@@ -25,7 +25,7 @@ CONFIG = ExperimentConfig(
         n_eval_prompts=40,
         data_seed=3,
         shortest_context=2,
-        cosine=True,
+        schedule="cosine",
         clip_norm=1.0,
         warm_up=2,
     ),

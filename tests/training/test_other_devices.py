@@ -135,7 +135,10 @@ def test_a_step_of_a_pack_waits_for_nothing_and_gives_the_numbers_of_the_process
 def test_a_step_of_drawn_length_waits_for_nothing_and_has_the_processors_length():
     models = {"model": deep_experiment("linear", shortest=2)}
     on_processor = DeepRun(models)
-    expected = [on_processor._length(step, generator_for(0, "train", step)) for step in range(8)]
+    longest = on_processor.config.task.context_length
+    expected = [
+        on_processor._length(step, generator_for(0, "train", step), longest) for step in range(8)
+    ]
     assert len(set(expected)) > 2
     with pretended() as seen:
         run = DeepRun(models, device=DEVICE)
@@ -143,7 +146,7 @@ def test_a_step_of_drawn_length_waits_for_nothing_and_has_the_processors_length(
         run.update(0)
         assert seen == {"generator": 1}
         seeded = [generator_for(0, "train", step, device=DEVICE) for step in range(8)]
-        drawn = [run._length(step, generator) for step, generator in enumerate(seeded)]
+        drawn = [run._length(step, generator, longest) for step, generator in enumerate(seeded)]
     assert drawn == expected
 
 

@@ -2,7 +2,8 @@
 tasks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,11 +23,11 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import frame_of
-from mechinterp.icl.pools import Pool, dmmse, require_pool
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.pools import Pool, dmmse, dmmse_at_every, require_pool
+from mechinterp.icl.predictors import ridge, ridge_at_every
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback
 
@@ -118,8 +119,14 @@ class Setting:
         lengths: Sequence[int],
         seed: int,
         progress: ProgressCallback,
+        source: Source | Learner | None = None,
     ) -> "Sample":
-        """Prompts of one kind with dMMSE and ridge at each context length."""
+        """Prompts of one kind with dMMSE and ridge at each context length.
+
+        Args:
+            source: Model whose predictions at every x come from one pass; its prompts of each length then end with the next
+                x. None, or any other model: all lengths have the same query.
+        """
         full = evaluation_prompts(
             self.task,
             n_prompts=n_prompts,
@@ -133,14 +140,20 @@ class Setting:
                 len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0), device="cpu"
             )
             full = with_task_vectors(full, self.pool[rows].to(full.x))
-        prompts = [replace(full, x=full.x[:, :length], y=full.y[:, :length]) for length in lengths]
+        law: dict[str, Any] = {"pool": self.pool, "noise_var": self.task.noise_var}
+        penalty = self.task.posterior_penalty
+        one_pass = source is not None and not is_learner(source)
+        own = predictor_of(source).predict_at_every(full) if one_pass else None
+        if own is not None:
+            curves = dmmse_at_every(full, **law), ridge_at_every(full, penalty=penalty), own
+            each = [[curve[:, length] for length in lengths] for curve in curves]
+            return Sample([full.prefix(length) for length in lengths], *each)
+        prompts = [full.shortened(length) for length in lengths]
+        shown = progress(prompts, f"dMMSE on {kind} tasks")
         return Sample(
             prompts,
-            [
-                dmmse(each, pool=self.pool, noise_var=self.task.noise_var)
-                for each in progress(prompts, f"dMMSE on {kind} tasks")
-            ],
-            [ridge(each, penalty=self.task.posterior_penalty) for each in prompts],
+            [dmmse(each, **law) for each in shown],
+            [ridge(each, penalty=penalty) for each in prompts],
         )
 
 
@@ -151,6 +164,8 @@ class Sample:
     prompts: list[Prompts]
     dmmse: list[Tensor]
     ridge: list[Tensor]
+    own: list[Tensor] | None = None
+    """Predictions of the model, if one pass gave them at every length."""
 
     def squares(self, predictions: list[Tensor]) -> Float[np.ndarray, "prompt length square"]:
         """Columns per prompt and length, for predictions f: |f - dMMSE|^2 / d_x, |f - ridge|^2 /

@@ -188,9 +188,9 @@ def compare_priors(
             predictions, which needs a task.
         task: Law of the prompts; None means the model's own.
         pool: Task vectors; None means those of the task.
-        context_lengths: Lengths to compare at; they share covariates, noise and query. None means
-            up to 16 lengths, from 1 or the shortest length in a checkpoint's training to the task's
-            own.
+        context_lengths: Lengths to compare at; they share covariates and noise, and the query
+            too, unless one pass of a causal model gives all lengths. None means up to 16 lengths,
+            from 1 or the shortest length in a checkpoint's training to the task's own.
         n_prompts: Number of prompts of each kind.
         progress: Optional progress callback.
     Raises:
@@ -211,8 +211,10 @@ def compare_priors(
     """
     setting = setting_of(source, task, pool, "compare_priors")
     model, lengths = learner_of(source), lengths_of(source, setting.task, context_lengths)
-    samples = [setting.sample(kind, n_prompts, lengths, seed, progress) for kind in KINDS]
-    by_kind = [each.squares([model(prompts) for prompts in each.prompts]) for each in samples]
+    samples = [setting.sample(kind, n_prompts, lengths, seed, progress, source) for kind in KINDS]
+    by_kind = [
+        each.squares(each.own or [model(prompts) for prompts in each.prompts]) for each in samples
+    ]
     squares = np.stack(by_kind, 1)  # [prompt, kind, length, square]
     over_lengths = squares.mean(2)
     errors = over_lengths[..., ERROR:]

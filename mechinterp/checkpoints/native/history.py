@@ -15,7 +15,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError, naming
 MARK = {b"written_by": b"mechinterp"}
 MAX_BYTES = 2**27
 MAX_FOOTER = 2**20
-MAX_COLUMNS = 64
+MAX_COLUMNS = 1024
 MAX_CELLS = 2**24
 """Largest number of cells of a history; each has at most 8 bytes."""
 MAX_GROUPS = 2**12

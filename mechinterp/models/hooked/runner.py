@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # Attributes with the dropout rate: in torch's MultiheadAttention and in Hugging Face's attention.
 DROPOUT_RATES = ("dropout", "attention_dropout")
+EVERY_CHUNK = 256  # prompts at once; they fit into the CPU cache
 
 
 @runtime_checkable
@@ -71,6 +73,9 @@ class HookedPredictor:
     """Position of the stream at which the prediction is read; None: determined by experiment."""
     blocks: tuple[int, ...] = ()
     """Block of each layer, for models whose blocks run several times; empty: each layer is its own block."""
+    read_every: Callable[[Tensor, int], Tensor] | None = None
+    """Function from the model's output and the number L of pairs to the predictions at every x, [batch, L + 1, d_y]; None
+    if unknown."""
 
     def __post_init__(self) -> None:
         kind = type(self.model).__name__
@@ -98,6 +103,18 @@ class HookedPredictor:
         with lock_of(self.model):
             prediction = self.prediction(self.model(self.inputs(prompts)), prompts)
         return prediction.to(prompts.x.device)
+
+    def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
+        """Output read at every x, on the device of the prompts; None if it does not have that shape."""
+        if self.read_every is None:
+            return None
+        parts, n_pairs = [], prompts.x.shape[1]
+        with lock_of(self.model):
+            for rows in self.chunks(prompts, EVERY_CHUNK):
+                parts.append(self.read_every(self.model(self.inputs(prompts[rows])), n_pairs))
+        shape = (len(prompts), n_pairs + 1, prompts.y.shape[2])
+        predictions = torch.cat(parts)
+        return predictions.to(prompts.x.device) if predictions.shape == shape else None
 
     def inputs(self, prompts: Prompts) -> Float[Tensor, "batch pos width"]:
         """Input of the model for these prompts. The model must be in evaluation mode.
@@ -300,7 +317,17 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
     def embed(prompts: Prompts) -> Tensor:
         return own.tokens(prompts).to(cfg.device, cfg.dtype)
 
-    return HookedPredictor(own, cfg.n_layers, cfg.n_heads, embed, lambda output: output[:, -1])
+    def read_every(output: Tensor, n_pairs: int) -> Tensor:
+        return output[:, ::2]
+
+    return HookedPredictor(
+        own,
+        cfg.n_layers,
+        cfg.n_heads,
+        embed,
+        lambda output: output[:, -1],
+        read_every=read_every if cfg.model.layout == "in_turn" else None,
+    )
 
 
 def _takes(function: Callable, name: str) -> bool:

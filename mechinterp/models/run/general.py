@@ -27,22 +27,48 @@ CHUNK = 256  # prompts at once; small enough for the CPU cache
 
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
-Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
-"""Attention function: maps scaled queries, keys and values to the weighted averages. Rows are the last positions."""
+Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
+"""Attention function: maps scaled queries, keys and values to the weighted averages. The slice has the positions of the
+queries."""
+ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
+"""Positions that a layer computes: all, the query, and every x of tokens in turn."""
 
 
-def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
+def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
     """Weighted average of the values for each head and row."""
-    pattern = pattern_of(q, k, model)
+    pattern = pattern_of(q, k, model, rows)
     return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
 
 
-def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
+def pattern_of(
+    q: Queries, k: Keys, model: ModelConfig, rows: slice
+) -> Float[Tensor, "batch head row key"]:
     """Attention weights of scaled queries on keys."""
     scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
     reads = readable_keys(k.shape[1], model, device=scores.device)
-    scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
+    scores = scores.masked_fill(~reads[rows], -torch.inf)
     return attention_pattern(scores, score=model.score, slope=model.score_slope)
+
+
+def predictions_at_every(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch n_pairs d_y"]:
+    """Predictions of y at every x of tokens in turn, from the 0 to L pairs before it, differentiable in the weights.
+
+    Entry k equals the prediction for a prompt that ends with this x after its first k pairs, if the model is causal.
+
+    Example:
+        >>> from mechinterp import load, sample_prompts
+        >>> checkpoint = load("checkpoints/pool-gpt2-m16")
+        >>> prompts = sample_prompts(checkpoint.task, 4)
+        >>> tuple(predictions_at_every(checkpoint.weights, prompts).shape)
+        (4, 9, 1)
+    """
+    stream = _embedded(weights, prompts)
+    for number in range(weights.n_layers):
+        layer = _Layer(weights, number, attend, last=X)
+        stream = layer.after(stream, layer.written(layer.z(stream)))
+    return read_out(weights, stream)
 
 
 def predictions(
@@ -64,6 +90,12 @@ def predictions(
         layer = _Layer(weights, number, attend)
         stream = layer.after(stream, layer.written(layer.z(stream)))
     return read_out(weights, stream)[:, -1]
+
+
+def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"]:
+    """`predictions_at_every` in chunks of prompts."""
+    parts = (predictions_at_every(weights, prompts[rows]) for rows in _chunks(weights, prompts))
+    return torch.cat(list(parts))
 
 
 def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -131,10 +163,10 @@ def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer b
         patterns: list[Tensor] = []
 
         def noting(
-            q: Queries, k: Keys, v: Keys, model: ModelConfig, to: list = patterns
+            q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice, to: list = patterns
         ) -> Queries:
-            to.append(pattern_of(q, k, model)[:, :, -1])
-            return attend(q, k, v, model)
+            to.append(pattern_of(q, k, model, rows)[:, :, -1])
+            return attend(q, k, v, model, rows)
 
         predictions(weights, prompts[rows], attend=noting)
         parts.append(torch.stack(patterns))
@@ -146,6 +178,8 @@ class _Layer:
     weights: Weights
     number: int
     attend: Attend = attend
+    last: slice | None = None
+    """Positions that are read after the last layer; None: the query."""
 
     def named(self, name: str) -> Tensor | None:
         """A weight of this layer; None if the model does not have it."""
@@ -154,16 +188,17 @@ class _Layer:
 
     @property
     def rows(self) -> slice:
-        """Positions that later computation reads: all, but only the query in the last layer."""
-        return slice(-1 if self.number == self.weights.n_layers - 1 else 0, None)
+        """Positions that later computation reads."""
+        return (self.last or LAST) if self.number == self.weights.n_layers - 1 else ALL
 
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
         """Weighted averages of the heads' values, at the rows."""
         model, scale = self.weights.model, self.weights.scale
         read = self._normed("ln1", stream) if model.norm == "before" else stream
         q, k = self._projected(read[:, self.rows], "Q"), self._projected(read, "K")
-        q = scale * rotated(q, model, first=k.shape[1] - q.shape[1])
-        return self.attend(q, rotated(k, model), self._projected(read, "V"), model)
+        first, _, step = self.rows.indices(k.shape[1])
+        q = scale * rotated(q, model, first=first, step=step)
+        return self.attend(q, rotated(k, model), self._projected(read, "V"), model, self.rows)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None

@@ -32,6 +32,10 @@ class ByHooks:
         """Predictions for all prompts at once, because the user's hooks may depend on the whole batch."""
         return self.build().predict(prompts)
 
+    def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
+        """Output at every x of one pass; None if the output does not have that shape."""
+        return self.build().predict_at_every(prompts)
+
     def run(
         self,
         prompts: Prompts,

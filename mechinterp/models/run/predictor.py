@@ -6,7 +6,7 @@ needs to know the kind of its model.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
 
 
+PREFIX_CHECK = 1e-5
+"""Largest relative difference between a model's output at an x and its prediction for a prompt that ends there."""
+
+
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A model as the analyses use it: prompts in, predictions out, heads and streams by number."""
@@ -48,6 +52,8 @@ class Predictor:
     """True: this package trained the model on this task, so that the task is certain."""
     doubt: str = ""
     """Why the file of the model may have been read wrongly; empty if nothing says so."""
+    _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
+    """Whether one pass gives the predictions at every x, once it has been checked."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
@@ -110,6 +116,29 @@ class Predictor:
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
         return self._way.predict(prompts).to(prompts.x.device)
+
+    @torch.no_grad()
+    def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
+        """Predictions of y at every x from the 0 to L pairs before it, by one pass; None if one pass does not give them.
+
+        One pass gives them if the output at an x equals the prediction for a prompt that ends there (relative
+        difference below PREFIX_CHECK, checked once on a few of the prompts).
+        """
+        if "every" not in self._checked:
+            self._checked["every"] = self._one_pass_is_enough(prompts[:4])
+        return self._way.predict_at_every(prompts) if self._checked["every"] else None
+
+    def _one_pass_is_enough(self, prompts: Prompts) -> bool:
+        every = self._way.predict_at_every(prompts)
+        if every is None:
+            return False
+        longest = prompts.x.shape[1]
+        for length in {1, longest // 2, longest - 1} & set(range(longest)):
+            alone = self.predict(prompts.prefix(length))
+            # Not <=, so that NaN counts as different.
+            if not (every[:, length] - alone).abs().max() <= PREFIX_CHECK * alone.abs().max():
+                return False
+        return True
 
     @torch.no_grad()
     def run(
@@ -258,6 +287,28 @@ def learner_of(source: Source | Learner) -> Learner:
         return predictions[-1] if predictions.ndim == 3 else predictions
 
     return last
+
+
+def predictions_after(
+    source: "Source | Learner", prompts: Prompts, lengths: Sequence[int]
+) -> Float[Tensor, "batch length d_y"]:
+    """Predictions after the first pairs of each prompt, with the next x as the query, for every number of pairs.
+
+    One pass gives all of them for a causal model whose tokens come in turn; other models run once per length.
+
+    Raises:
+        ValueError: If the source is neither a model nor a function of prompts, or a length is beyond the prompts.
+    Example:
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.predictors import zero_prediction
+        >>> tuple(predictions_after(zero_prediction, sample_prompts(TaskConfig(), 8), [1, 5]).shape)
+        (8, 2, 1)
+    """
+    every = None if is_learner(source) else predictor_of(source).predict_at_every(prompts)
+    if every is not None:
+        return every[:, list(lengths)]
+    model = learner_of(source)
+    return torch.stack([model(prompts.prefix(length)) for length in lengths], dim=1)
 
 
 @runtime_checkable

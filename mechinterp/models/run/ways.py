@@ -24,6 +24,11 @@ class ByWeights(ByHooks):
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         return self.run(prompts, [[]])[0]
 
+    def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
+        if self.weights.model.layout != "in_turn":
+            return None
+        return general.predict_at_every(self.weights, self._fitting(prompts))
+
     def run(
         self,
         prompts: Prompts,

@@ -13,16 +13,16 @@ from mechinterp.models.run.general import Keys, Queries
 from mechinterp.training.general.forward import Attention, block_of, is_compiled
 
 
-def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
-    """Weighted average of the values for each head and row, from scaled queries, keys and values; rows are the last positions.
+def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Weighted average of the values for each head and row, from scaled queries, keys and values; rows has the queries' positions.
 
     Example:
         >>> q, k = torch.zeros(1, 1, 1, 2), torch.zeros(1, 4, 1, 2)
-        >>> attend(q, k, k + 1, ModelConfig(context_only=True)).flatten()
+        >>> attend(q, k, k + 1, ModelConfig(context_only=True), slice(-1, None)).flatten()
         tensor([1., 1.])
     """
     if not (model.context_only and is_compiled(model.score, q)):
-        return weights_alone.attend(q, k, v, model)
+        return weights_alone.attend(q, k, v, model, rows)
     n_keys = k.shape[1] - (not model.attend_to_self)
     attention = Attention(model.score, model.score_slope, n_keys)
     return _Attended.apply(q, k, v, attention)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,8 +17,11 @@ from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.batches import largest_chunk
 from mechinterp.training.flat import flattened, own
-from mechinterp.training.general.step import loss_and_gradients, loss_of
+from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
 from mechinterp.training.run import Batch, Run
+
+MOST_AT = 512
+"""Largest number of positions whose loss is logged."""
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -95,14 +99,29 @@ class DeepRun(Run[Weights]):
         self, batch: Batch
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " weight"]]:
         (prompts,) = batch
-        loss, gradients = loss_and_gradients(self.weights, prompts)
+        first = self.config.train.first_counted
+        loss, gradients = loss_and_gradients(self.weights, prompts, first_counted=first)
         return loss, flattened(gradients)
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        first = self.config.train.first_counted
+        if first is None:
+            return super()._evaluated()
+        losses = self._eval_mean(lambda batch: losses_at_every(self.weights, *batch))
+        return {"eval_loss": losses[first:].mean()} | named_by_pairs(losses)
 
     def _measured(self) -> dict[str, Tensor]:
         return circuit_norms(self.weights)
 
     def _model(self, index: int, weights: Weights) -> Weights:
         return replace(own(weights), model=self.config.model)
+
+
+def named_by_pairs(losses: Float[Tensor, "*model n_pairs"]) -> dict[str, Tensor]:
+    """Columns of a history: the loss after each number of pairs, or after MOST_AT of them."""
+    n = losses.shape[-1]
+    at = sorted({round(each) for each in np.linspace(0, n - 1, min(n, MOST_AT))})
+    return {f"eval_loss_at_{each}": losses[..., each] for each in at}
 
 
 def _require_memory(config: ExperimentConfig, weights: Weights) -> None:

@@ -76,6 +76,9 @@ class Pack(Run[AttentionWeights]):
         model = list(self.models.values())[index].model
         return weights_of_layer(own(weights[self._heads(index)]), model=model)
 
+    def _measured_of(self, index: int, rows: Tensor) -> Tensor:
+        return rows[..., self._heads(index)]
+
     def _heads(self, index: int) -> slice:
         end = list(accumulate(self._sizes))[index]
         return slice(end - self._sizes[index], end)
