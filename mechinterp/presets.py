@@ -111,26 +111,62 @@ PRESETS["sparse-wide"] = ExperimentConfig(
 )
 # Pool of tasks after Raventos et al. 2023 (arXiv 2306.15063), but with d_x 4 in place of 8.
 _POOL_TASK = TaskConfig(d_x=4, context_length=8, noise_var=0.25, beta_var=1.0, n_tasks=16)
-# The smallest GPT-2 of Garg et al. 2022; each training step uses the query alone, after 1 to 8 pairs.
-PRESETS["pool-gpt2"] = ExperimentConfig(
-    task=_POOL_TASK,
-    model=ModelConfig(
-        n_layers=3,
-        n_heads=2,
-        d_model=64,
-        d_head=32,
-        d_mlp=256,
+
+
+def _gpt2(width: int, *, n_layers: int, n_heads: int, n_pairs: int) -> ModelConfig:
+    """GPT-2 on tokens in turn, with room for this number of pairs and a query."""
+    return ModelConfig(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_model=width,
+        d_head=width // n_heads,
+        d_mlp=4 * width,
         activation="gelu_new",
         norm="before",
         final_norm=True,
         biases=True,
         attend_to_self=True,
         layout="in_turn",
-        n_positions=18,
-    ),
+        n_positions=2 * (n_pairs + 1),
+    )
+
+
+# The smallest GPT-2 of Garg et al. 2022 on a pool.
+PRESETS["pool-gpt2"] = ExperimentConfig(
+    task=_POOL_TASK,
+    model=_gpt2(64, n_layers=3, n_heads=2, n_pairs=8),
     train=TrainConfig(
-        steps=50_000, batch_size=256, shortest_context=1, schedule="cosine", clip_norm=1.0
+        steps=20_000, loss="every", schedule="cosine", warm_up=500, clip_norm=1.0, log_every=250
     ),
+)
+# Garg et al. 2022 (arXiv 2208.01066), the defaults of their code: tiny and small GPT-2.
+_GARG_TRAIN = TrainConfig(
+    steps=500_001,
+    batch_size=64,
+    learning_rate=1e-4,
+    loss="every",
+    curriculum_every=2000,
+    curriculum_d_x=5,
+    curriculum_length=10,
+)
+PRESETS |= {
+    f"garg-{name}": ExperimentConfig(
+        task=TaskConfig(d_x=20, context_length=40, beta_var=1.0, noise_var=0.0),
+        model=_gpt2(width, n_layers=n_layers, n_heads=n_heads, n_pairs=100),
+        train=_GARG_TRAIN,
+    )
+    for name, width, n_layers, n_heads in (("tiny", 64, 3, 2), ("small", 128, 6, 4))
+}
+# Raventos et al. 2023 (arXiv 2306.15063), the example of their code; and a small setting of ours.
+PRESETS["raventos-d8"] = ExperimentConfig(
+    task=TaskConfig(d_x=8, context_length=15, noise_var=0.25, beta_var=1.0, n_tasks=2**10),
+    model=_gpt2(128, n_layers=8, n_heads=2, n_pairs=15),
+    train=TrainConfig(steps=500_000, loss="every", schedule="triangle", warm_up=250_000),
+)
+PRESETS["raventos-d4"] = ExperimentConfig(
+    task=replace(_POOL_TASK, n_tasks=2**6),
+    model=_gpt2(64, n_layers=4, n_heads=2, n_pairs=8),
+    train=TrainConfig(steps=50_000, loss="every", schedule="triangle", warm_up=25_000),
 )
 # Linear attention only. Its predictions after few pairs have heavy tails, so every prompt has all 8 pairs.
 PRESETS["pool-linear"] = ExperimentConfig(
