@@ -42,6 +42,50 @@ def _row(rows: pd.DataFrame) -> tuple[str, ...]:
     )
 
 
+def every(results: Path) -> str:
+    """GPT-2s trained on the loss at every position, one line per pool: ranges over the seeds at the
+    last step."""
+    found = pd.read_csv(results / "pools" / "pool_every.csv")
+    found = found[found.set.isin(["map", "long"])]
+    last = found[found.step == found.groupby("set").step.transform("max")]
+    last = last.sort_values(["n_tasks", "step"], kind="stable")
+    header = ("M", "steps", "loss / dMMSE's, pool", "loss / ridge's, new", "relative, pool")
+    header += ("relative, new", "highest on new, step", "by the rules")
+    rows = []
+    for (name, n_tasks), one in last.groupby(["set", "n_tasks"], sort=False, dropna=False):
+        pool, new = (one[one.tasks == kind].sort_values("seed") for kind in ("pool", "new"))
+        path = found[(found.set == name) & (found.tasks == "new") & (found.step >= 1000)]
+        path = path[path.n_tasks.eq(n_tasks) | (path.n_tasks.isna() & pd.isna(n_tasks))]
+        means = path.groupby("step").relative.mean()
+        rules = [every_rule(*pair) for pair in zip(pool.iloc, new.iloc, strict=True)]
+        rows.append(
+            (
+                "none" if pd.isna(n_tasks) else f"{n_tasks:,.0f}",
+                f"{one.step.iloc[0]:,}" + (" of 64 prompts" if name == "long" else ""),
+                *(_range(each) for each in (pool.loss_over_dmmse, new.loss_over_ridge)),
+                *(_range(each) for each in (pool.relative, new.relative)),
+                f"{means.max():.2f}, {means.idxmax():,}",
+                ", ".join(f"{rule} {rules.count(rule)}" for rule in dict.fromkeys(rules)),
+            )
+        )
+    return markdown(header, rows)
+
+
+def every_rule(pool: pd.Series, new: pd.Series) -> str:
+    """Strategy of a model by rules 1 to 3 of the plan."""
+    if pool.unexplained > 0.5:
+        return "neither"
+    if pool.relative + 2 * pool.relative_sem < 0.5 and new.risk_over_ridge >= 2:
+        return "memorises"
+    near_ridge = new.relative - 2 * new.relative_sem > 0.5
+    return "generalises" if near_ridge and new.risk_over_ridge <= 1.5 else "neither"
+
+
+def _range(values: pd.Series) -> str:
+    least, most = (f"{value:.3f}" for value in (values.min(), values.max()))
+    return least if least == most else f"{least} to {most}"
+
+
 def seeds(results: Path) -> str:
     """Stacks over seeds of the prompts: strategies, and how far each estimate moves."""
     found = pd.read_csv(results / "pools" / "pool_seeds.csv")

@@ -125,8 +125,11 @@ class Checkpoint(Run):
     def shortest_trained(self) -> int | None:
         """Least context length of its training; None if not known."""
         train = self.config.train
-        shortest = 1 if train.loss == "every" else train.shortest_context
-        return (shortest or self.task.context_length) if self.format == "native" else None
+        if self.format != "native":
+            return None
+        if train.first_counted is not None:
+            return train.first_counted
+        return train.shortest_context or self.task.context_length
 
     @property
     def in_words(self) -> str:

@@ -107,6 +107,10 @@ class DeepPack(Run[Stacked]):
     def _model(self, index: int, weights: Stacked) -> Weights:
         return replace(own(self._of(index, weights)), model=self.config.model)
 
+    def of(self, index: int) -> Weights:
+        """Current weights of a model; views."""
+        return self._of(index, self.weights)
+
     def _of(self, index: int, weights: Stacked) -> Weights:
         return self._like.with_tensors({n: t[index] for n, t in weights.tensors.items()})
 
