@@ -4,6 +4,7 @@ A ratio is the spread of an estimate over seeds, divided by the root mean square
 tests.analysis.test_stated_errors [NAME ...]` prints the ratio of every estimate.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -179,9 +180,15 @@ class R2:
 
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
-    """R² of the last prediction, learner by learner; in other settings the error of the fit is left out (docs/trust.md)."""
-    rows = name_algorithm(source, **drawn).to_frame().itertuples()
-    return {row.learner: R2(row.r2, row.r2_sem) for row in rows}
+    """R² of the last prediction and after each layer, learner by learner; in other settings the error of the fit is left
+    out (docs/trust.md)."""
+    frame = name_algorithm(source, **drawn).to_frame().set_index("learner")
+    columns = [name for name in frame if re.fullmatch(r"(layer_\d+_)?r2", name)]
+    return {
+        f"{learner} {name}": R2(row[name], row[f"{name}_sem"])
+        for learner, row in frame.iterrows()
+        for name in columns
+    }
 
 
 def classified_layers(source: Checkpoint, **drawn: int) -> object:
