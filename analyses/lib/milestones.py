@@ -78,7 +78,7 @@ def milestones(
     Source:
         He et al. 2025, arXiv 2503.12734, section 3 and figures 1, 3, 13.
     See also:
-        `training_dynamics`, `training_snapshots`.
+        `training_dynamics`, `over_steps`.
     Example:
         >>> from mechinterp import load
         >>> found = milestones(load("checkpoints/softmax-h2-s0"))

@@ -4,6 +4,7 @@ A ratio is the spread of an estimate over seeds, divided by the root mean square
 tests.analysis.test_stated_errors [NAME ...]` prints the ratio of every estimate.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -24,12 +25,14 @@ from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
+from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
-from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.weights import weights_of_layer
 from tests.conftest import CHECKPOINTS
@@ -43,6 +46,7 @@ TOO_WIDE = {"effective_heads": 3**-0.5, "exchanged_r2": 2**-0.5}
 """Least ratio of fields whose docstring says that their error is too wide, and by how much."""
 TASK = TaskConfig(d_x=3, context_length=8)
 CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
+SHORT_CHAINS = replace(CHAINS, n_leapfrog=5)
 SAMPLE = 40
 """Seeds of the quick comparison."""
 
@@ -145,6 +149,14 @@ def on_moments() -> Checkpoint:
     return load(CHECKPOINTS / "linear-separate-s0")
 
 
+@cache
+def small_head() -> Checkpoint:
+    """One softmax head of 27 free entries, near a minimum of its loss on 128 prompts."""
+    weights = weights_of_layer(diagonal_heads([0.5], [1.5], d_x=2))
+    task = TaskConfig(d_x=2, context_length=16)
+    return Checkpoint(Path("small"), ExperimentConfig(task=task, model=weights.model), 0, weights)
+
+
 @dataclass(frozen=True)
 class Case:
     """Model, prompts and seeds of one comparison."""
@@ -168,9 +180,15 @@ class R2:
 
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
-    """R² of the last prediction, learner by learner; in other settings the error of the fit is left out (docs/trust.md)."""
-    rows = name_algorithm(source, **drawn).to_frame().itertuples()
-    return {row.learner: R2(row.r2, row.r2_sem) for row in rows}
+    """R² of the last prediction and after each layer, learner by learner; in other settings the error of the fit is left
+    out (docs/trust.md)."""
+    frame = name_algorithm(source, **drawn).to_frame().set_index("learner")
+    columns = [name for name in frame if re.fullmatch(r"(layer_\d+_)?r2", name)]
+    return {
+        f"{learner} {name}": R2(row[name], row[f"{name}_sem"])
+        for learner, row in frame.iterrows()
+        for name in columns
+    }
 
 
 def classified_layers(source: Checkpoint, **drawn: int) -> object:
@@ -183,6 +201,12 @@ def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> obje
     return coefficient_snapshots(source, steps=[3000, 20_000], chains=CHAINS, seed=seed)
 
 
+def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object:
+    """At a minimum of the loss on prompts that stay the same: the error covers the chains alone (docs/trust.md)."""
+    prompts = sample_prompts(source.task, n_prompts, seed=0)
+    return local_learning_coefficient(source, prompts, settle=True, chains=SHORT_CHAINS, seed=seed)
+
+
 CASES = {
     "classify": Case(softmax),
     "algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
@@ -193,6 +217,9 @@ CASES = {
     "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
     "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
+    "coefficient on prompts": Case(
+        small_head, n_prompts=128, seeds=100, slow=True, run=drawn_on_prompts
+    ),
     "probe": Case(n_prompts=128, seeds=100),
     "classify layers": Case(descents, n_prompts=48, seeds=100, slow=True, run=classified_layers),
     "classify a hooked model": Case(hooked, n_prompts=512, run=ANALYSES["classify"].function),

@@ -1,6 +1,7 @@
 """Models go to a hub and come back: huggingface_hub itself against a stand-in of its HTTP interface."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,15 @@ def test_every_shipped_model_has_its_card(folder: Path):
     assert f'from_pretrained("{folder.name}")' in card
 
 
-@pytest.mark.parametrize("name", ["softmax-h2-s0", "two-tasks-h4-s0", "linear-separate-s0"])
-def test_cards_of_shipped_models_are_today_s(name: str):
-    card = (CHECKPOINTS / name / "README.md").read_text(encoding="utf-8")
-    assert f"**{classify(load(name)).pattern}**" in card
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["softmax-h2-s0", "two-tasks-h4-s0", "linear-separate-s0", "kms-0.8-h2-s1", "garg-gpt2"]
+)
+def test_cards_of_shipped_models_are_those_that_are_written_now(name: str):
+    """`python -m analyses.lib.cards` writes them; measured numbers may differ in their last digits."""
+    folder = CHECKPOINTS / name
+    stored, again = (folder / "README.md").read_text("utf-8"), model_card(load(folder))
+    counts = re.compile(r"\d+ of \d+ calibration models")
+    assert counts.findall(stored) == counts.findall(again)
+    without = [re.sub(r"\d+(\.\d+)?(e-\d+)?", "#", text) for text in (stored, again)]
+    assert without[0] == without[1]

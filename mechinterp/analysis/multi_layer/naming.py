@@ -377,6 +377,11 @@ class Naming(Result):
 
     @property
     def r2_sem(self) -> Float[np.ndarray, "member setting"]:
+        """Standard errors of `r2` over the scored half of the prompts.
+
+        They include the draw of these prompts. They leave out the fit of the scalars on the other half. At the own length,
+        and after each layer (`path_r2_sem`), the fit adds little. In other settings the spread over seeds may be two to
+        four times the error (docs/trust.md)."""
         return self.measured.last.r2_sem()[: len(self.members)]
 
     @property

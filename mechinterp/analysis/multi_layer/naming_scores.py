@@ -349,7 +349,7 @@ class Scores:
             return 1 - (self.error @ counts) / (self.size @ counts)
 
     def r2_sem(self) -> Float[np.ndarray, "row column"]:
-        """Standard errors of `r2`."""
+        """Standard errors of `r2` over the scored prompts, without the fit of the scalars on other prompts."""
         return self._ratio(self.error)
 
     def lead(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
