@@ -7,7 +7,6 @@ from mechinterp.analysis.ablation.prior_heads import prior_heads as prior_heads
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
-from mechinterp.analysis.learners.error_curve import ErrorCurve as ErrorCurve
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors

@@ -182,12 +182,17 @@ def from_dict(values: object) -> ExperimentConfig:
         >>> from_dict({"task": {"d_x": 3}, "seed": 1}).task.d_x
         3
     """
-    train = values.get("train") if isinstance(values, dict) else None
-    is_old = isinstance(train, dict) and isinstance(train.get("cosine"), bool)
-    if is_old and "schedule" not in train:
-        rest = {name: value for name, value in train.items() if name != "cosine"}
-        values = values | {"train": rest | {"schedule": "cosine" if train["cosine"] else None}}
+    if isinstance(values, dict) and isinstance(values.get("train"), dict):
+        values = values | {"train": _with_schedule(values["train"])}
     return build(ExperimentConfig, values)
+
+
+def _with_schedule(train: dict) -> dict:
+    """Training settings with `schedule` in place of `cosine`."""
+    if not isinstance(train.get("cosine"), bool) or "schedule" in train:
+        return train
+    rest = {name: value for name, value in train.items() if name != "cosine"}
+    return rest | {"schedule": "cosine" if train["cosine"] else None}
 
 
 def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:

@@ -55,6 +55,30 @@ def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_mo
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)
 
 
+FEW = 10
+
+
+def steps_of(*settings: str) -> Callable[[], None]:
+    """FEW steps of GPT-2 on a pool."""
+    run = DeepRun({"": override(preset("pool-gpt2"), "train.n_eval_prompts=16", *settings)})
+
+    def steps() -> None:
+        for step in range(FEW):
+            run.update(step)
+
+    return steps
+
+
+def test_step_at_every_position_against_the_query_alone(versus):
+    name = f"{FEW} steps of pool-gpt2 at every position (plain: at the query, 8 pairs)"
+    versus(name, steps_of(), steps_of("train.loss=query"))
+
+
+def test_step_at_every_position_against_hugging_face(versus):
+    name = f"{FEW} steps of pool-gpt2 at every position (plain: Hugging Face's GPT2Model)"
+    versus(name, steps_of(), plain.gpt2_training(preset("pool-gpt2"), FEW))
+
+
 BLOCKS = ("norm=before", "final_norm=true", "d_mlp=256", "activation=gelu", "biases=true")
 
 
@@ -65,7 +89,8 @@ def test_step_of_a_stack(versus, score: str, more: tuple[str, ...]):
     config = override(preset("sparse-h8"), *settings)
     run, model = DeepRun({"": config}), config.model
     seeded = [generator_for(config.train.data_seed, "train", step) for step in range(STEPS)]
-    lengths = [run._length(step, generator) for step, generator in enumerate(seeded)]
+    longest = config.task.context_length
+    lengths = [run._length(step, generator, longest) for step, generator in enumerate(seeded)]
     loop = plain.deep_training(config, lengths)
 
     def ours() -> None:

@@ -159,3 +159,33 @@ def subset_risks(model: Attention, batch: Batch) -> np.ndarray:
         risks.append((model(query, context) - target).square().mean().item())
     model.o.weight.copy_(whole)
     return np.array(risks)
+
+
+def gpt2_training(config: ExperimentConfig, steps: int) -> Callable[[], None]:
+    """Steps of Hugging Face's GPT2Model on the loss at every position, as public repositories write them."""
+    from transformers import GPT2Config, GPT2Model
+
+    model, task = config.model, config.task
+    sizes = {"n_embd": model.d_model, "n_layer": model.n_layers, "n_head": model.n_heads}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    gpt2 = GPT2Model(
+        GPT2Config(n_positions=model.n_positions, **sizes, **dropouts, use_cache=False)
+    )
+    read_in, read_out = torch.nn.Linear(task.d_x, model.d_model), torch.nn.Linear(model.d_model, 1)
+    parameters = [p for part in (gpt2, read_in, read_out) for p in part.parameters()]
+    adam = torch.optim.Adam(parameters, lr=config.train.learning_rate)
+
+    def loop() -> None:
+        for _ in range(steps):
+            xs = torch.randn(config.train.batch_size, task.context_length + 1, task.d_x)
+            beta = torch.randn(len(xs), task.d_x, 1)
+            ys = (xs @ beta)[..., 0] + task.noise_var**0.5 * torch.randn(xs.shape[:2])
+            wide = torch.cat([ys[..., None], torch.zeros(*ys.shape, task.d_x - 1)], 2)
+            tokens = torch.stack([xs, wide], 2).flatten(1, 2)
+            hidden = gpt2(inputs_embeds=read_in(tokens)).last_hidden_state
+            loss = (read_out(hidden)[:, ::2, 0] - ys).square().mean()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+
+    return loop
