@@ -121,7 +121,7 @@ def test_dmmse_is_best_on_the_pool_and_the_frame_has_every_learner_and_length():
         return dmmse(prompts, pool=task_pool(TASK), noise_var=0.25)
 
     curve = error_curve(posterior, task=TASK, lengths=[0, 3, 6], n_prompts=256)
-    assert (curve.best, curve.over_best) == ("dmmse", pytest.approx(1, abs=1e-12))
+    assert (curve.best, curve.over_best) == ("dMMSE", pytest.approx(1, abs=1e-12))
     assert len(curve.to_frame()) == 5 * 3
     assert curve.carried_by_few is False
     assert {"loss", "loss_sem", "risk", "risk_sem"} <= set(curve.to_frame())

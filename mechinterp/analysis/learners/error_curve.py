@@ -43,7 +43,7 @@ class ErrorCurve(Result):
     n_pairs: Int[np.ndarray, " length"]
     """Number of pairs before the predicted x."""
     learners: tuple[str, ...]
-    """The model first, then ridge, dmmse for a task with a pool, least_squares and zero."""
+    """The model first, then ridge, dMMSE for a task with a pool, least squares and zero."""
     loss: Float[np.ndarray, "learner length"]
     """Mean squared error against y, noise included; unit y^2."""
     loss_sem: Float[np.ndarray, "learner length"]
@@ -57,7 +57,7 @@ class ErrorCurve(Result):
     """Mean of `loss` over the lengths of `trained`."""
     mean_loss_sem: Float[np.ndarray, " learner"]
     over_best: float
-    """Mean loss of the model divided by that of the Bayes predictor: dmmse with a pool, else ridge."""
+    """Mean loss of the model divided by that of the Bayes predictor: dMMSE with a pool, else ridge."""
     over_best_sem: float
     one_pass: bool
     """True if one pass gave all lengths, by the prefix check; False: one run per length."""
@@ -67,7 +67,7 @@ class ErrorCurve(Result):
     @property
     def best(self) -> str:
         """The Bayes predictor that `over_best` divides by."""
-        return "dmmse" if "dmmse" in self.learners else "ridge"
+        return "dMMSE" if "dMMSE" in self.learners else "ridge"
 
     @property
     def headline(self) -> str:
@@ -87,7 +87,7 @@ class ErrorCurve(Result):
         losses = ", ".join(
             f"{name} {with_error(*pair)}"
             for name, *pair in zip(self.learners, self.mean_loss, self.mean_loss_sem, strict=True)
-            if name != "least_squares"
+            if name != "least squares"
         )
         how = "One pass gives all lengths" if self.one_pass else "Each length is a run of its own"
         few = "The worst 1% of the prompts make up more than half of the model's loss."
@@ -194,7 +194,7 @@ def error_curve(
     }
     names = list(predicted)
     means = squares["loss"][..., inside].mean(2)  # [prompt, learner]
-    best = names.index("dmmse" if "dmmse" in names else "ridge")
+    best = names.index("dMMSE" if "dMMSE" in names else "ridge")
     return ErrorCurve(
         n_pairs=np.array(lengths),
         learners=tuple(names),
@@ -215,8 +215,8 @@ def _learners(prompts: Prompts, task: TaskConfig) -> dict[str, Float[Tensor, "ba
     learners = {"ridge": ridge_at_every(prompts, penalty=task.posterior_penalty)}
     if task.n_tasks is not None:
         pool, noise_var = task_pool(task), task.noise_var
-        learners["dmmse"] = dmmse_at_every(prompts, pool=pool, noise_var=noise_var)
-    learners["least_squares"] = ridge_at_every(prompts, penalty=0)
+        learners["dMMSE"] = dmmse_at_every(prompts, pool=pool, noise_var=noise_var)
+    learners["least squares"] = ridge_at_every(prompts, penalty=0)
     learners["zero"] = torch.zeros_like(prompts.y_of_every_x)
     return learners
 
