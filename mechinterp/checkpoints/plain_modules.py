@@ -3,10 +3,12 @@
 Its attention layers are found by name, in order of running."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import Parameter
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -128,7 +130,8 @@ def hook_module(
         read: Function from the module's output to the prediction, [batch, d_y]. None means the
             output itself if it has that shape, else the last d_y entries at the last position.
         embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens
-            (x, y), the query last with y = 0.
+            (x, y), the query last with y = 0. A module that takes two inputs gets xs [batch, n,
+            d_x] and ys [batch, n], as `model(xs, ys)`.
         outputs: Names of the modules that take the heads' outputs side by side, if they are not
             found or found wrongly.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
@@ -160,6 +163,9 @@ def hook_module(
     if position is not None and type(position) is not int:
         raise ValueError(f"position must be an integer, got {position!r}.")
     own = _uncompiled(module).eval()
+    name = type(own).__name__
+    if embed is None and _takes_xs_and_ys(own):
+        own, outputs = _OfXsAndYs(own), [f"{INNER}{output}" for output in outputs]
     parameter = next(own.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
 
     enter = _Entry(task, embed, parameter.device, parameter.dtype)
@@ -189,7 +195,30 @@ def hook_module(
         _note_sizes(hooked, trial)
         if position is not None:
             query_positions(hooked, trial)
-    return HookedModule(type(own).__name__, task, hooked, tuple(names))
+    return HookedModule(name, task, hooked, tuple(each.removeprefix(INNER) for each in names))
+
+
+INNER = "module."
+"""Beginning of the names of the parts of a module inside `_OfXsAndYs`."""
+
+
+class _OfXsAndYs(nn.Module):
+    """A module that takes xs and ys, as one that takes tokens (x, y)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Float[Tensor, "batch n d_token"]) -> object:
+        return self.module(tokens[..., :-1], tokens[..., -1])
+
+
+def _takes_xs_and_ys(module: nn.Module) -> bool:
+    """True if the module's forward needs two inputs."""
+    given = inspect.signature(module.forward).parameters.values()
+    places = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in given if each.kind in places and each.default is Parameter.empty]
+    return len(needed) == 2
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

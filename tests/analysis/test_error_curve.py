@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model
 
 from mechinterp.analysis.learners.error_curve import error_curve
 from mechinterp.analysis.learners.priors import compare_priors
@@ -45,7 +46,8 @@ def test_learners_at_every_x_are_those_of_the_cut_prompts(noise_var: float, d_y:
 
 
 def weights_of_two_layers(**settings: object):
-    config = override(GPT2, *(f"model.{name}={value}" for name, value in settings.items()))
+    named = (f"model.{name}={value}" for name, value in settings.items())
+    config = override(GPT2, "train.loss=query", *named)
     return initial_deep_weights(config).to(torch.float64)
 
 
@@ -87,6 +89,35 @@ def test_a_module_that_predicts_at_every_x_is_read_there_if_it_is_causal(causal:
     errors = [(each - prompts.prefix(k).y_query) for k, each in zip(lengths, cut, strict=True)]
     expected = [error.square().mean().item() for error in errors]
     assert curve.loss[0][-6:] == pytest.approx(expected, rel=1e-5)
+
+
+class OfXsAndYs(nn.Module):
+    """The signature and the layout of public code: `model(xs, ys)` gives [batch, n]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 14, "use_cache": False}
+        self._read_in, self._read_out = nn.Linear(3, 16), nn.Linear(16, 1)
+        self._backbone = GPT2Model(GPT2Config(**sizes))
+
+    def forward(self, xs: Tensor, ys: Tensor) -> Tensor:
+        wide = torch.cat([ys[..., None], torch.zeros(*ys.shape, 2)], dim=2)
+        tokens = torch.stack([xs, wide], dim=2).flatten(1, 2)
+        stream = self._backbone(inputs_embeds=self._read_in(tokens)).last_hidden_state
+        return self._read_out(stream)[:, ::2, 0]
+
+
+def test_a_module_of_xs_and_ys_is_read_at_every_x():
+    module = OfXsAndYs().eval()
+    prompts = sample_prompts(TASK, 64)
+    curve = error_curve(hook_module(module, task=TASK), prompts, task=TASK)
+    with torch.no_grad():
+        own = module(prompts.every_x, prompts.y_of_every_x[..., 0])
+    expected = (own - prompts.y_of_every_x[..., 0]).square().mean(0)
+    assert curve.one_pass
+    assert curve.loss[0] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert hook_module(module, task=TASK).outputs[0] == "_backbone.h.0.attn.c_proj"
 
 
 def test_models_that_look_back_and_models_of_pairs_run_once_per_length():
