@@ -120,6 +120,22 @@ def test_a_module_of_xs_and_ys_is_read_at_every_x():
     assert hook_module(module, task=TASK).outputs[0] == "_backbone.h.0.attn.c_proj"
 
 
+class OfOneLength(Encoder):
+    """A module that takes prompts of six pairs and no others."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert tokens.shape[1] == 13
+        return super().forward(tokens)
+
+
+def test_a_module_of_one_length_has_its_loss_there():
+    hooked = hook_module(OfOneLength(causal=True), embed=interleaved, task=TASK)
+    prompts = sample_prompts(TASK, 16)
+    curve = error_curve(hooked, prompts, task=TASK, lengths=[6])
+    error = hooked.predict(prompts) - prompts.y_query
+    assert curve.loss[0, 0] == pytest.approx(error.square().mean().item(), rel=1e-5)
+
+
 def test_models_that_look_back_and_models_of_pairs_run_once_per_length():
     # Each position of a context-only model sees all pairs, so that its output there is not that of the cut prompt.
     for settings in ({"context_only": "true"}, {"layout": "pairs"}):

@@ -125,7 +125,10 @@ class Predictor:
         difference below PREFIX_CHECK, checked once on a few of the prompts).
         """
         if "every" not in self._checked:
-            self._checked["every"] = self._one_pass_is_enough(prompts[:4])
+            try:
+                self._checked["every"] = self._one_pass_is_enough(prompts[:4])
+            except (TypeError, RuntimeError, ValueError, IndexError, AssertionError):
+                self._checked["every"] = False  # a module that takes prompts of one length only
         return self._way.predict_at_every(prompts) if self._checked["every"] else None
 
     def _one_pass_is_enough(self, prompts: Prompts) -> bool:
