@@ -4,16 +4,15 @@ If no reading of a known format predicts anything, choices that the format fixes
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
 
-from mechinterp.checkpoints.foreign.assemble import assembled, columns
+from mechinterp.checkpoints.foreign.case import AGAIN, Case, apart, n_prompts_for
 from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES
-from mechinterp.checkpoints.foreign.options import Hints, option
+from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import (
     MARGIN,
@@ -23,23 +22,8 @@ from mechinterp.checkpoints.foreign.readings import (
     below,
     ranked,
 )
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64
-N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
-"""Prompts for the comparison of readings: for one layer of attention, for other models, and at
-least."""
-AGAIN = 4
-"""Factor on the number of prompts for the second comparison, of the best readings.
-
-Set after the losses of published files had been seen: with a factor of 1 some losses were not
-clearly below that of predicting 0.
-"""
 MOST_REFINED = 24
 """Number of best readings whose refinements are tried.
 
@@ -61,82 +45,9 @@ MUCH_BETTER = 1.5
 Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
 times as large. A larger value keeps the common mask more often.
 """
-N_PRODUCTS, N_NUMBERS = 2**34, 2**24
-"""Approximate limit on the products of all readings together, and limit on the numbers of the
-prompts."""
-PER_WEIGHT = 16
-"""Cost of an attention weight, in products."""
 REFINED_MARGIN = 0.01
 """A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
 mistake gets worse, but a wrong task can make it better by a little."""
-REST = 0.85
-"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
-tensor.
-
-Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
-0.80 or less. A larger value doubts more correct readings.
-"""
-STEP, LEAST_AT_REST = 0.02, 64
-"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
-TIE = 1e-6
-"""Relative difference of predictions up to which two readings count as one model; larger values
-merge more readings."""
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Parts of a file under one reading."""
-
-    parts: Parts
-    said: Said
-    task: TaskConfig
-    hints: Hints
-    known: frozenset[str]
-    """Fields of the task that the file, its shapes or the user state, such as task.d_x."""
-    _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """Predictions by number of prompts, as a case is compared several times."""
-
-    def predicted(self, prompts: Prompts) -> Tensor:
-        """Predictions for the evaluation prompts of its task, in double precision.
-
-        Raises:
-                ValueError: If the weights are not finite.
-        """
-        count = len(prompts)
-        if count not in self._predicted:
-            weights = self.weights()
-            if weights.model.one_attention:
-                weights = weights.to(torch.float64)
-            found = predictor_of(weights).predict(prompts.to(weights.dtype))
-            self._predicted[count] = found.double()
-        return self._predicted[count]
-
-    def weights(self) -> Weights:
-        """Model of this reading.
-
-        Raises:
-                ValueError: If the weights are not finite.
-        """
-        return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.hints)
-
-    @property
-    def scale(self) -> float:
-        """Factor on the scores."""
-        scale = self.said["scale"]
-        return self.parts.d_head**-0.5 if scale is None else float(scale)
-
-    def told(self, name: str) -> str | float | bool | None:
-        """Value of a choice; the default scale and the entry of y are given as numbers."""
-        if name == "scale":
-            return self.scale
-        if name == "output_column" and self.said[name] is None:
-            return columns(self.parts, self.said, (self.task.d_x, self.task.d_y))[1][0]
-        return self.said.get(name)
-
-    def shown(self) -> AttentionWeights | Weights:
-        """Weights of this reading; for one layer of attention, its circuits."""
-        weights = self.weights()
-        return weights.circuits if weights.model.one_attention else weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +89,11 @@ def tried(
         raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
     refinements = partial(_refinements, make=make, refine=refine)
     better: list[Case] = []
-    look = _looked_at(cases, _n_prompts(cases, 1))
+    look = _looked_at(cases, n_prompts_for(cases, 1))
     order = sorted(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))[:MOST_REFINED]
     if refined := [each for i in order for each in refinements(look.cases[i])]:
         every = [*look.cases, *refined]
-        look = _looked_at(every, _n_prompts(every, 1))
+        look = _looked_at(every, n_prompts_for(every, 1))
     every = list(look.cases)
     for group in _groups(look, "context_only").values():
         start = min(group, key=lambda i: _mean(look.errors[i]))
@@ -198,7 +109,7 @@ def tried(
         rest = [each for each in readings if each.build not in {case.shown for case in near}]
         best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
         near += refinements(look.cases[best])
-        look = _looked_at(_usual_first(near, cases), _n_prompts(near, AGAIN))
+        look = _looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
     look, other = _of_usual_mask(look, cases)
     look = _without_idle_refinements(look, cases)
     readings = _ranked(look, names)
@@ -219,40 +130,6 @@ def tried(
     return Tried(first, (*readings, *rest), tuple(names), understood=False)
 
 
-def left_by_factors(case: Case) -> float:
-    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
-
-    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
-    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
-    for the fit and once for the loss.
-    """
-    weights, task = case.weights(), case.task
-    named = weights.by_name
-    scaled = [n for n, t in named.items() if t.any() and (t.ndim > 1 or n.endswith(".w"))]
-    count = _n_prompts([case] * (4 * len(scaled) + 4), AGAIN)
-    if count < LEAST_AT_REST:
-        return 1.0
-    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 2))
-
-    def predicted(changed: dict[str, Tensor]) -> Tensor:
-        other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
-        return predictor_of(other).predict(prompts.to(weights.dtype)).double().flatten()
-
-    base = predicted({})
-    error = prompts.y_query.double().flatten() - base
-    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
-    design, half = torch.stack(slopes, 1), len(error) // 2
-    if not torch.isfinite(design).all():
-        return 1.0
-    left = []
-    for fit, held in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
-        A = design[fit]
-        inverse = torch.linalg.pinv(A.T @ A, rtol=1e-3, hermitian=True)
-        rest = error[held] - design[held] @ (inverse @ (A.T @ error[fit]))
-        left.append(float(rest.square().sum() / error[held].square().sum().clamp(min=1e-300)))
-    return sum(left) / 2
-
-
 @dataclass(frozen=True, eq=False)
 class _Look:
     """Cases with different predictions, and their errors on the same prompts."""
@@ -264,7 +141,7 @@ class _Look:
 
 
 def _looked_at(cases: Sequence[Case], count: int) -> _Look:
-    return _Look(*_apart(cases, count), count)
+    return _Look(*apart(cases, count), count)
 
 
 def _refinements(
@@ -458,42 +335,3 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
             f"the file does not state the orientation of its matrices, and {listed} both predict; give --d-x (d_x=) or "
             "--orientation (orientation=)."
         )
-
-
-def _n_prompts(cases: Sequence[Case], more: int) -> int:
-    """Number of prompts for all cases, so that their products stay within the limit."""
-    count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
-    for case in cases:
-        task, parts = case.task, case.parts
-        n_pos = (2 if case.said.get("layout") == "in_turn" else 1) * (task.context_length + 1)
-        size = sum(t.numel() for layer in parts.layers for t in layer.values())
-        products = n_pos * (size + PER_WEIGHT * n_pos * len(parts.layers) * parts.n_heads)
-        numbers = n_pos * max(parts.width, task.d_x + task.d_y)
-        count = min(count, N_PRODUCTS // (len(cases) * products), N_NUMBERS // numbers)
-    return max(LEAST_PROMPTS, count)
-
-
-def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]:
-    """Cases without those that predict the same as an earlier one, with their errors relative to
-    predicting 0."""
-    prompts: dict[TaskConfig, Prompts] = {}
-    kept: list[tuple[Case, Tensor]] = []
-    errors: list[Errors] = []
-    for case in cases:
-        if case.task not in prompts:
-            prompts[case.task] = evaluation_prompts(case.task, n_prompts=count)
-        drawn = prompts[case.task]
-        prediction = case.predicted(drawn)
-        if any(o.task == case.task and _is_one(prediction, each) for o, each in kept):
-            continue
-        zero = drawn.y_query.square().mean(1)
-        error = (prediction - drawn.y_query).square().mean(1)
-        kept.append((case, prediction))
-        errors.append((error / zero.mean(), zero / zero.mean()))
-    return [case for case, _ in kept], errors
-
-
-def _is_one(prediction: Tensor, other: Tensor) -> bool:
-    """True if two predictions are equal up to rounding."""
-    close = TIE * other.abs().max().nan_to_num(0.0, 0.0).item()
-    return torch.allclose(prediction, other, rtol=0, atol=close, equal_nan=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
+from mechinterp.checkpoints.foreign.case import Case
 from mechinterp.checkpoints.foreign.choices import (
     Choices,
     choices_of,
@@ -20,13 +21,14 @@ from mechinterp.checkpoints.foreign.choices import (
     refinements,
     rotary_of,
 )
+from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import REST, Case, Tried, left_by_factors, tried
+from mechinterp.checkpoints.foreign.interpret import Tried, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_at_rest, not_understood, tied
+from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
@@ -283,8 +285,8 @@ class _Source:
             assumed["undetermined"] = open_between
         if not found.understood:
             assumed |= {"understood": False, "doubt": not_understood(readings)}
-        elif not case.parts.alone and (left := left_by_factors(case)) < REST:
-            assumed["doubt"] = not_at_rest(left)
+        elif doubt := doubt_of(case):
+            assumed["doubt"] = doubt
         tensors = self.stored.tensors.items()
         ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
         if ignored and form.name != "transformer-lens":

@@ -25,6 +25,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
+AVERAGE = "batch head row key, batch key head d -> batch row head d"
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
@@ -34,15 +35,19 @@ Attend = Callable[[Queries, Keys, Keys, ModelConfig], Queries]
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig) -> Queries:
     """Weighted average of the values for each head and row."""
     pattern = pattern_of(q, k, model)
-    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+    return einsum(pattern, v, AVERAGE)
+
+
+def scores_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
+    """Scores of scaled queries on keys, -inf where masked."""
+    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
+    reads = readable_keys(k.shape[1], model, device=scores.device)
+    return scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
 
 
 def pattern_of(q: Queries, k: Keys, model: ModelConfig) -> Float[Tensor, "batch head row key"]:
     """Attention weights of scaled queries on keys."""
-    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
-    reads = readable_keys(k.shape[1], model, device=scores.device)
-    scores = scores.masked_fill(~reads[-q.shape[1] :], -torch.inf)
-    return attention_pattern(scores, score=model.score, slope=model.score_slope)
+    return attention_pattern(scores_of(q, k, model), score=model.score, slope=model.score_slope)
 
 
 def predictions(
