@@ -21,6 +21,7 @@ from mechinterp.checkpoints.foreign.layout import (
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import require_numbers
+from mechinterp.checkpoints.foreign.scanned import unstacked
 from mechinterp.models.shapes import NAMES
 
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
@@ -190,6 +191,7 @@ def recognised(
         ValueError: If the tensors form no layer of attention, or do not have the stated format.
     """
     known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
+    known = unstacked(known)
     form = _row(known, hints)
     if form is HOOKED:
         known, stated = hooked_layer(tensors)

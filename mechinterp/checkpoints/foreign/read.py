@@ -36,8 +36,10 @@ from mechinterp.fields import build, flatten
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
-UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
+UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
+NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
+"""Assumption about terms of the scores that a file does not show."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -274,6 +276,8 @@ class _Source:
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
         if assumed.get("model.positions") == "none":
             assumed["model.positions"] = UNTRACED
+        if form.turns and case.said["score"] == "softmax":
+            assumed["model.attention_biases"] = NO_BIASES
         if "score" in form.usual and "score" not in closed:
             assumed["model.score_slope"] = 1.0
         if "scale" not in closed:
