@@ -155,6 +155,12 @@ def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
     assert classify(checkpoint, **FEW).pattern == "linear_gd"
 
 
+def test_a_matrix_of_another_size_than_the_stated_task_is_refused(tmp_path: Path):
+    np.save(tmp_path / "W.npy", np.eye(21, dtype=np.float32))
+    assert_refused("d_x must be 20 .* or 21 .*, got 10", load, tmp_path / "W.npy", d_x=10)
+    assert_refused("d_y must be 1", load, tmp_path / "W.npy", d_y=2)
+
+
 def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
     turn = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))[0]
     turn = 0.6 * turn + 0.5 * torch.eye(5)

@@ -119,7 +119,8 @@ def tried(
         understood = readings[0].predicts
         rest = [replace(each, stands=False, ties=False) for each in rest]
         if other.cases:
-            readings.append(replace(_ranked(other, names)[0], stands=False, ties=True))
+            rival = _ranked(other, names)[0]
+            readings.append(replace(rival, stands=False, ties=rival.predicts))
         several = len(cases) > 1 or len(readings) > 1 or not understood
         return Tried(first, (*readings, *rest) if several else (), tuple(names), understood)
     doubts = _looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
