@@ -20,7 +20,7 @@ def _option(kind: Any, text: str, *names: str, **settings: Any) -> Any:
 OPTIONS: Mapping[str, Any] = {
     "task": _option(
         Path,
-        "Fields of the task, if the file does not state them; default: the softmax paper's.",
+        "Fields of the task of the training, if the file does not state them; default: the softmax paper's. Not the law of --prompts.",
         metavar="FILE.json",
     ),
     "format": _option(str, "Format of the file, if its names do not show it.", metavar="NAME"),

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
-from tests.checkpoints.files import assert_same_circuits, loaded, saved
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import State, matrices
