@@ -85,7 +85,7 @@ def _unexplained(
     if by_hand:
         v, own = (
             passed["hook_v"][0],
-            "its softmax is written by hand; call torch.softmax for its scores",
+            "its weights are no output of torch.softmax, so that its scores are not seen",
         )
         without = POINTS[:2] if _same(einsum(pattern, v, AVERAGE), z) else PROJECTED
         return (*without, "hook_attn_scores"), own
