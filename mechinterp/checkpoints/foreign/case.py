@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -105,7 +106,38 @@ def n_prompts_for(cases: Sequence[Case], more: int) -> int:
     return max(LEAST_PROMPTS, count)
 
 
-def apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]:
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Cases with different predictions, and their errors on the same prompts."""
+
+    cases: list[Case]
+    errors: list[Errors]
+    count: int
+    """Number of prompts."""
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """Mean error of each case; infinite if it is not a number."""
+        return [float(error.mean().nan_to_num(torch.inf)) for error, _ in self.errors]
+
+    @property
+    def best(self) -> Case:
+        """The case of the lowest loss, the first of several."""
+        return self.cases[min(range(len(self.cases)), key=self.losses.__getitem__)]
+
+    def of(self, rows: Sequence[int]) -> "Look":
+        """Some of the cases."""
+        return Look([self.cases[i] for i in rows], [self.errors[i] for i in rows], self.count)
+
+    def groups(self, *names: str) -> dict[object, list[int]]:
+        """Indices of the cases by their values of some choices, the lowest loss first."""
+        groups: dict[object, list[int]] = {}
+        for i, case in enumerate(self.cases):
+            groups.setdefault(tuple(case.said.get(n) for n in names), []).append(i)
+        return {of: sorted(rows, key=self.losses.__getitem__) for of, rows in groups.items()}
+
+
+def looked_at(cases: Sequence[Case], count: int) -> Look:
     """Cases without those that predict the same as an earlier one, with their errors relative to
     predicting 0."""
     prompts: dict[TaskConfig, Prompts] = {}
@@ -122,7 +154,7 @@ def apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]:
         error = (prediction - drawn.y_query).square().mean(1)
         kept.append((case, prediction))
         errors.append((error / zero.mean(), zero / zero.mean()))
-    return [case for case, _ in kept], errors
+    return Look([case for case, _ in kept], errors, count)
 
 
 def _is_one(prediction: Tensor, other: Tensor) -> bool:

@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-import torch
-
-from mechinterp.checkpoints.foreign.case import AGAIN, Case, apart, n_prompts_for
+from mechinterp.checkpoints.foreign.case import AGAIN, Case, Look, looked_at, n_prompts_for
 from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import (
     MARGIN,
-    Errors,
     Reading,
     Said,
     below,
@@ -89,17 +86,16 @@ def tried(
         raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
     refinements = partial(_refinements, make=make, refine=refine)
     better: list[Case] = []
-    look = _looked_at(cases, n_prompts_for(cases, 1))
-    order = sorted(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))[:MOST_REFINED]
-    if refined := [each for i in order for each in refinements(look.cases[i])]:
+    look = looked_at(cases, n_prompts_for(cases, 1))
+    (order,) = look.groups().values()
+    if refined := [each for i in order[:MOST_REFINED] for each in refinements(look.cases[i])]:
         every = [*look.cases, *refined]
-        look = _looked_at(every, n_prompts_for(every, 1))
+        look = looked_at(every, n_prompts_for(every, 1))
     every = list(look.cases)
-    for group in _groups(look, "context_only").values():
-        start = min(group, key=lambda i: _mean(look.errors[i]))
-        if _mean(look.errors[start]) < 1 - MARGIN:
+    for start, *_ in look.groups("context_only").values():
+        if look.losses[start] < 1 - MARGIN:
             better += _improved(look.cases[start], every, make, less_usual, look.count)
-    look = _looked_at([*every, *better], look.count) if better else look
+    look = looked_at([*every, *better], look.count) if better else look
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)
     rest: list[Reading] = []
@@ -107,9 +103,8 @@ def tried(
     if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
         near = _near_the_best(look, cases)
         rest = [each for each in readings if each.build not in {case.shown for case in near}]
-        best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
-        near += refinements(look.cases[best])
-        look = _looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
+        near += refinements(look.best)
+        look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
     look, other = _of_usual_mask(look, cases)
     look = _without_idle_refinements(look, cases)
     readings = _ranked(look, names)
@@ -123,26 +118,12 @@ def tried(
             readings.append(replace(rival, stands=False, ties=rival.predicts))
         several = len(cases) > 1 or len(readings) > 1 or not understood
         return Tried(first, (*readings, *rest) if several else (), tuple(names), understood)
-    doubts = _looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
+    doubts = looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
     names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
         told = {n: first.told(n) for n in names}
         readings = [replace(readings[0], stands=True, said=told), *working]
     return Tried(first, (*readings, *rest), tuple(names), understood=False)
-
-
-@dataclass(frozen=True, eq=False)
-class _Look:
-    """Cases with different predictions, and their errors on the same prompts."""
-
-    cases: list[Case]
-    errors: list[Errors]
-    count: int
-    """Number of prompts."""
-
-
-def _looked_at(cases: Sequence[Case], count: int) -> _Look:
-    return _Look(*apart(cases, count), count)
 
 
 def _refinements(
@@ -189,33 +170,22 @@ def _improved(
         for change in changes:
             with suppress(ValueError):
                 others.append(make(case.parts, {**case.said, **change}))
-        look = _looked_at([case, *others], count)
-        best = look.cases[min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))]
-        if best is case:
+        look = looked_at([case, *others], count)
+        if look.best is case:
             break
-        case = best
+        case = look.best
         better.append(case)
     return better
 
 
-def _mean(errors: Errors) -> float:
-    return float(errors[0].mean().nan_to_num(torch.inf))
-
-
-def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
+def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
     """For each score and mask, the cases that may be its best with more prompts; also the best
     unrefined case."""
     plain = {id(case) for case in cases}
-    unrefined = [i for i, case in enumerate(look.cases) if id(case) in plain]
-    near = {
-        min(rows, key=lambda i: _mean(look.errors[i]))
-        for group in _groups(look, "context_only").values()
-        if (rows := [i for i in group if i in unrefined])
-    }
-    kinds = [(case.said.get("score"), case.said.get("context_only")) for case in look.cases]
-    for kind in dict.fromkeys(kinds):
-        rows = [i for i, each in enumerate(kinds) if each == kind]
-        rows.sort(key=lambda i: _mean(look.errors[i]))
+    near: set[int] = set()
+    for rows in look.groups("context_only").values():
+        near |= {*[i for i in rows if id(look.cases[i]) in plain][:1]}
+    for rows in look.groups("score", "context_only").values():
         best = look.errors[rows[0]][0]
         near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
     return [look.cases[i] for i in sorted(near)]
@@ -235,59 +205,42 @@ def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     return sorted(near, key=rank)
 
 
-def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
+def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
     """The cases without refinements, unless one predicts better than every unrefined case.
 
     Then that refinement and those that predict as well are kept.
     """
     unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
     plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
-    best = min((e for e, is_plain in zip(look.errors, plain, strict=True) if is_plain), key=_mean)
-    better = [
-        each
-        for each, is_plain in zip(look.errors, plain, strict=True)
-        if not is_plain and below(each[0], best[0], REFINED_MARGIN) and below(*each)
-    ]
-    first = min(better, key=_mean, default=None)
-    rows = [
+    rows = sorted(range(len(plain)), key=look.losses.__getitem__)
+    best = look.errors[next(i for i in rows if plain[i])][0]
+    better = [i for i in rows if not plain[i] and below(*look.errors[i])]
+    better = [i for i in better if below(look.errors[i][0], best, REFINED_MARGIN)][:1]
+    kept = [
         i
         for i, (error, zero) in enumerate(look.errors)
         if plain[i]
-        or (first is not None and below(error, zero) and not below(first[0], error, 0.0))
+        or (better and below(error, zero) and not below(look.errors[better[0]][0], error, 0.0))
     ]
-    return _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
+    return look.of(kept)
 
 
-def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
+def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     """Cases with the most common mask, and cases with the other mask.
 
     If the other mask predicts much better: all cases, and none. A causal model that is read without
     its mask can have a lower loss than with it, so a small advantage does not count.
     """
-    none = _Look([], [], look.count)
     usual = cases[0].said.get("context_only")
-    own: list[int] = []
-    other: list[int] = []
-    for value, rows in _groups(look, "context_only").items():
-        (own if value == usual else other).extend(rows)
+    groups = look.groups("context_only")
+    own = groups.pop((usual,), [])
+    other = [i for rows in groups.values() for i in rows]
     if not own or not other:
-        return look, none
-    own_loss, other_loss = (min(_mean(look.errors[i]) for i in rows) for rows in (own, other))
+        return look, look.of([])
+    own_loss, other_loss = (min(look.losses[i] for i in rows) for rows in (own, other))
     if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
-        return look, none
-    first, second = (
-        _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
-        for rows in (own, other)
-    )
-    return first, second
-
-
-def _groups(look: _Look, name: str) -> dict[object, list[int]]:
-    """Indices of the cases by their value of a choice."""
-    groups: dict[object, list[int]] = {}
-    for i, case in enumerate(look.cases):
-        groups.setdefault(case.said.get(name), []).append(i)
-    return groups
+        return look, look.of([])
+    return look.of(sorted(own)), look.of(sorted(other))
 
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
@@ -295,7 +248,7 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
     return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
 
 
-def _ranked(look: _Look, names: Sequence[str]) -> list[Reading]:
+def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
     """Readings, ranked, with the choices in which they may differ."""
     said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
     return ranked(said, look.errors)
