@@ -104,7 +104,7 @@ def left_by_factors(case: Case) -> float:
     count = n_prompts_for([case] * (4 * len(scaled) + 4), AGAIN)
     if count < LEAST_AT_REST:
         return 1.0
-    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 2))
+    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4))
 
     def predicted(changed: dict[str, Tensor]) -> Tensor:
         other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
