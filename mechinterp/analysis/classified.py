@@ -14,7 +14,7 @@ from mechinterp.icl.given import PromptsTask, no_law
 
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
-    "these prompts; state the law by task= (--task)."
+    "these prompts; state their law by task= in Python (--task is the law of the training)."
 )
 
 

@@ -243,6 +243,7 @@ def run_analysis(
         if name_of is None or told.keys() & {"n_prompts", "seed"}:
             why = (
                 "no given prompts"
+                + (", as it draws those of several laws" if analysis.draws_prompts else "")
                 if name_of is None
                 else "given prompts as they are: leave out n_prompts and seed"
             )

@@ -170,6 +170,36 @@ class Heads(nn.Module):
         return self.heads[head](x) @ self.proj.weight[:, rows].T
 
 
+class ByHand(Rotary):
+    """A softmax written with exp and sum."""
+
+    def __init__(self, kind: str = "exp over sum"):
+        super().__init__()
+        self.kind = kind
+
+    def weights(self, s):
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        return {
+            "exp over sum": lambda: torch.exp(s) / torch.exp(s).sum(-1, keepdim=True),
+            "less the largest": lambda: torch.div(e, e.sum(dim=-1, keepdim=True)),
+            "log_softmax": lambda: nn.functional.log_softmax(s, -1).exp(),
+            "logsumexp": lambda: torch.exp(s - s.logsumexp(-1, keepdim=True)),
+            "in place": lambda: e.div_(e.sum(-1, keepdim=True)),
+            "times the inverse": lambda: e * e.sum(-1, keepdim=True).reciprocal(),
+            "normalize": lambda: nn.functional.normalize(e, p=1, dim=-1),
+            "heads in the batch": lambda: self.flat(s),
+        }[self.kind]()
+
+    def flat(self, s):
+        e = s.flatten(0, 1).exp()
+        return (e / e.sum(-1, keepdim=True)).unflatten(0, s.shape[:2])
+
+    def forward(self, x):
+        q, k, v = (split(each, HEADS) for each in self.qkv(x).chunk(3, -1))
+        scores = self.turned(q) @ self.turned(k).mT / math.sqrt(EACH)
+        return self.proj(joined(self.weights(scores) @ v))
+
+
 class ByEntry(Parameters):
     """The first entries of all heads come before their second entries, (d_head head)."""
 

@@ -31,7 +31,10 @@ class Kind:
     """Whether the MLP reads what attention reads, and both are added."""
     passes: int = 1
     base: float = 10000.0
+    beside: str = "none"
+    """none; alibi: a slope times the distance is taken from the scores; sink: the softmax has one more logit, which is 0."""
     steps: int = 600
+    seed: int = 0
 
 
 def turned(x: Tensor, kind: Kind) -> Tensor:
@@ -44,6 +47,18 @@ def turned(x: Tensor, kind: Kind) -> Tensor:
         return torch.view_as_real(pairs * angle).flatten(-2)
     both = torch.complex(x[..., : n // 2], x[..., n // 2 :]) * angle
     return torch.cat([both.real, both.imag], -1)
+
+
+def weighted(scores: Tensor, beside: str) -> Tensor:
+    """Attention with ALiBi (Press et al. 2022) or with a logit 0 beside the scores (softmax1)."""
+    n_heads, n = scores.shape[1:3]
+    if beside == "alibi":
+        slopes = 2.0 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
+        scores = scores + slopes[:, None, None] * (torch.arange(n) - torch.arange(n)[:, None])
+    scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+    if beside == "sink":
+        return F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
 
 
 NORMS = {
@@ -74,7 +89,10 @@ class Block(nn.Module):
         if self.kind.positions in ("halves", "adjacent"):
             q, k = turned(q, self.kind), turned(k, self.kind)
         scale = (x if self.kind.scale == "width" else q).shape[-1] ** -0.5
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        if self.kind.beside == "none":
+            z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            z = weighted(scale * q @ k.mT, self.kind.beside) @ v
         written = self.o_proj(z.transpose(1, 2).flatten(2))
         if self.kind.parallel and self.mlp is not None:
             return x + written + self.mlp(self.norm2(x))
@@ -129,9 +147,9 @@ def drawn(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tenso
 def trained(kind: Kind) -> Stranger:
     """A model of this kind after a short training."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(kind.seed)
         model = Stranger(kind)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + kind.seed)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(kind.steps):
         *prompt, target = drawn(128, generator)

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights
-from tests.checkpoints.files import assert_same_circuits, loaded, saved
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import softmax_paper_state
 from tests.checkpoints.wild_files import State, matrices
@@ -153,6 +153,12 @@ def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
     expected = 0.8 * torch.einsum("bx,bxy->by", prompts.x_query, step)
     torch.testing.assert_close(checkpoint.predictor.predict(prompts), expected)
     assert classify(checkpoint, **FEW).pattern == "linear_gd"
+
+
+def test_a_matrix_of_another_size_than_the_stated_task_is_refused(tmp_path: Path):
+    np.save(tmp_path / "W.npy", np.eye(21, dtype=np.float32))
+    assert_refused("d_x must be 20 .* or 21 .*, got 10", load, tmp_path / "W.npy", d_x=10)
+    assert_refused("d_y must be 1", load, tmp_path / "W.npy", d_y=2)
 
 
 def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign import interpret
+from mechinterp.checkpoints.foreign import case, interpret
 from mechinterp.checkpoints.foreign.read import MOST_SHOWN
 from mechinterp.checkpoints.foreign.readings import ranked, tied
 from mechinterp.checkpoints.io.errors import CheckpointError
@@ -152,8 +152,8 @@ def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
 ):
     """Four prompts leave open what 256 tell."""
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "x.npz")
-    monkeypatch.setattr(interpret, "N_PROMPTS", 4)
-    monkeypatch.setattr(interpret, "LEAST_PROMPTS", 4)
+    monkeypatch.setattr(case, "N_PROMPTS", 4)
+    monkeypatch.setattr(case, "LEAST_PROMPTS", 4)
     for again, clear in ((1, False), (64, True)):
         monkeypatch.setattr(interpret, "AGAIN", again)
         readings = load(file, score="softmax").readings

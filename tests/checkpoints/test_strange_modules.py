@@ -228,6 +228,37 @@ def test_heads_that_are_modules_are_counted_by_name(prompts):
     assert "all heads at once" in hooked.model.unfollowed[0]
 
 
+HAND = ("exp over sum", "less the largest", "log_softmax", "logsumexp", "in place", "times the inverse", "normalize", "heads in the batch")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HAND)
+def test_a_softmax_written_by_hand_shows_its_patterns(kind, prompts):
+    stack = random(strange.Stack(*(strange.ByHand(kind) for _ in range(2)), norm=True))
+    hooked = hook_module(stack, task=TASK, heads=HEADS)
+    seen: list[torch.Tensor] = []
+    stack.by_hand(prompts.tokens, seen=seen)
+    patterns = attention_patterns(hooked, prompts, shown=len(prompts)).pattern
+    for layer, (block, x) in enumerate(zip(stack.blocks, seen, strict=True)):
+        for head in range(HEADS):
+            weights = block.attention.pattern(block.norm(x), head)[:, -1]
+            got = patterns[:, layer * HEADS + head]
+            np.testing.assert_allclose(got, weights[:, : got.shape[1]], rtol=1e-9, atol=1e-12)
+    zero = [("blocks.1.attn.hook_pattern", lambda values, hook: 0 * values)]
+    with hooked.model.hooks(fwd_hooks=zero):
+        got = hooked.predict(prompts)
+    every = [(1, head) for head in range(HEADS)]
+    torch.testing.assert_close(got, stack.by_hand(prompts.tokens, every))
+
+
+@pytest.mark.parametrize("kind", ["rotary", "parameters", "by hand"])
+def test_edges_that_cannot_be_told_apart_are_refused_in_one_line(kind, prompts):
+    by_hand = lambda: strange.Stack(*(strange.ByHand() for _ in range(2)))  # noqa: E731
+    hooked = hook_module(random((STACKS | {"by hand": by_hand})[kind]()), task=TASK, heads=HEADS)
+    with pytest.raises(ValueError, match="hooks on its queries, keys and values") as caught:
+        attribute_edges(hooked, prompts[:4], prompts[4:8])
+    assert "\n" not in str(caught.value)
+
+
 def test_heads_that_lie_entry_by_entry_are_refused():
     refused(random(strange.Stack(strange.ByEntry())), "side by side", "(d_head head)")
 

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from mechinterp.analysis.ablation.methods import ablate
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign import doubts
 from mechinterp.checkpoints.foreign.copies import copies_in
 from mechinterp.checkpoints.foreign.settings import settled
 from mechinterp.checkpoints.io.errors import NotUnderstoodError
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.general import Attend, predictions
 from tests.checkpoints.files import assert_refused, read, saved
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.strangers import D_X, TASK, Kind, Stranger, drawn, trained
@@ -115,6 +117,39 @@ def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, 
         shown = run(command, path, "--n-heads", 2, "--task", law, "--n-prompts", 64).done().out
         words = " ".join(shown.split())
         assert words.index("how this file was read, or its task, is in doubt") < words.index("L0H0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (Kind(2, 4, beside="alibi", norm="layer", mlp=True), doubts._slanted),
+        (Kind(2, beside="sink", norm="layer", mlp=True, layout="in_turn"), doubts._with_a_logit),
+    ],
+)
+def test_other_kinds_of_attention_are_the_strangers_own_function(tmp_path: Path, kind: Kind, way: Attend):  # fmt: skip
+    model = Stranger(kind)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(0))
+    joins = {**STATED, "norm": "before", "layout": kind.layout, "positions": "none"}
+    hints = {"n_heads": kind.heads, "score": "softmax", "attend_to_self": True, "model": joins}
+    checkpoint = read(saved(tmp_path, model.state_dict()), task=TASK, **hints)
+    assert "ALiBi and sinks" in checkpoint.assumed["model.attention_biases"]
+    x, y, x_query, target = drawn(64, torch.Generator().manual_seed(3))
+    column = target[:, None]
+    prompts = Prompts(x, y[..., None], x_query, column, column, torch.zeros(64, D_X, 1))
+    with torch.no_grad():
+        theirs, plain = model(x, y, x_query), predictions(checkpoint.weights, prompts)[:, 0]
+        ours = predictions(checkpoint.weights, prompts, attend=way)[:, 0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (plain - theirs).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_sink_in_a_trained_model_is_doubted(tmp_path: Path, seed: int):
+    kind = Kind(2, beside="sink", norm="layer", mlp=True, seed=seed)
+    checkpoint = load(saved(tmp_path, trained(kind).state_dict()), n_heads=2, task=TASK)
+    assert "softmax1" in checkpoint.doubt
 
 
 @pytest.mark.slow
@@ -394,3 +429,41 @@ def test_other_kinds_of_files_get_a_line_that_says_what_to_do(tmp_path: Path):
     (tmp_path / "orbax").mkdir()
     (tmp_path / "orbax" / "_METADATA").write_text("{}")
     assert "numpy.savez" in assert_refused("an orbax checkpoint", read, tmp_path / "orbax")
+
+
+# Layers on a first axis.
+
+
+def of_flax(state: dict[str, Tensor], n_layers: int, *, heads: bool) -> dict[str, np.ndarray]:
+    """The layers' tensors side by side on a first axis, with flax's names and axes."""
+    tree: dict[str, np.ndarray] = {}
+    for name, tensor in state.items():
+        if not name.startswith("blocks."):
+            tree[name.replace("weight", "kernel")] = tensor.mT.numpy() if tensor.ndim == 2 else tensor.numpy()  # fmt: skip
+        elif name.startswith("blocks.0."):
+            rest = name.removeprefix("blocks.0.")
+            stack = torch.stack([state[f"blocks.{n}.{rest}"] for n in range(n_layers)])
+            stack = stack.mT if stack.ndim == 3 else stack
+            if heads and "_proj" in rest:
+                stack = stack.unflatten(1 if "o_proj" in rest else 2, (2, -1))
+            kind = "scale" if "norm" in rest else "kernel"
+            rest = rest.replace("mlp.0", "mlp.Dense_0").replace("mlp.2", "mlp.Dense_1")
+            tree["ScanBlock_0." + rest.replace("weight", kind)] = stack.numpy()
+    return {name.replace("final_norm.kernel", "final_norm.scale"): t for name, t in tree.items()}
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_layers_stacked_on_a_first_axis_are_read(tmp_path: Path, heads: bool):
+    model = Stranger(Kind(3, norm="layer", mlp=True))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(0))
+    joins = {**STATED, "norm": "before", "positions": "none"}
+    hints = {"n_heads": 2, "score": "softmax", "attend_to_self": True, "model": joins, "task": TASK}
+    tree = of_flax(model.state_dict(), 3, heads=heads)
+    np.savez(tmp_path / "x.npz", **{name.replace(".", "/"): t for name, t in tree.items()})
+    ours, theirs = prediction(read(tmp_path / "x.npz", **hints), model)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    copies = {f"params/{name}": np.stack([t, t]) for name, t in of_flax(Stranger(Kind()).state_dict(), 1, heads=True).items()}  # fmt: skip
+    copies = {name.replace("ScanBlock_0", "block"): t[:, 0] if "Scan" in name else t for name, t in copies.items()}  # fmt: skip
+    np.savez(tmp_path / "two.npz", **copies)
+    assert_refused("must hold one model, got 2", read, tmp_path / "two.npz", **hints)

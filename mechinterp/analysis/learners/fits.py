@@ -48,7 +48,7 @@ CONTEXT_LENGTHS = tuple(range(10, 101, 10))
 N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: longer contexts, the posterior mean under a pool. Ridge has the "
-    "penalty that is best on these prompts; state the law by task=."
+    "penalty that is best on these prompts; state their law by task= in Python (--task is the law of the training)."
 )
 
 

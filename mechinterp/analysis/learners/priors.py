@@ -183,6 +183,8 @@ def compare_priors(
     """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on
     new ones.
 
+    It takes no given prompts, as it needs prompts of both kinds.
+
     Args:
         source: Weights, a checkpoint, a hooked model, or a function from prompts (in float64) to
             predictions, which needs a task.

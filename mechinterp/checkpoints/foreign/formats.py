@@ -21,6 +21,7 @@ from mechinterp.checkpoints.foreign.layout import (
 from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import require_numbers
+from mechinterp.checkpoints.foreign.scanned import unstacked
 from mechinterp.models.shapes import NAMES
 
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
@@ -190,6 +191,7 @@ def recognised(
         ValueError: If the tensors form no layer of attention, or do not have the stated format.
     """
     known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
+    known = unstacked(known)
     form = _row(known, hints)
     if form is HOOKED:
         known, stated = hooked_layer(tensors)
@@ -291,9 +293,17 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit passes on y.
 
-    The matrix acts on x alone, unless d_x shows that it includes y."""
+    The matrix acts on x alone, unless d_x shows that it includes y.
+
+    Raises:
+        ValueError: If d_x or d_y does not fit the matrix.
+    """
     ((name, W),) = tensors.items()
     require_numbers(W, name)
+    if hints.d_x not in (None, len(W) - 1, len(W)):
+        raise ValueError(f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {hints.d_x}.")  # fmt: skip
+    if hints.d_y not in (None, 1):
+        raise ValueError(f"d_y must be 1 for a single matrix, got {hints.d_y}.")
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
     OV = W.new_zeros(1, len(W), len(W))
     OV[0, -1, -1] = 1

@@ -4,42 +4,23 @@ If no reading of a known format predicts anything, choices that the format fixes
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-import torch
-from torch import Tensor
-
-from mechinterp.checkpoints.foreign.assemble import assembled, columns
+from mechinterp.checkpoints.foreign.case import AGAIN, Case, Look, looked_at, n_prompts_for
 from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES
-from mechinterp.checkpoints.foreign.options import Hints, option
+from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import (
     MARGIN,
-    Errors,
     Reading,
     Said,
     below,
     ranked,
 )
-from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.weights import Weights
 
 MAX_READINGS = 64
-N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
-"""Prompts for the comparison of readings: for one layer of attention, for other models, and at
-least."""
-AGAIN = 4
-"""Factor on the number of prompts for the second comparison, of the best readings.
-
-Set after the losses of published files had been seen: with a factor of 1 some losses were not
-clearly below that of predicting 0.
-"""
 MOST_REFINED = 24
 """Number of best readings whose refinements are tried.
 
@@ -61,82 +42,9 @@ MUCH_BETTER = 1.5
 Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
 times as large. A larger value keeps the common mask more often.
 """
-N_PRODUCTS, N_NUMBERS = 2**34, 2**24
-"""Approximate limit on the products of all readings together, and limit on the numbers of the
-prompts."""
-PER_WEIGHT = 16
-"""Cost of an attention weight, in products."""
 REFINED_MARGIN = 0.01
 """A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
 mistake gets worse, but a wrong task can make it better by a little."""
-REST = 0.85
-"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
-tensor.
-
-Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
-0.80 or less. A larger value doubts more correct readings.
-"""
-STEP, LEAST_AT_REST = 0.02, 64
-"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
-TIE = 1e-6
-"""Relative difference of predictions up to which two readings count as one model; larger values
-merge more readings."""
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Parts of a file under one reading."""
-
-    parts: Parts
-    said: Said
-    task: TaskConfig
-    hints: Hints
-    known: frozenset[str]
-    """Fields of the task that the file, its shapes or the user state, such as task.d_x."""
-    _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-    """Predictions by number of prompts, as a case is compared several times."""
-
-    def predicted(self, prompts: Prompts) -> Tensor:
-        """Predictions for the evaluation prompts of its task, in double precision.
-
-        Raises:
-                ValueError: If the weights are not finite.
-        """
-        count = len(prompts)
-        if count not in self._predicted:
-            weights = self.weights()
-            if weights.model.one_attention:
-                weights = weights.to(torch.float64)
-            found = predictor_of(weights).predict(prompts.to(weights.dtype))
-            self._predicted[count] = found.double()
-        return self._predicted[count]
-
-    def weights(self) -> Weights:
-        """Model of this reading.
-
-        Raises:
-                ValueError: If the weights are not finite.
-        """
-        return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.hints)
-
-    @property
-    def scale(self) -> float:
-        """Factor on the scores."""
-        scale = self.said["scale"]
-        return self.parts.d_head**-0.5 if scale is None else float(scale)
-
-    def told(self, name: str) -> str | float | bool | None:
-        """Value of a choice; the default scale and the entry of y are given as numbers."""
-        if name == "scale":
-            return self.scale
-        if name == "output_column" and self.said[name] is None:
-            return columns(self.parts, self.said, (self.task.d_x, self.task.d_y))[1][0]
-        return self.said.get(name)
-
-    def shown(self) -> AttentionWeights | Weights:
-        """Weights of this reading; for one layer of attention, its circuits."""
-        weights = self.weights()
-        return weights.circuits if weights.model.one_attention else weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,17 +86,16 @@ def tried(
         raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
     refinements = partial(_refinements, make=make, refine=refine)
     better: list[Case] = []
-    look = _looked_at(cases, _n_prompts(cases, 1))
-    order = sorted(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))[:MOST_REFINED]
-    if refined := [each for i in order for each in refinements(look.cases[i])]:
+    look = looked_at(cases, n_prompts_for(cases, 1))
+    (order,) = look.groups().values()
+    if refined := [each for i in order[:MOST_REFINED] for each in refinements(look.cases[i])]:
         every = [*look.cases, *refined]
-        look = _looked_at(every, _n_prompts(every, 1))
+        look = looked_at(every, n_prompts_for(every, 1))
     every = list(look.cases)
-    for group in _groups(look, "context_only").values():
-        start = min(group, key=lambda i: _mean(look.errors[i]))
-        if _mean(look.errors[start]) < 1 - MARGIN:
+    for start, *_ in look.groups("context_only").values():
+        if look.losses[start] < 1 - MARGIN:
             better += _improved(look.cases[start], every, make, less_usual, look.count)
-    look = _looked_at([*every, *better], look.count) if better else look
+    look = looked_at([*every, *better], look.count) if better else look
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)
     rest: list[Reading] = []
@@ -196,9 +103,8 @@ def tried(
     if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
         near = _near_the_best(look, cases)
         rest = [each for each in readings if each.build not in {case.shown for case in near}]
-        best = min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))
-        near += refinements(look.cases[best])
-        look = _looked_at(_usual_first(near, cases), _n_prompts(near, AGAIN))
+        near += refinements(look.best)
+        look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
     look, other = _of_usual_mask(look, cases)
     look = _without_idle_refinements(look, cases)
     readings = _ranked(look, names)
@@ -208,63 +114,16 @@ def tried(
         understood = readings[0].predicts
         rest = [replace(each, stands=False, ties=False) for each in rest]
         if other.cases:
-            readings.append(replace(_ranked(other, names)[0], stands=False, ties=True))
+            rival = _ranked(other, names)[0]
+            readings.append(replace(rival, stands=False, ties=rival.predicts))
         several = len(cases) > 1 or len(readings) > 1 or not understood
         return Tried(first, (*readings, *rest) if several else (), tuple(names), understood)
-    doubts = _looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
+    doubts = looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
     names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
         told = {n: first.told(n) for n in names}
         readings = [replace(readings[0], stands=True, said=told), *working]
     return Tried(first, (*readings, *rest), tuple(names), understood=False)
-
-
-def left_by_factors(case: Case) -> float:
-    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
-
-    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
-    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
-    for the fit and once for the loss.
-    """
-    weights, task = case.weights(), case.task
-    named = weights.by_name
-    scaled = [n for n, t in named.items() if t.any() and (t.ndim > 1 or n.endswith(".w"))]
-    count = _n_prompts([case] * (4 * len(scaled) + 4), AGAIN)
-    if count < LEAST_AT_REST:
-        return 1.0
-    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 2))
-
-    def predicted(changed: dict[str, Tensor]) -> Tensor:
-        other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
-        return predictor_of(other).predict(prompts.to(weights.dtype)).double().flatten()
-
-    base = predicted({})
-    error = prompts.y_query.double().flatten() - base
-    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
-    design, half = torch.stack(slopes, 1), len(error) // 2
-    if not torch.isfinite(design).all():
-        return 1.0
-    left = []
-    for fit, held in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
-        A = design[fit]
-        inverse = torch.linalg.pinv(A.T @ A, rtol=1e-3, hermitian=True)
-        rest = error[held] - design[held] @ (inverse @ (A.T @ error[fit]))
-        left.append(float(rest.square().sum() / error[held].square().sum().clamp(min=1e-300)))
-    return sum(left) / 2
-
-
-@dataclass(frozen=True, eq=False)
-class _Look:
-    """Cases with different predictions, and their errors on the same prompts."""
-
-    cases: list[Case]
-    errors: list[Errors]
-    count: int
-    """Number of prompts."""
-
-
-def _looked_at(cases: Sequence[Case], count: int) -> _Look:
-    return _Look(*_apart(cases, count), count)
 
 
 def _refinements(
@@ -311,33 +170,22 @@ def _improved(
         for change in changes:
             with suppress(ValueError):
                 others.append(make(case.parts, {**case.said, **change}))
-        look = _looked_at([case, *others], count)
-        best = look.cases[min(range(len(look.cases)), key=lambda i: _mean(look.errors[i]))]
-        if best is case:
+        look = looked_at([case, *others], count)
+        if look.best is case:
             break
-        case = best
+        case = look.best
         better.append(case)
     return better
 
 
-def _mean(errors: Errors) -> float:
-    return float(errors[0].mean().nan_to_num(torch.inf))
-
-
-def _near_the_best(look: _Look, cases: Sequence[Case]) -> list[Case]:
+def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
     """For each score and mask, the cases that may be its best with more prompts; also the best
     unrefined case."""
     plain = {id(case) for case in cases}
-    unrefined = [i for i, case in enumerate(look.cases) if id(case) in plain]
-    near = {
-        min(rows, key=lambda i: _mean(look.errors[i]))
-        for group in _groups(look, "context_only").values()
-        if (rows := [i for i in group if i in unrefined])
-    }
-    kinds = [(case.said.get("score"), case.said.get("context_only")) for case in look.cases]
-    for kind in dict.fromkeys(kinds):
-        rows = [i for i, each in enumerate(kinds) if each == kind]
-        rows.sort(key=lambda i: _mean(look.errors[i]))
+    near: set[int] = set()
+    for rows in look.groups("context_only").values():
+        near |= {*[i for i in rows if id(look.cases[i]) in plain][:1]}
+    for rows in look.groups("score", "context_only").values():
         best = look.errors[rows[0]][0]
         near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
     return [look.cases[i] for i in sorted(near)]
@@ -357,59 +205,42 @@ def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     return sorted(near, key=rank)
 
 
-def _without_idle_refinements(look: _Look, cases: Sequence[Case]) -> _Look:
+def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
     """The cases without refinements, unless one predicts better than every unrefined case.
 
     Then that refinement and those that predict as well are kept.
     """
     unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
     plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
-    best = min((e for e, is_plain in zip(look.errors, plain, strict=True) if is_plain), key=_mean)
-    better = [
-        each
-        for each, is_plain in zip(look.errors, plain, strict=True)
-        if not is_plain and below(each[0], best[0], REFINED_MARGIN) and below(*each)
-    ]
-    first = min(better, key=_mean, default=None)
-    rows = [
+    rows = sorted(range(len(plain)), key=look.losses.__getitem__)
+    best = look.errors[next(i for i in rows if plain[i])][0]
+    better = [i for i in rows if not plain[i] and below(*look.errors[i])]
+    better = [i for i in better if below(look.errors[i][0], best, REFINED_MARGIN)][:1]
+    kept = [
         i
         for i, (error, zero) in enumerate(look.errors)
         if plain[i]
-        or (first is not None and below(error, zero) and not below(first[0], error, 0.0))
+        or (better and below(error, zero) and not below(look.errors[better[0]][0], error, 0.0))
     ]
-    return _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
+    return look.of(kept)
 
 
-def _of_usual_mask(look: _Look, cases: Sequence[Case]) -> tuple[_Look, _Look]:
+def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     """Cases with the most common mask, and cases with the other mask.
 
     If the other mask predicts much better: all cases, and none. A causal model that is read without
     its mask can have a lower loss than with it, so a small advantage does not count.
     """
-    none = _Look([], [], look.count)
     usual = cases[0].said.get("context_only")
-    own: list[int] = []
-    other: list[int] = []
-    for value, rows in _groups(look, "context_only").items():
-        (own if value == usual else other).extend(rows)
+    groups = look.groups("context_only")
+    own = groups.pop((usual,), [])
+    other = [i for rows in groups.values() for i in rows]
     if not own or not other:
-        return look, none
-    own_loss, other_loss = (min(_mean(look.errors[i]) for i in rows) for rows in (own, other))
+        return look, look.of([])
+    own_loss, other_loss = (min(look.losses[i] for i in rows) for rows in (own, other))
     if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
-        return look, none
-    first, second = (
-        _Look([look.cases[i] for i in rows], [look.errors[i] for i in rows], look.count)
-        for rows in (own, other)
-    )
-    return first, second
-
-
-def _groups(look: _Look, name: str) -> dict[object, list[int]]:
-    """Indices of the cases by their value of a choice."""
-    groups: dict[object, list[int]] = {}
-    for i, case in enumerate(look.cases):
-        groups.setdefault(case.said.get(name), []).append(i)
-    return groups
+        return look, look.of([])
+    return look.of(sorted(own)), look.of(sorted(other))
 
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
@@ -417,7 +248,7 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
     return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
 
 
-def _ranked(look: _Look, names: Sequence[str]) -> list[Reading]:
+def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
     """Readings, ranked, with the choices in which they may differ."""
     said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
     return ranked(said, look.errors)
@@ -458,42 +289,3 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
             f"the file does not state the orientation of its matrices, and {listed} both predict; give --d-x (d_x=) or "
             "--orientation (orientation=)."
         )
-
-
-def _n_prompts(cases: Sequence[Case], more: int) -> int:
-    """Number of prompts for all cases, so that their products stay within the limit."""
-    count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
-    for case in cases:
-        task, parts = case.task, case.parts
-        n_pos = (2 if case.said.get("layout") == "in_turn" else 1) * (task.context_length + 1)
-        size = sum(t.numel() for layer in parts.layers for t in layer.values())
-        products = n_pos * (size + PER_WEIGHT * n_pos * len(parts.layers) * parts.n_heads)
-        numbers = n_pos * max(parts.width, task.d_x + task.d_y)
-        count = min(count, N_PRODUCTS // (len(cases) * products), N_NUMBERS // numbers)
-    return max(LEAST_PROMPTS, count)
-
-
-def _apart(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Errors]]:
-    """Cases without those that predict the same as an earlier one, with their errors relative to
-    predicting 0."""
-    prompts: dict[TaskConfig, Prompts] = {}
-    kept: list[tuple[Case, Tensor]] = []
-    errors: list[Errors] = []
-    for case in cases:
-        if case.task not in prompts:
-            prompts[case.task] = evaluation_prompts(case.task, n_prompts=count)
-        drawn = prompts[case.task]
-        prediction = case.predicted(drawn)
-        if any(o.task == case.task and _is_one(prediction, each) for o, each in kept):
-            continue
-        zero = drawn.y_query.square().mean(1)
-        error = (prediction - drawn.y_query).square().mean(1)
-        kept.append((case, prediction))
-        errors.append((error / zero.mean(), zero / zero.mean()))
-    return [case for case, _ in kept], errors
-
-
-def _is_one(prediction: Tensor, other: Tensor) -> bool:
-    """True if two predictions are equal up to rounding."""
-    close = TIE * other.abs().max().nan_to_num(0.0, 0.0).item()
-    return torch.allclose(prediction, other, rtol=0, atol=close, equal_nan=True)

@@ -3,8 +3,9 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
 from mechinterp.config import SCORES
 from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
@@ -60,64 +61,78 @@ def stated_option(name: str, value: object) -> str:
     return f"{option(name)}{written}" if name in JOINS else f"{option(name)} {written}"
 
 
+def _hint(text: str, **more: object) -> Any:
+    """Field of `Hints` with the text of its option, and what the option takes: min, values, metavar, kind or names."""
+    return field(default=None, metadata={"help": text, **more})
+
+
 @dataclass(frozen=True)
 class Hints:
-    """Arguments of `load`; None: the file's setting, or an assumption that is reported."""
+    """Arguments of `load`, which are options of the command line; None: the file's setting, or an
+    assumption that is reported."""
 
-    task: Mapping[str, object] | None = None
-    """Fields of TaskConfig."""
-    format: str | None = None
-    """One of `FORMATS`, for a file that fits several."""
-    d_x: int | None = None
-    d_y: int | None = None
-    n_heads: int | None = None
-    scale: float | None = None
-    """Factor on the scores."""
-    attend_to_self: bool | None = None
-    """True: the query attends to itself too."""
-    score: str | None = None
-    """One of `SCORES`."""
-    score_slope: float | None = None
-    """The constant C of the score."""
-    columns: str | None = None
-    """One of `COLUMNS`: the order of x and y in a token."""
-    orientation: str | None = None
-    """One of `ORIENTATIONS`: the axes of matrices whose names do not show them; "out,in" is that of
-    torch.nn.Linear."""
-    output_column: int | None = None
-    """Entry of the layer's output that is the prediction, from 0; the first one for several
-    responses."""
-    sign: str | None = None
-    """One of `SIGNS`: the prediction is the output's y entry, or minus it."""
-    output_scale: float | None = None
-    """Factor on the output of attention, for code that has one besides its matrices."""
-    model: Mapping[str, object] | None = None
-    """How norms, MLPs and tokens are combined: fields of `JOINS`."""
-    map: Sequence[str] | None = None
-    """Entries "theirs=known": a part of a tensor's name, and the known name that it stands for."""
-    weights: str | None = None
-    """Name of the state dict to read, if the file has several."""
-    anyway: bool | None = None
-    """True: load a file even if it was not understood."""
+    task: Mapping[str, object] | None = _hint(
+        "Fields of the task of the training, if the file does not state them; default: the softmax paper's. Not the law of --prompts.",
+        kind=Path,
+        metavar="FILE.json",
+    )
+    format: str | None = _hint("Format of the file, if its names do not show it.", metavar="NAME")
+    d_x: int | None = _hint("Dimension of a covariate.", min=1)
+    d_y: int | None = _hint("Number of responses.", min=1)
+    n_heads: int | None = _hint("Number of heads, if the file does not state it.", min=1)
+    scale: float | None = _hint("Factor on the scores, if the file does not state it.")
+    attend_to_self: bool | None = _hint(
+        "Let the query attend to itself, or to the context only.",
+        names=["--attend-to-self/--context-only"],
+    )
+    score: str | None = _hint(
+        f"Score function, if the file does not state it: {', '.join(SCORES)}.",
+        values=SCORES,
+        metavar="NAME",
+    )
+    score_slope: float | None = _hint("The constant C of the score; default 1.")
+    columns: str | None = _hint("Order of a token's columns.", values=COLUMNS)
+    orientation: str | None = _hint(
+        "Axes of matrices, if their names do not show them: W x or x W.", values=ORIENTATIONS
+    )
+    sign: str | None = _hint("Sign of the y entry in the prediction.", values=SIGNS)
+    output_column: int | None = _hint(
+        "Entry of the layer's output that is the prediction, from 0.", min=0
+    )
+    output_scale: float | None = _hint(
+        "Factor on the output of attention, if the file does not state it."
+    )
+    model: Mapping[str, object] | None = _hint(
+        "How norms, MLPs and tokens are combined (norm=before, layout=in_turn); repeatable.",
+        kind=list[str],
+        metavar="NAME=VALUE",
+    )
+    map: Sequence[str] | None = _hint(
+        "Known name for an unknown one (to_q=q_proj); repeatable.",
+        kind=list[str],
+        metavar="THEIRS=KNOWN",
+    )
+    weights: str | None = _hint("State dict to read, if the file has several.", metavar="NAME")
+    anyway: bool | None = _hint(
+        "Show tables even if the file was not understood.", names=["--anyway"]
+    )
 
     def __post_init__(self) -> None:
         require = Rules("", self).require
         for name, example in (("task", {"d_x": 5}), ("model", {"norm": "before"})):
             holds = isinstance(getattr(self, name), Mapping | None)
             require(name, holds, f"must be a mapping such as {example}")
-        for name, least in (("d_x", 1), ("d_y", 1), ("n_heads", 1), ("output_column", 0)):
-            value = getattr(self, name)
-            whole = type(value) is int and value >= least
-            require(name, value is None or whole, f"must be an integer >= {least}")
-        for name in ("scale", "score_slope", "output_scale"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            holds = value is None or (number and 0 < value < math.inf)
-            require(name, holds, "must be a positive number")
-        closed = {"score": SCORES, "columns": COLUMNS, "orientation": ORIENTATIONS, "sign": SIGNS}
-        for name, known in closed.items():
-            holds = getattr(self, name) in (None, *known)
-            require(name, holds, f"must be one of {'; '.join(known)}")
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if (least := each.metadata.get("min")) is not None:
+                whole = type(value) is int and value >= least
+                require(name, value is None or whole, f"must be an integer >= {least}")
+            if each.type == float | None:
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                holds = value is None or (number and 0 < value < math.inf)
+                require(name, holds, "must be a positive number")
+            if (known := each.metadata.get("values")) is not None:
+                require(name, value in (None, *known), f"must be one of {'; '.join(known)}")
         named = isinstance(self.weights, str | None) and self.weights != ""
         require("weights", named, "must be the name of a state dict")
         holds = self.attend_to_self in (None, True, False)

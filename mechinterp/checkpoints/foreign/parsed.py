@@ -62,6 +62,14 @@ class Parts:
         return last[f"{name}.weight"].shape[1] // (self.n_heads if name == "value" else 1)
 
     @property
+    def shown_responses(self) -> int | None:
+        """d_y if the shapes show it: a read-out, or heads that write less than a token."""
+        if self.has("read_out.weight"):
+            return self.ends["read_out.weight"].shape[1]
+        narrow = self.written < self.width and not self.has("mlp_out.weight")
+        return self.written if narrow else None
+
+    @property
     def d_token(self) -> int:
         """Number of entries of a token that are read."""
         first = self.ends.get("read_mlp.weight", self.ends.get("read_in.weight"))

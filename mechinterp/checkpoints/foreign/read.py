@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.assemble import architecture
+from mechinterp.checkpoints.foreign.case import Case
 from mechinterp.checkpoints.foreign.choices import (
     Choices,
     choices_of,
@@ -20,13 +21,14 @@ from mechinterp.checkpoints.foreign.choices import (
     refinements,
     rotary_of,
 )
+from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import REST, Case, Tried, left_by_factors, tried
+from mechinterp.checkpoints.foreign.interpret import Tried, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_at_rest, not_understood, tied
+from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.fields import build, flatten
@@ -34,8 +36,10 @@ from mechinterp.fields import build, flatten
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
 PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
-UNTRACED = "none (rotary ones leave no trace in a file, nor does ALiBi)"
+UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
+NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
+"""Assumption about terms of the scores that a file does not show."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -91,10 +95,9 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     known_files = _recognised_files(run, hints)
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
+    # A setting such as norm_first is left over in a model without norms.
     if not any("norm" in piece.part for piece in layout.pieces):
-        settings.pop(
-            "norm", None
-        )  # a setting such as norm_first is left over in a model without norms
+        settings.pop("norm", None)
     given = rotary_of(last.tensors) | given_choices(hints, settings)
     stated_axes = form.settled.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
@@ -180,7 +183,8 @@ class _Source:
         sizes = self._sizes(parts, chosen)
         stated = dict(self.hints.task or {})
         model, *_ = architecture(parts, chosen, sizes, self.hints)
-        most = _least(model.longest_context, self._room(parts, chosen))
+        limits = (model.longest_context, self._room(parts, chosen))
+        most = min((n for n in limits if n is not None), default=None)
         length = self._stated_length()
         if length is not None and (most is None or length <= most):
             stated = {"context_length": length, **stated}
@@ -196,7 +200,7 @@ class _Source:
         ExperimentConfig(task=task, model=model)
         known = set(flatten(stated, "task."))
         stated_sizes = [name for name in ("d_x", "d_y") if self._stated_size(name) is not None]
-        if shown_responses(parts) or stated_sizes:
+        if parts.shown_responses or stated_sizes:
             known.add("task.d_y")
             in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in stated_sizes
             known |= set() if in_doubt else {"task.d_x"}
@@ -223,7 +227,7 @@ class _Source:
         d_x, stated_d_y, n = self._stated_size("d_x"), self._stated_size("d_y"), parts.d_token
         in_turn = chosen.get("layout") == "in_turn"
         room = 0 if in_turn else 1
-        d_y = shown_responses(parts) or stated_d_y
+        d_y = parts.shown_responses or stated_d_y
         if d_y is None:
             d_y = n - d_x if d_x is not None and not in_turn else 1
         if not 1 <= d_y <= n - room:
@@ -272,6 +276,8 @@ class _Source:
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
         if assumed.get("model.positions") == "none":
             assumed["model.positions"] = UNTRACED
+        if form.turns and case.said["score"] == "softmax":
+            assumed["model.attention_biases"] = NO_BIASES
         if "score" in form.usual and "score" not in closed:
             assumed["model.score_slope"] = 1.0
         if "scale" not in closed:
@@ -283,8 +289,8 @@ class _Source:
             assumed["undetermined"] = open_between
         if not found.understood:
             assumed |= {"understood": False, "doubt": not_understood(readings)}
-        elif not case.parts.alone and (left := left_by_factors(case)) < REST:
-            assumed["doubt"] = not_at_rest(left)
+        elif doubt := doubt_of(case):
+            assumed["doubt"] = doubt
         tensors = self.stored.tensors.items()
         ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
         if ignored and form.name != "transformer-lens":
@@ -297,19 +303,6 @@ class _Source:
         norms."""
         refined = refinements({**case.said, **PLAIN_SAID}, case.parts, self.form, ())
         return {n for each in refined for n, value in each.items() if value != PLAIN_SAID.get(n, value)}  # fmt: skip
-
-
-def _least(*numbers: int | None) -> int | None:
-    """Least of the known numbers."""
-    return min((n for n in numbers if n is not None), default=None)
-
-
-def shown_responses(parts: Parts) -> int | None:
-    """d_y if the shapes show it: a read-out, or heads that write less than a token."""
-    if parts.has("read_out.weight"):
-        return parts.ends["read_out.weight"].shape[1]
-    narrow = parts.written < parts.width and not parts.has("mlp_out.weight")
-    return parts.written if narrow else None
 
 
 def _left_out(case: Case) -> dict[str, object]:

@@ -138,6 +138,14 @@ def not_at_rest(left: float) -> str:
     )
 
 
+def other_attention(name: str, left: float) -> str:
+    """Message that another kind of attention predicts better than the one that was read."""
+    return (
+        f"how this file was read is in doubt: with {name}, which leaves no trace in a file and is not read from one, its loss is "
+        f"{left:.2f} times as large; if it has it, hook the module in memory (mechinterp.hook_module)"
+    )
+
+
 def tied(readings: Sequence[Reading]) -> str:
     """Message that other readings predict as well as the first, with the options that decide; empty
     if none does."""

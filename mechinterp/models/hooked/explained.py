@@ -76,11 +76,19 @@ def _unexplained(
     (pattern,), (z,) = passed["hook_pattern"], passed["hook_z"]
     if not _is_average(model, inputs, heads, pattern, z):
         return POINTS, "what its heads put out is not the average of values by that softmax"
+    by_hand = not passed["hook_attn_scores"]
     if not _all_caught(passed):
         return (
-            PROJECTED,
+            (*PROJECTED, *POINTS[3:4]) if by_hand else PROJECTED,
             "its queries, keys and values are not put out by modules of the usual names",
         )
+    if by_hand:
+        v, own = (
+            passed["hook_v"][0],
+            "its weights are no output of torch.softmax, so that its scores are not seen",
+        )
+        without = POINTS[:2] if _same(einsum(pattern, v, AVERAGE), z) else PROJECTED
+        return (*without, "hook_attn_scores"), own
     q, k, v, scores = (passed[name][0] for name in POINTS[:4])
     if scores.shape[-1] != k.shape[1]:
         reason = (
@@ -165,7 +173,10 @@ def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
         if _same(factor * expected, z):
             heads.mask = mask
             return ("hook_attn_scores",), ""
-    return POINTS, "it has no softmax, and its heads do not put out sums of values times q.k"
+    return (
+        POINTS,
+        "it has no softmax, and its heads do not put out sums of values times q.k (call torch.softmax if it has one)",
+    )
 
 
 def _same(values: Tensor, expected: Tensor) -> bool:

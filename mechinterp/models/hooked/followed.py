@@ -21,6 +21,12 @@ from torch.overrides import TorchFunctionMode
 PROJECTED = ("hook_q", "hook_k", "hook_v")
 POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern")
 SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+BY_HAND = (
+    *(torch.div, torch.true_divide, torch.exp, torch.mul, F.normalize),
+    *(Tensor.div, Tensor.__truediv__, Tensor.div_, Tensor.__itruediv__),
+    *(Tensor.exp, Tensor.mul, Tensor.__mul__),
+)
+"""Last functions of a softmax written by hand, such as exp(s) / exp(s).sum(-1), or exp of a log_softmax."""
 PRODUCTS = "batch query head d, batch key head d -> batch head query key"
 AVERAGE = "batch head query key, batch key head d -> batch query head d"
 TINY = 1e-30
@@ -83,7 +89,8 @@ class Following(TorchFunctionMode):
             return _attention(heads, *args, **kwargs)
         if heads is not None and func in SOFTMAX:
             return _softmax(heads, partial(func, **kwargs), *args)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return _written_by_hand(heads, result) if heads is not None and func in BY_HAND else result
 
 
 def attach(module: nn.Module, inner: Inner, runs: Any, turned: bool, running: Running) -> None:
@@ -180,14 +187,30 @@ def linear_attention(
     return products, einsum(products, v, AVERAGE)
 
 
+def _four_axes(heads: Any, values: Tensor) -> Tensor | None:
+    """The values as [batch, head, query, key]; None if they have another shape."""
+    if values.ndim == 3 and len(values) % heads.n_heads == 0:  # prompts and heads share one axis
+        return values.unflatten(0, (-1, heads.n_heads))
+    return values if values.ndim == 4 and values.shape[1] == heads.n_heads else None
+
+
+def _written_by_hand(heads: Any, values: Tensor) -> Tensor:
+    """Weights that are >= 0 and add up to 1 over keys, through the hook point of patterns; other values unchanged."""
+    four = _four_axes(heads, values)
+    if four is None or not hasattr(heads, "hook_pattern") or four.shape[-1] < 2:
+        return values
+    sums = four.detach().sum(-1)
+    off = (sums - 1).abs().max()
+    if (four < 0).any() or not off <= 1e3 * torch.finfo(sums.dtype).eps:
+        return values
+    heads.passed["hook_pattern"] = heads.hook_pattern(four)
+    return heads.passed["hook_pattern"].reshape(values.shape)
+
+
 def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
     """Softmax over keys through the hook points, as [batch, head, query, key]; other shapes get the plain function."""
-    n_heads, shape = heads.n_heads, scores.shape
-    if scores.ndim == 3 and len(scores) % n_heads == 0:  # prompts and heads share one axis
-        four = scores.unflatten(0, (-1, n_heads))
-    elif scores.ndim == 4 and shape[1] == n_heads:
-        four = scores
-    else:
+    shape, four = scores.shape, _four_axes(heads, scores)
+    if four is None:
         return function(scores, *rest)
     passed = heads.passed
     if "hook_k of one" in passed and hasattr(heads, "hook_k"):

@@ -25,6 +25,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
+AVERAGE = "batch head row key, batch key head d -> batch row head d"
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
@@ -37,16 +38,23 @@ ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
     """Weighted average of the values for each head and row."""
     pattern = pattern_of(q, k, model, rows)
-    return einsum(pattern, v, "batch head row key, batch key head d -> batch row head d")
+    return einsum(pattern, v, AVERAGE)
+
+
+def scores_of(
+    q: Queries, k: Keys, model: ModelConfig, rows: slice
+) -> Float[Tensor, "batch head row key"]:
+    """Scores of scaled queries on keys, -inf where masked."""
+    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
+    reads = readable_keys(k.shape[1], model, device=scores.device)
+    return scores.masked_fill(~reads[rows], -torch.inf)
 
 
 def pattern_of(
     q: Queries, k: Keys, model: ModelConfig, rows: slice
 ) -> Float[Tensor, "batch head row key"]:
     """Attention weights of scaled queries on keys."""
-    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
-    reads = readable_keys(k.shape[1], model, device=scores.device)
-    scores = scores.masked_fill(~reads[rows], -torch.inf)
+    scores = scores_of(q, k, model, rows)
     return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
 
