@@ -132,7 +132,7 @@ def test_names_of_a_room_are_where_it_says(room: str):
 
 STARTED = """
 import sys
-from mechinterp.cli.main import main
+from mechinterp.cli import main
 try:
     main()
 except SystemExit as ended:
