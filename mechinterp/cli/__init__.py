@@ -5,6 +5,9 @@ import signal
 import sys
 
 from mechinterp.cli.interrupts import interrupt, stopped
+from mechinterp.rooms import names_of
+
+__getattr__ = names_of(__name__, {"app": "mechinterp.cli.commands"})
 
 
 def main() -> None:
