@@ -8,11 +8,12 @@ ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constr
 # Versions of transformer-lens that still have HookedTransformer.
 INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
 PEERS := $(ENVS)/peers
+TRAINERS := $(ENVS)/trainers
 
 # Bytecode is kept: two workers and every command that a test starts would otherwise compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs release report clean
+.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-trainers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs release report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +94,14 @@ test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hook
 $(PEERS)/.installed:
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
+	@touch $@
+
+test-trainers: $(TRAINERS)/.installed ## run the callbacks in Hugging Face's and Lightning's own trainers
+	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers
+
+$(TRAINERS)/.installed:
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,trainers]'
 	@touch $@
 
 test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages

@@ -18,7 +18,17 @@ PACKAGE = Path(__file__).parents[1] / "mechinterp"
 FLOORS = (
     *("version", "rooms", "fields", "progress", "config", "presets", "memory"),
     *("paper", "display", "figures", "heatmaps"),
-    *("theory", "icl", "models", "checkpoints", "training", "analysis", "report", "cli"),
+    *(
+        "theory",
+        "icl",
+        "models",
+        "checkpoints",
+        "training",
+        "analysis",
+        "callbacks",
+        "report",
+        "cli",
+    ),
 )
 """Files and folders of the package, lowest first; imports go down, or stay on a floor."""
 
@@ -132,7 +142,7 @@ def test_names_of_a_room_are_where_it_says(room: str):
 
 STARTED = """
 import sys
-from mechinterp.cli.main import main
+from mechinterp.cli import main
 try:
     main()
 except SystemExit as ended:

@@ -54,6 +54,12 @@ OTHER_FILES = {
     ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
 }
 """Advice for files of other kinds, by their endings."""
+OF_TRAINING = ("flat", "moment.", "row.", "snapshot.")
+"""How the names of all tensors begin in the state file of a training run."""
+UNFINISHED = (
+    "the state of a training run that is not finished; wait for its end, or continue it with "
+    "--resume, then read the run folder"
+)
 TARGETS = ("native", FORMAT, "npz")
 """Formats that `convert` writes."""
 
@@ -280,6 +286,8 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if text is not None:
         _require_no_hints(path, hints, arrays.FORMAT)
         return arrays.read_stated(tensors, text, path)
+    if "flat" in tensors and all(name.startswith(OF_TRAINING) for name in tensors):
+        raise CheckpointError(f"{path}: {UNFINISHED}.")
     return Stored(path, tensors, settings_of(path, settings))
 
 

@@ -36,7 +36,9 @@ SetOption = Annotated[
 def train(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file."),
+        typer.Argument(
+            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
+        ),
     ] = None,
     assignments: SetOption = None,
     out: Annotated[
@@ -45,6 +47,10 @@ def train(
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
     resume: ResumeOption = False,
+    log: Annotated[
+        str | None,
+        typer.Option("--log", help="wandb, or a .jsonl file: log the progress there, too."),
+    ] = None,
     quiet: QuietOption = False,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     as_json: JsonOption = False,
@@ -60,6 +66,7 @@ def train(
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import progress_bar
+    from mechinterp.report.logs import logged
     from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 
@@ -68,7 +75,7 @@ def train(
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
     folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
     engine = _engine("local", None, device, memory)
-    with progress_bar(quiet=quiet) as on_log:
+    with progress_bar(quiet=quiet) as show, logged(log, config, show) as on_log:
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
     document = training_document(summary, str(folder))
     text = f"{printable(str(folder))}: loss {summary.loss:.4f} after {config.train.steps} steps"
@@ -113,7 +120,10 @@ def sweep(
 
 def predict_jumps(
     what: Annotated[
-        str, typer.Argument(metavar="PRESET_OR_CONFIG", help="A preset's name or a config file.")
+        str,
+        typer.Argument(
+            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
+        ),
     ],
     assignments: SetOption = None,
     out: Annotated[

@@ -228,7 +228,7 @@ def generator_for(
     """Random generator whose state depends on (seed, stream, step) only.
 
     Raises:
-        ValueError: If the stream is not one of "init", "train", "eval", "pool".
+        ValueError: If the stream is not one of "init", "train", "eval", "pool", or the seed is not an integer >= 0.
     See also:
         `sample_prompts`.
     Example:
@@ -238,6 +238,8 @@ def generator_for(
     """
     if stream not in STREAMS:
         raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}.")
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
     entropy = np.random.SeedSequence([seed, STREAMS.index(stream), step])
     state = int(entropy.generate_state(1, np.uint64)[0])
     return torch.Generator(device=device).manual_seed(state)

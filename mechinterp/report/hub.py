@@ -1,11 +1,13 @@
 """Upload of a model to the Hugging Face hub, with its model card."""
 
+import json
+import re
 from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.hub import hub_library
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
+from mechinterp.checkpoints.io.errors import CheckpointError, one_line, visible
 from mechinterp.display import counted
 from mechinterp.version import __version__
 
@@ -30,7 +32,7 @@ An attention model that does linear regression in context: {architecture}. What 
 ```python
 from mechinterp import classify, from_pretrained
 
-checkpoint = from_pretrained("{source}")
+checkpoint = from_pretrained({source})
 classify(checkpoint)
 checkpoint.model  # hooked, with TransformerLens' names and shapes
 ```
@@ -62,7 +64,7 @@ def model_card(
     pattern, verdict, loss = said
     return CARD_TEXT.format(
         licence=licence,
-        name=checkpoint.name,
+        name=_escaped(checkpoint.name),
         architecture=_architecture(checkpoint),
         version=__version__,
         pattern=pattern,
@@ -70,8 +72,18 @@ def model_card(
         task=checkpoint.task.in_words,
         loss=loss,
         trained=_trained(checkpoint),
-        source=source or checkpoint.name,
+        source=json.dumps(source or checkpoint.name),  # also a string of Python
     )
+
+
+def _escaped(text: str) -> str:
+    """Text on one line in which no character is a mark of Markdown or HTML.
+
+    Example:
+        >>> print(_escaped("a_b *<i>*"))
+        a\\_b \\*\\<i\\>\\*
+    """
+    return re.sub(r"([\\`*_{}\[\]<>()#!|&~])", r"\\\1", visible(" ".join(text.split())))
 
 
 def _architecture(checkpoint: Checkpoint) -> str:

@@ -20,6 +20,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
 from mechinterp.report.contents import contents_of
 from mechinterp.report.parts import Section
+from mechinterp.report.to_csv import write_csv
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
@@ -152,7 +153,7 @@ def write_page(
     text = to_html.page(name, about, verdict, parts, files=files, loss=loss)
     with writing(out), claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
         for file, frame in frames.items():
-            claim.write(file, partial(frame.to_csv, index=False))
+            claim.write(file, partial(write_csv, frame))
         for file, picture in pictures.items():
             claim.write(file, partial(Path.write_bytes, data=picture))
         claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
@@ -15,6 +16,8 @@ OF_RUNS = ("step", "loss", "loss_sem")
 """Columns for steps of a run: the loss and its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
 SUFFIXES = (".parquet", ".csv")
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of a text that spreadsheets take for a formula."""
 
 
 def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
@@ -60,9 +63,29 @@ def write_table(file: Path, documents: Sequence[dict]) -> None:
     """
     require_writable(file)
     frame = classification_frame(documents)
-    write = frame.to_csv if file.suffix == ".csv" else frame.to_parquet
     with writing(file, ValueError):
-        write_new(file, partial(write, index=False))
+        if file.suffix == ".csv":
+            write_new(file, partial(write_csv, frame))
+        else:
+            write_new(file, partial(frame.to_parquet, index=False))
+
+
+def write_csv(frame: pd.DataFrame, file: Path) -> None:
+    """Write a table as CSV. A text that a spreadsheet would run as a formula gets an apostrophe
+    before it."""
+    shown = frame.rename(columns=_plain)
+    texts = [name for name in shown if not is_numeric_dtype(shown[name])]
+    shown.assign(**{name: shown[name].map(_plain) for name in texts}).to_csv(file, index=False)
+
+
+def _plain(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def _encodable(value: object) -> object:

@@ -293,6 +293,13 @@ def test_resampling_has_honest_errors(model, few):
     np.testing.assert_allclose(sems, scatter, rtol=0.2)
 
 
+def test_a_rise_below_zero_has_one_sign(model, prompts):
+    found = ablate_heads(model, prompts)
+    fallen = replace(found, rise=-np.abs(found.rise) - 1, carried_by_few=found.rise < -np.inf)
+    assert " -" in repr(fallen)
+    assert "+-" not in repr(fallen)
+
+
 def test_an_output_bias_belongs_to_every_subset(prompts):
     plain = debiased_gradient_step(0.88, 0.02, d_x=5)
     zeros = torch.zeros(2, plain.W_Q.shape[2], dtype=torch.float64)

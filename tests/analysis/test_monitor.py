@@ -1,6 +1,7 @@
 """A monitor inside a training loop of somebody's own: it measures, and changes nothing. What it returns is, in all that a
 user sees, what `load_run` makes of the files that the same loop wrote."""
 
+import json
 import re
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from mechinterp import (
 )
 from mechinterp.analysis.over_steps import over_steps
 from mechinterp.checkpoints.runs import Run
+from mechinterp.icl.predictors import ridge
+from tests.conftest import python
 
 ROOT = Path(__file__).parents[2]
 SETTING = {"d_x": 2, "context_length": 6, "noise_var": 0.0, "beta_var": 1.0}
@@ -204,3 +207,69 @@ def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     losses = names["run"].history.groupby("step")["eval_loss"].first()
     assert losses[300] < losses[0]
     assert (tmp_path / "reports" / "training" / "index.html").is_file()
+
+
+# What it reports, and where it keeps.
+
+
+def test_it_logs_flat_rows():
+    rows: list[dict] = []
+    monitor = Monitor(task=TASK, read=last, every=5, n_prompts=64, log=rows.append, labels=True)
+    trained(monitor)
+    assert [row["icl/step"] for row in rows] == [0, 5, 10]
+    history = monitor.run().history
+    prompts = evaluation_prompts(monitor.run(), n_prompts=64)
+    error = ridge(prompts, penalty=TASK.posterior_penalty) - prompts.y_query
+    for row in rows:
+        at = history[history["step"] == row["icl/step"]].reset_index()
+        assert row["icl/loss"] == at["eval_loss"][0]
+        assert row["icl/L1H0/rise"] == at["rise"][2]
+        assert row["icl/pattern"] == at["pattern"][0]
+        assert row["icl/ridge"] == pytest.approx(error.square().mean().item())
+        assert all(isinstance(value, int | float | str) for value in row.values())
+
+
+def test_it_logs_lines_of_json(tmp_path: Path):
+    rows: list[dict] = []
+    for log in (rows.append, tmp_path / "log.jsonl"):
+        trained(Monitor(task=TASK, read=last, every=5, n_prompts=32, log=log))
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == rows
+
+
+def test_it_logs_to_wandb(tmp_path: Path):
+    """Offline, in a process of its own, as wandb starts one and warns."""
+    pytest.importorskip("wandb")
+    code = """
+import sys, wandb
+from tests.analysis.test_monitor import *
+run = wandb.init(project="x", mode="offline", dir=sys.argv[1])
+trained(Monitor(task=TASK, read=last, every=5, n_prompts=32, log=wandb.log))
+print(run.summary["icl/step"], "icl/L0H1/rise" in run.summary.keys())
+"""
+    ran = python("-W", "ignore", "-c", code, tmp_path, cwd=ROOT).done()
+    assert "10 True" in ran.out
+
+
+def test_it_keeps_in_a_folder_what_it_would_keep_in_memory(tmp_path: Path):
+    kept = Monitor(task=TASK, every=5, n_prompts=32, keep=tmp_path / "mine")
+    memory = Monitor(task=TASK, every=5, n_prompts=32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Encoder()
+    for step in (0, 5, 10):
+        with torch.no_grad():
+            model.read_out.weight.mul_(1 + step / 10)
+        for monitor in (kept, memory):
+            monitor(step, model)
+    assert len(kept.snapshots) == 1
+    run, other = kept.run(), memory.run()
+    prompts = evaluation_prompts(run, n_prompts=16)
+    for step in (0, 5, 10):
+        assert torch.equal(run.at(step).predict(prompts), other.at(step).predict(prompts))
+    files = load_run(
+        tmp_path / "mine", n_heads=2, task=SETTING, model={**JOINED, "layout": "pairs"}, anyway=True
+    )
+    assert files.steps == run.steps == [0, 5, 10]
+    with pytest.raises(ValueError, match=r"step_0\.pt: already exists"):
+        Monitor(task=TASK, keep=tmp_path / "mine")(0, model)

@@ -2,14 +2,17 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io import locks
 from mechinterp.checkpoints.io.atomic import MACHINE, delete_leftovers, write_atomically, write_new
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
@@ -201,6 +204,87 @@ def test_an_earlier_result_of_ours_is_replaced(tmp_path: Path):
         "notes": "mine",
         "z": "new",
     }
+
+
+def replacing(folder: Path):
+    for name in ("a", "z"):
+        (folder / name).write_text("old")
+    return claimed(folder, last="z", names=["a", "b", "z"], replaced=["a", "z"])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_an_earlier_result_stays_whole_until_all_files_are_written(tmp_path: Path):
+    def fail(file: Path):
+        raise OSError(28, "no space")
+
+    def overwrite():
+        with replacing(tmp_path) as claim:
+            claim.write("a", text("new"))
+            claim.write("b", text("new"))
+            shown = [tmp_path / name for name in names(tmp_path) if name[0] != "."]
+            assert {file.name: file.read_text() for file in shown} == {"a": "old", "z": "old"}
+            claim.write("z", fail)
+
+    with pytest.raises(OSError, match="z"):
+        overwrite()
+    assert contents(tmp_path) == {"a": "old", "z": "old"}
+    with replacing(tmp_path) as claim:
+        for name in ("a", "b", "z"):
+            claim.write(name, text("new"))
+    assert contents(tmp_path) == {"a": "new", "b": "new", "z": "new"}
+
+
+REPLACE = """
+import os, signal, sys
+from pathlib import Path
+from mechinterp.checkpoints.io import locks
+
+def dies(count):
+    whole = os.replace
+    def replace(old, new):
+        if count.pop():
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(old, new)
+    return replace
+
+folder, before = Path(sys.argv[1]), int(sys.argv[2])
+locks.os.replace = dies([True] + [False] * before)
+with locks.claimed(folder, last="z", names=["a", "z"], replaced=["a", "z"]) as claim:
+    claim.write("a", lambda file: file.write_text("new"))
+    claim.write("z", lambda file: file.write_text("new"))
+    if before < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "left"), [(-1, ["a", "z"]), (0, []), (1, [])])
+def test_a_kill_never_leaves_half_of_two_results(tmp_path: Path, before: int, left: list[str]):
+    for name in ("a", "z"):
+        (tmp_path / name).write_text("old")
+    ran = subprocess.run(
+        [sys.executable, "-c", REPLACE, str(tmp_path), str(before)], check=False, cwd=Path.cwd()
+    )
+    assert ran.returncode == -signal.SIGKILL
+    settle(tmp_path)
+    assert contents(tmp_path) == dict.fromkeys(left, "old")
+
+
+def test_an_interrupted_lock_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At its worst moment: when the file is there, and nobody has got its descriptor."""
+
+    def interrupted(*_: object):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+    monkeypatch.setattr(locks, "_require_mark", interrupted)
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path / ".lock"):
+        pass
+    assert names(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_without_locks_what_is_there_is_read_and_nothing_is_written(

@@ -1,14 +1,20 @@
 """The commands that train many models: where they train, and what they leave behind."""
 
 import json
+import os
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.native.folder import named_config
+from mechinterp.config import override
+from mechinterp.presets import preset
+from tests.conftest import python
 
 CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -80,3 +86,59 @@ def test_a_sweep_on_ray_leaves_what_a_local_one_leaves(run, sweep: Path, tmp_pat
         assert "lr1e+30 has diverged" in ran.err
     tables = [pd.read_parquet(tmp_path / name / "results.parquet") for name in ("local", "ray")]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
+
+
+# A config in YAML, and rows for a log.
+
+YAML = """
+preset: softmax-h2
+seed: 3
+task: {d_x: 2, context_length: 4}
+model:
+  score: linear
+train:
+  steps: 20
+  batch_size: 8
+  learning_rate: 1e-3
+  log_every: 10
+  snapshot_every: null
+  n_eval_prompts: 16
+"""
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(YAML)
+    return tmp_path / "mine.yaml"
+
+
+def test_a_yaml_file_says_what_differs_from_its_preset(yaml_file: Path):
+    given = ("seed=3", "task.d_x=2", "task.context_length=4", "model.score=linear")
+    given += ("train.steps=20", "train.batch_size=8", "train.learning_rate=0.001")
+    given += ("train.log_every=10", "train.snapshot_every=null", "train.n_eval_prompts=16")
+    assert named_config(str(yaml_file)) == override(preset("softmax-h2"), *given)
+    yaml_file.write_text("train: {step: 1}")
+    with pytest.raises(ValueError, match=r"mine\.yaml: .*train\.step"):
+        named_config(str(yaml_file))
+    yaml_file.write_text("- 1")
+    with pytest.raises(ValueError, match=r"mine\.yaml: must hold fields"):
+        named_config(str(yaml_file))
+
+
+def test_training_from_yaml_logs_lines_of_json(run, yaml_file: Path, tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    run("train", yaml_file, "--out", tmp_path / "out", "--log", log, "-q").done()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["icl/step"] for row in rows] == [10, 20]
+    assert rows[0].keys() == {"icl/step", "icl/training_loss", "icl/steps_per_second"}
+    ran = run("train", yaml_file, "--out", tmp_path / "no", "--log", "here.txt", "-q")
+    assert ran.code == 2
+    assert "--log must be wandb or" in ran.err
+
+
+def test_training_logs_to_wandb(yaml_file: Path, tmp_path: Path):
+    pytest.importorskip("wandb")
+    command = ("train", yaml_file, "--out", tmp_path / "out", "--log", "wandb", "-q")
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    python("-W", "ignore", "-m", "mechinterp", *command, env=environment, cwd=ROOT).done()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

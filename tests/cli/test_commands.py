@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import mechinterp
 from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.cli import interrupts
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
 from mechinterp.report.page import PAGE
-from tests.conftest import Run, started
+from tests.conftest import CHECKPOINTS, Run, started
 
 SCRIPT = Path(sys.executable).with_name("mechinterp")
 SHORT = (
@@ -370,6 +371,37 @@ from mechinterp import cli
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main()
 """
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_ends_in_one_line():
+    """From the first line of ours on: a process says that it listens, and is stopped a little later each time."""
+    listening = LISTENING.replace("cli.main()", "print(end='x', flush=True)\ncli.main()")
+    for delay in (0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6):
+        with subprocess.Popen(
+            [sys.executable, "-c", listening, "classify", CHECKPOINTS / "softmax-h2-s0", "-q"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout.read(1) == b"x"
+            time.sleep(delay + 0.002)
+            process.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            _, complaints = process.communicate()
+        assert time.monotonic() - start < 2
+        assert (process.returncode, complaints) == (130, b"mechinterp: interrupted.\n"), delay
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import_during_work(monkeypatch: pytest.MonkeyPatch):
+    """An exception in an import leaves a library half loaded."""
+    waits: list[float] = []
+    monkeypatch.setattr(signal, "setitimer", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(interrupts, "outermost_importer", lambda _: "mechinterp.training.train")
+    interrupts.interrupt(signal.SIGINT, None)
+    assert len(waits) == 1
+    monkeypatch.setattr(interrupts, "outermost_importer", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.interrupt(signal.SIGINT, None)
 
 
 @pytest.mark.slow

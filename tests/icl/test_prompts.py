@@ -58,6 +58,11 @@ def test_prompts_of_a_batch_differ_from_each_other():
     assert len(numbers.unique()) == numbers.numel()
 
 
+def test_a_negative_seed_is_named():
+    with pytest.raises(ValueError, match="seed must be an integer >= 0, got -1"):
+        sample_prompts(TaskConfig(), 8, seed=-1)
+
+
 def test_an_unknown_stream_is_refused():
     with pytest.raises(
         ValueError, match="stream must be one of init, train, eval, pool, got 'test'"

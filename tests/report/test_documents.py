@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mechinterp.analysis.ablation.methods import Ablations
@@ -20,6 +21,7 @@ from mechinterp.models.constructions.one_layer import debiased_gradient_step, ze
 from mechinterp.models.heads import stack
 from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
+from mechinterp.report.to_csv import write_csv, write_table
 from mechinterp.report.to_json import to_json, training_document
 from mechinterp.training.train import TrainingSummary, train_models
 
@@ -205,6 +207,23 @@ def test_fits_document(checkpoint: Checkpoint):
     for row in rows:
         assert {"factor_sem", "r2", "r2_sem", "rms", "rms_sem", "loss", "loss_sem"} < set(row)
         assert {"loss_gap", "loss_gap_sem", "kernel_omega", "model_loss"} < set(row)
+
+
+def test_a_text_of_a_csv_is_no_formula_and_a_number_stays(tmp_path: Path):
+    texts = ["=1+1", "+cmd|x", "-x", "@x", "\tx", "a=b", "-0.5", "–", None]
+    write_csv(pd.DataFrame({"=text": texts, "number": -1.5}), tmp_path / "a.csv")
+    read = pd.read_csv(tmp_path / "a.csv")
+    guarded = ["'=1+1", "'+cmd|x", "'-x", "'@x", "'\tx", "a=b", "-0.5", "–"]
+    assert read.iloc[:-1, 0].tolist() == guarded
+    assert (read["number"] == -1.5).all()
+    rows = [{"path": "=cmd|calc!A1", "format": "native", "error": "@x"}]
+    write_table(tmp_path / "b.csv", rows)
+    assert pd.read_csv(tmp_path / "b.csv").loc[0, ["path", "error"]].tolist() == [
+        "'=cmd|calc!A1",
+        "'@x",
+    ]
+    write_table(tmp_path / "b.parquet", rows)
+    assert pd.read_parquet(tmp_path / "b.parquet")["path"][0] == "=cmd|calc!A1"
 
 
 def test_training_document():

@@ -1,9 +1,10 @@
 """Models go to a hub and come back: huggingface_hub itself against a stand-in of its HTTP interface."""
 
+import ast
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,16 @@ def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch)
     assert from_pretrained("someone/two").step == own.step
     with pytest.raises(CheckpointError, match="revision needs a repository of the hub, got 'main'"):
         from_pretrained("someone/two", revision="main")
+
+
+def test_a_name_is_no_markup_in_a_card(tmp_path: Path):
+    name = 'a"b|`c` *d* <i>](e)\\ \n# f'
+    odd = replace(load("softmax-h2-s0"), path=tmp_path / name)
+    card = model_card(odd)
+    (title,) = (line for line in card.splitlines() if line.startswith("# "))
+    assert not re.search(r"(?<!\\)[|`*<>\[\]()]", title)
+    (call,) = re.findall(r"from_pretrained\((.*)\)$", card, re.M)
+    assert ast.literal_eval(call) == odd.name
 
 
 def test_the_card_has_the_verdict_and_its_numbers():

@@ -17,6 +17,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.atomic import MACHINE
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import locked
+from mechinterp.checkpoints.load import load as load_any
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training import run
@@ -34,6 +35,7 @@ SMALL = ExperimentConfig(
     model=ModelConfig(n_heads=2),
     train=TrainConfig(steps=20, batch_size=8, log_every=10, snapshot_every=10, n_eval_prompts=16),
 )
+
 MODELS = {
     "two": SMALL,
     "one": override(SMALL, "model.n_heads=1", "seed=3"),
@@ -146,6 +148,13 @@ def test_a_sweep_file_that_cannot_be_read_is_refused(tmp_path: Path):
 
 
 # A run.
+
+
+def test_a_training_that_is_not_finished_is_said_to_be_one(tmp_path: Path):
+    Pack({"two": SMALL}).save(tmp_path / "training-0.safetensors")
+    for path in (tmp_path, tmp_path / "training-0.safetensors"):
+        with pytest.raises(CheckpointError, match=r"not finished.*--resume"):
+            load_any(path)
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +433,7 @@ KILLS = 12
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.
 DRIVER = """
 import os, pathlib, random, signal, sys, time
-import mechinterp.analysis.sweep_table, mechinterp.cli.main, mechinterp.cli.training, mechinterp.report.bars
+import mechinterp.analysis.sweep_table, mechinterp.cli.commands, mechinterp.cli.training, mechinterp.report.bars
 import mechinterp.report.to_json, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.train
 from mechinterp import cli
 from mechinterp.training import run

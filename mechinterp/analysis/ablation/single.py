@@ -86,7 +86,8 @@ class HeadAblation(LayerShares, Result):
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        rise = f"+{with_error(self.rise.max(), self.rise_sem[layer, head])}"
+        rise = with_error(self.rise.max(), self.rise_sem[layer, head])
+        rise = rise if rise.startswith("-") else f"+{rise}"
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, dominated by few prompts,"
         return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"

@@ -140,7 +140,8 @@ def circuits_of(weights: AttentionWeights) -> Circuits:
     """QK and OV circuits of these heads."""
     d_x = weights.d_x
     QK, OV = weights.QK.numpy(force=True), weights.OV.numpy(force=True)
-    off_diagonal = np.abs(QK[:, :d_x, :d_x]) * (1 - np.eye(d_x))
+    # `where` and not a product: 0 times an infinite entry is NaN.
+    off_diagonal = np.where(np.eye(d_x, dtype=bool), 0, np.abs(QK[:, :d_x, :d_x]))
     return Circuits(
         QK=QK,
         OV=OV,

@@ -26,7 +26,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk and rename it to `path`.
 
     A file at `path` is replaced: the caller must know that it may be."""
-    with _filled(path, write) as temporary:
+    with filled(path, write) as temporary:
         os.replace(temporary, path)
 
 
@@ -36,11 +36,8 @@ def write_new(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         CheckpointError: If something exists there, also if it appears during the writing.
     """
-    with _filled(path, write) as temporary:
-        try:
-            _link(temporary, path)
-        except FileExistsError:
-            raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
+    with filled(path, write) as temporary:
+        link_new(temporary, path)
 
 
 def delete_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
@@ -128,7 +125,7 @@ def writing(path: Path, *faults: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
+def filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
     """A temporary file beside a path, filled and flushed to disk; then the folder is flushed.
 
     Raises:
@@ -151,15 +148,23 @@ def _filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
     _flush(path.parent)
 
 
-def _link(temporary: Path, path: Path) -> None:
+def link_new(temporary: Path, path: Path) -> None:
+    """Give a temporary file its final name, which nothing may have.
+
+    Raises:
+        CheckpointError: If something exists there.
+    """
     try:
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            # A file system without hard links: create the file exclusively, then replace it.
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.replace(temporary, path)
     except FileExistsError:
-        raise
-    except OSError:
-        # A file system without hard links: create the file exclusively, then replace it.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        os.replace(temporary, path)
+        raise CheckpointError(f"{path}: already exists; it is not overwritten.") from None
 
 
 def _runs(process: int) -> bool:

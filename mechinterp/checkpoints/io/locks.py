@@ -8,17 +8,21 @@ refused, never deleted or replaced."""
 
 import os
 import re
+import signal
 import stat
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from mechinterp.checkpoints.io.atomic import (
     TEMPORARY,
     delete_leftovers,
-    write_atomically,
+    filled,
+    link_new,
     write_new,
 )
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
@@ -43,15 +47,36 @@ def locked(file: Path, *, wait: bool = False, busy: str = "training") -> Iterato
         CheckpointError: If another process has the lock, a file without the mark has its name, or
             files cannot be locked here.
     """
-    descriptor = _descriptor(file, wait=wait, busy=busy)
+    descriptor = None
     try:
+        # A wait for another process may be interrupted; what takes no time may not.
+        with nullcontext() if wait else uninterrupted():
+            descriptor = _descriptor(file, wait=wait, busy=busy)
         yield descriptor
     finally:
-        # Removed while locked: a process that waits for this file then creates a new one.
-        with suppress(OSError):
-            if os.path.samestat(os.lstat(file), os.fstat(descriptor)):
-                file.unlink()
-        os.close(descriptor)
+        if descriptor is not None:
+            with uninterrupted():
+                _unlock(file, descriptor)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the body has ended."""
+    # None: a handler that is not of Python.
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is None
+    ):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda *about: came.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 @dataclass
@@ -63,19 +88,37 @@ class Claim:
     replaced: Collection[str]
     """Names of files from an earlier result of this package that may be replaced."""
     made: list[str] = field(default_factory=list)
+    waiting: dict[str, Path] = field(default_factory=dict)
+    """Temporary files that replace an earlier result when all are written, by name."""
+    temporary: ExitStack = field(default_factory=ExitStack)
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Let `write` fill a file, which then appears as a whole.
+        """Let `write` fill a file. It appears as a whole, where an earlier result is replaced
+        together with all other files.
 
         Raises:
             CheckpointError: If the file exists and is not in `replaced`.
         """
         os.write(self.descriptor, f"{name}\n".encode())
-        if name in self.replaced:
-            write_atomically(self.folder / name, write)
+        if self.replaced:
+            self.waiting[name] = self.temporary.enter_context(filled(self.folder / name, write))
             return
         write_new(self.folder / name, write)
         self.made.append(name)
+
+    def replace(self, last: str) -> None:
+        """Put the waiting files in the place of the earlier result.
+
+        The earlier last file goes first and the new one comes last. After a kill in between the
+        folder is incomplete, and the next process that writes there deletes the rest."""
+        if last in self.waiting and last in self.replaced:
+            (self.folder / last).unlink(missing_ok=True)
+        for name, file in self.waiting.items():
+            if name in self.replaced:
+                os.replace(file, self.folder / name)
+            else:
+                link_new(file, self.folder / name)
+                self.made.append(name)
 
 
 @contextmanager
@@ -87,7 +130,8 @@ def claimed(
     Args:
         last: File that is written last; a folder with it is complete.
         names: Names that must not exist, other files are ignored; None: the folder must be empty.
-        replaced: Names of an earlier result of this package, which may exist and are replaced.
+        replaced: Names of an earlier result of this package, which may exist. They stay until the
+            body ends, and are then replaced together.
     Raises:
         CheckpointError: If a file is in the way, or another process is writing there.
     """
@@ -99,7 +143,10 @@ def claimed(
             require_free(folder, names, replaced)
             claim = Claim(folder, descriptor, replaced)
             try:
-                yield claim
+                with claim.temporary:
+                    yield claim
+                    with uninterrupted():
+                        claim.replace(last)
             except BaseException:
                 _delete(folder, claim.made)
                 raise
@@ -173,6 +220,14 @@ def _descriptor(file: Path, *, wait: bool, busy: str) -> int:
         raise CheckpointError(f"{file}: cannot be locked ({one_line(error)}).") from None
 
 
+def _unlock(file: Path, descriptor: int) -> None:
+    """Remove the file while it is locked: a process that waits for it then creates a new one."""
+    with suppress(OSError):
+        if os.path.samestat(os.lstat(file), os.fstat(descriptor)):
+            file.unlink()
+    os.close(descriptor)
+
+
 def _require_mark(file: Path, descriptor: int) -> None:
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     if not regular or os.pread(descriptor, len(MARK), 0) != MARK.encode():
@@ -184,9 +239,10 @@ def _settle(folder: Path, descriptor: int, last: str) -> None:
     """Delete the files of an unfinished earlier claim, then start a new list."""
     text = os.pread(descriptor, MAX_LOCK, 0).decode(errors="replace")
     done, _, made = text.removeprefix(MARK).partition("\n")
+    listed = [name for name in made.splitlines() if NAME.fullmatch(name)]
     if done and not os.path.lexists(folder / done):
-        _delete(folder, [name for name in made.splitlines() if NAME.fullmatch(name)])
-    delete_leftovers(folder, CLAIM.__eq__)
+        _delete(folder, listed)
+    delete_leftovers(folder, {CLAIM, *listed}.__contains__)
     os.ftruncate(descriptor, len(MARK))
     os.write(descriptor, f"{last}\n".encode())
 

@@ -5,14 +5,14 @@ without torch."""
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
 import pandas as pd
 
-from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.atomic import read_json, read_yaml
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, nothing_at, printable
 from mechinterp.checkpoints.io.headers import (
     read_steps,
@@ -22,7 +22,7 @@ from mechinterp.checkpoints.io.headers import (
 )
 from mechinterp.checkpoints.io.locks import require_free, settle
 from mechinterp.checkpoints.native.history import read_numbers
-from mechinterp.config import ExperimentConfig, TaskConfig, from_dict
+from mechinterp.config import ExperimentConfig, TaskConfig, from_dict, override
 from mechinterp.presets import PRESETS, preset
 from mechinterp.version import __version__
 
@@ -108,7 +108,7 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
 
 def named_config(what: str) -> ExperimentConfig:
     """The preset of this name, or the config in a file: a bare config or a checkpoint's
-    config.json.
+    config.json. A YAML file has the fields that differ from the default, or from its `preset`.
 
     Raises:
         ValueError: If it is neither, the file has no config, or its model was pruned.
@@ -122,12 +122,34 @@ def named_config(what: str) -> ExperimentConfig:
     if not file.is_file():
         rule = f"a preset ({', '.join(PRESETS)}) or a config file is needed"
         raise ValueError(f"{what}: {rule}, got {'a folder' if file.is_dir() else 'neither'}.")
+    if file.suffix in (".yaml", ".yml"):
+        with naming(file):
+            return _from_yaml(read_yaml(file))
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):
         raise ValueError(f"{file}: training cannot make this model: it was pruned from another.")
     inner = document.get("experiment", document) if isinstance(document, dict) else document
     with naming(file):
         return from_dict(inner)
+
+
+def _from_yaml(document: object) -> ExperimentConfig:
+    """Config of a YAML document whose numbers are texts, so that 1e-3 is a number here too."""
+    if not isinstance(document, dict):
+        raise ValueError(f"must hold fields of a config, got {document!r}.")
+    fields = dict(document)
+    base = preset(fields.pop("preset")) if "preset" in fields else ExperimentConfig()
+    return override(base, *(f"{name}={text}" for name, text in _assigned(fields)))
+
+
+def _assigned(fields: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Fields by dotted name, with their values as `--set` takes them."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _assigned(value, f"{prefix}{name}.")
+        else:
+            text = f"[{', '.join(value)}]" if isinstance(value, list) else value
+            yield f"{prefix}{name}", text
 
 
 @cache

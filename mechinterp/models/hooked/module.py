@@ -110,8 +110,8 @@ class ModuleHooks(CheckedHooks):
         self.eval()
         self.setup()
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The module's own output."""
+    def forward(self, inputs: Tensor) -> Any:
+        """The module's own output: a tensor, or anything that `read` takes."""
         length = inputs.shape[1]
         for runs in self._runs:
             runs.now = -1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -157,7 +157,7 @@ class HookedPredictor:
         what = f"{self.n_layers} layers on prompts of {prompts.x.shape[1]} pairs"
         return chunks(len(prompts), together(self.prompt_bytes(prompts), what, most=most))
 
-    def prediction(self, output: Tensor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    def prediction(self, output: Any, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction that `read` extracts from the output for these prompts.
 
         Raises:
@@ -171,7 +171,7 @@ class HookedPredictor:
             )
         return prediction
 
-    def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+    def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Any, list[Tensor]]:
         """Output of the model, and the activations at these hooks.
 
         Raises:

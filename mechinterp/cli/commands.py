@@ -13,6 +13,7 @@ import typer
 
 from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
 from mechinterp.cli.checkpoints import classify, convert, info
+from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
 from mechinterp.cli.reports import report
 from mechinterp.cli.training import predict_jumps, say, sweep, train
@@ -46,11 +47,10 @@ def common(
 
 
 KEPT = "it is not overwritten."  # end of messages about an existing file or folder
-INTERRUPTED = 130  # exit code of the argument parser on Ctrl-C
 
 
-def main() -> None:
-    """Entry point of the console script: exit code 0, or 2 with one line on standard error."""
+def run() -> int:
+    """Run the command of sys.argv: exit code 0, or 2 with one line on standard error."""
     # Imports make millions of lasting objects; a search through them for cycles takes half a
     # second, also at exit.
     gc.set_threshold(10_000)
@@ -61,9 +61,8 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
-        if code == INTERRUPTED:
-            trains = arguments[0] in ("train", "sweep")
-            complain("interrupted" + ("; to continue, add --resume." if trains else "."))
+        if code == INTERRUPTED:  # by the argument parser
+            stopped()
     except (ValueError, OSError) as error:
         from mechinterp.checkpoints.io.errors import one_line
 
@@ -77,7 +76,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f" See {context.command_path} --help."
         _fail(_with_value(error.format_message(), error, arguments) + hint)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 FURTHER = {"ignore_unknown_options": True}
