@@ -4,9 +4,11 @@
 analyses/numbers.toml names the source of each number by group and name: a `record` and one of its
 models; the `value` of a `table` of results (a column or a formula of columns) in the rows that
 satisfy all conditions of `where`; the ratio in a row of the output of `make bench`; or the number
-of `files`. `show` is its format. A fast test fills every page anew, so that a changed digit is
+of `files`. The tables `gpu_results` and `gpu_speed` are those of `make test-gpu` and `make
+bench-gpu`. `show` is its format. A fast test fills every page anew, so that a changed digit is
 noticed."""
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -33,7 +35,17 @@ def sources() -> dict:
 def table(name: str) -> pd.DataFrame:
     if name == "sparse_settings":
         return table_of(RESULTS)
+    if name == "gpu_speed":
+        return pd.DataFrame(gpu("speed")["rows"])
+    if name == "gpu_results":
+        document = gpu("results")
+        return pd.DataFrame([document["machine"] | {"passed": document["passed"]}])
     return pd.read_csv(RESULTS / f"{name}.csv")
+
+
+def gpu(name: str) -> dict:
+    """What `make test-gpu` ("results") or `make bench-gpu` ("speed") has written."""
+    return json.loads((ROOT / "tests" / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @cache
@@ -91,11 +103,13 @@ def _number(name: str) -> str:
     `show` is a format for a single value. A word before the format takes several values: "range"
     from smallest to largest, "each" and "list" all, "sorted" all in order; "most", "least", "sum",
     "mean" and "median" reduce them to one. "count" is the number of values, "holding" the number
-    that satisfies the record's bound. "±" adds the standard error, with its own format if there is
+    that satisfies the record's bound. "text" shows a single cell as it is. "±" adds the standard error, with its own format if there is
     a second one.
     """
     group, _, key = name.partition(".")
     source = sources()[group][key]
+    if source["show"] == "text":
+        return str(chosen(source)[source["value"]].item())
     values, errors = measured(source)
     values = values * source.get("times", 1)
     how, *formats = source["show"].split()
