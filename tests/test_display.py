@@ -59,7 +59,7 @@ def test_text_of_a_result_is_no_markup():
 def test_every_class_with_a_table_shows_it():
     found = set()
     for module in pkgutil.walk_packages(mechinterp.__path__, "mechinterp."):
-        if module.name.endswith("__main__"):
+        if module.name.endswith("__main__") or ".callbacks." in module.name:
             continue
         for thing in vars(importlib.import_module(module.name)).values():
             if isinstance(thing, type) and is_dataclass(thing) and "to_frame" in vars(thing):

@@ -86,7 +86,7 @@ def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
             name = file.filename.removeprefix("mechinterp/shipped/")
             assert archive.read(file) == (ROOT / "checkpoints" / name).read_bytes()
     assert {file.filename.split("/")[2] for file in inside} == set(bundled())
-    assert sum(file.compress_size for file in inside) < 3e6
+    assert sum(file.compress_size for file in inside) < 4e6
 
 
 def test_the_installed_package_loads_every_bundled_model_by_its_name(

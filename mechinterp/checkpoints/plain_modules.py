@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter
@@ -130,8 +131,9 @@ def hook_module(
         read: Function from the module's output to the prediction, [batch, d_y]. None means the
             output itself if it has that shape, else the last d_y entries at the last position.
         embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens
-            (x, y), the query last with y = 0. A module that takes two inputs gets xs [batch, n,
-            d_x] and ys [batch, n], as `model(xs, ys)`.
+            (x, y), the query last with y = 0. A module that takes two inputs is called as
+            `model(xs, ys)` with xs [batch, n, d_x] and ys [batch, n], or [batch, n, d_y] if it
+            fails on the former.
         outputs: Names of the modules that take the heads' outputs side by side, if they are not
             found or found wrongly.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
@@ -164,8 +166,6 @@ def hook_module(
         raise ValueError(f"position must be an integer, got {position!r}.")
     own = _uncompiled(module).eval()
     name = type(own).__name__
-    if embed is None and _takes_xs_and_ys(own):
-        own, outputs = _OfXsAndYs(own), [f"{INNER}{output}" for output in outputs]
     parameter = next(own.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
 
     enter = _Entry(task, embed, parameter.device, parameter.dtype)
@@ -174,8 +174,11 @@ def hook_module(
     if enter(trial).shape[1] == len(trial):
         trial = sample_prompts(task, 3, dtype=parameter.dtype)
     with torch.no_grad():
-        tokens = enter(trial)
+        tokens, prefix = enter(trial), ""
+        if embed is None and _takes_xs_and_ys(own):
+            own, prefix = _of_xs_and_ys(own, tokens, task), INNER
         output = _output_of(own, tokens)
+        outputs = [f"{prefix}{name}" for name in outputs]
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
         outputs = [place.output for place in places]
@@ -195,7 +198,7 @@ def hook_module(
         _note_sizes(hooked, trial)
         if position is not None:
             query_positions(hooked, trial)
-    return HookedModule(name, task, hooked, tuple(each.removeprefix(INNER) for each in names))
+    return HookedModule(name, task, hooked, tuple(each.removeprefix(prefix) for each in names))
 
 
 INNER = "module."
@@ -205,12 +208,25 @@ INNER = "module."
 class _OfXsAndYs(nn.Module):
     """A module that takes xs and ys, as one that takes tokens (x, y)."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, d_x: int, flat: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.d_x, self.flat = module, d_x, flat
 
     def forward(self, tokens: Float[Tensor, "batch n d_token"]) -> object:
-        return self.module(tokens[..., :-1], tokens[..., -1])
+        ys = tokens[..., self.d_x :]
+        return self.module(tokens[..., : self.d_x], ys[..., 0] if self.flat else ys)
+
+
+def _of_xs_and_ys(module: nn.Module, tokens: Tensor, task: TaskConfig) -> _OfXsAndYs:
+    """The module with ys of shape [batch, n] if it runs on that, else [batch, n, d_y]."""
+    flat, whole = (_OfXsAndYs(module, task.d_x, flat) for flat in (task.d_y == 1, False))
+    try:
+        _output_of(flat, tokens)
+    except ValueError:
+        with suppress(ValueError):
+            _output_of(whole, tokens)
+            return whole
+    return flat
 
 
 def _takes_xs_and_ys(module: nn.Module) -> bool:

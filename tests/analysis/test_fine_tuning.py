@@ -18,7 +18,7 @@ from tests.deep_models import WIDE, random_model
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=4, context_length=9),
     model=ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3),
-    train=TrainConfig(batch_size=64, shortest_context=5, cosine=True, clip_norm=0.5),
+    train=TrainConfig(batch_size=64, shortest_context=5, schedule="cosine", clip_norm=0.5),
 )
 KEPT = np.array([[True] * 4, [True] + [False] * 3, [True] * 4])
 

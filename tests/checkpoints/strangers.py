@@ -32,7 +32,8 @@ class Kind:
     passes: int = 1
     base: float = 10000.0
     beside: str = "none"
-    """none; alibi: a slope times the distance is taken from the scores; sink: the softmax has one more logit, which is 0."""
+    """none; alibi: a slope times the distance is taken from the scores; sink: the softmax has one more logit, which is 0;
+    softcap: scores are bent to lie within 2."""
     steps: int = 600
     seed: int = 0
 
@@ -55,6 +56,8 @@ def weighted(scores: Tensor, beside: str) -> Tensor:
     if beside == "alibi":
         slopes = 2.0 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
         scores = scores + slopes[:, None, None] * (torch.arange(n) - torch.arange(n)[:, None])
+    if beside == "softcap":
+        scores = 2 * torch.tanh(scores / 2)
     scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
     if beside == "sink":
         return F.pad(scores, (0, 1)).softmax(-1)[..., :-1]

@@ -92,7 +92,7 @@ BAD = {
     "pipe": (os.mkfifo, "must be a regular file"),
     "dangling": (lambda file: file.symlink_to("nowhere"), "No such file"),
     "rows": (many_rows, "must hold at most 16777216 rows, got 16777217"),
-    "columns": (many_columns, "must hold at most 64 columns, got 65"),
+    "columns": (many_columns, "must hold at most 1024 columns, got 1025"),
     "row groups": (many_groups, "must hold at most 4096 row groups, got 4097"),
     "footer": (long_footer, "footer of at most 1048576 bytes"),
     "codec": (

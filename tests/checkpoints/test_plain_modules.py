@@ -270,13 +270,17 @@ class Split(nn.Module):
         return self.module(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])
 
 
-def test_a_module_of_two_inputs_goes_into_one_that_splits_them(prompts):
-    pairs = Pairs().to(prompts.x)
-    hooked = hook_module(Split(pairs), task=TASK)
+@pytest.mark.parametrize(
+    ("wrapped", "name"), [(Pairs, "attention"), (lambda: Split(Pairs()), "module.attention")]
+)
+def test_a_module_of_two_inputs_is_called_with_xs_and_ys(prompts, wrapped, name):
+    module = wrapped().to(prompts.x)
+    hooked = hook_module(module, task=TASK)
+    pairs = getattr(module, "module", module)
     tokens = prompts.tokens
     expected = pairs(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])[:, -1, -1:]
     torch.testing.assert_close(hooked.predict(prompts), expected)
-    assert hooked.outputs == ("module.attention",)
+    assert hooked.outputs == (name,)
 
 
 def test_what_is_not_known_by_name_is_not_called_a_norm():
@@ -302,11 +306,6 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
             "one must lie in a separate module",
         ),
         (Bare(), {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
-        (
-            Pairs(),
-            {},
-            r"module must run on the input \[2, 6, 4\] of 2 prompts, got: .*missing 1 required positional argument: 'y'; use embed=",
-        ),
         (
             Pairs(),
             {"embed": lambda prompts: (prompts.x, prompts.y)},

@@ -145,6 +145,14 @@ def test_other_kinds_of_attention_are_the_strangers_own_function(tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_bent_scores_in_a_trained_model_are_doubted(tmp_path: Path):
+    kind = Kind(2, beside="softcap", norm="layer", mlp=True, steps=700, seed=11)
+    checkpoint = load(saved(tmp_path, trained(kind).state_dict()), n_heads=2, task=TASK)
+    assert "in doubt" in checkpoint.doubt
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_sink_in_a_trained_model_is_doubted(tmp_path: Path, seed: int):
     kind = Kind(2, beside="sink", norm="layer", mlp=True, seed=seed)

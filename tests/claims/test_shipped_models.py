@@ -21,8 +21,8 @@ from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 SWEEPS = CHECKPOINTS.parent / "analyses" / "sweeps"
 FILES = {file.parent.name: file for file in CHECKPOINTS.glob("*/config.json")}
 SOFTMAX = sorted(name for name in FILES if name.startswith("softmax-h"))
-# Remade by scripts of their own.
-OTHERS = ("garg-gpt2", "pool-")
+# Made by scripts of their own.
+OTHERS = ("garg-", "pool-")
 
 
 @cache

@@ -183,8 +183,17 @@ def layered(file: Path, model: torch.nn.Module, n_heads: int) -> Checkpoint:
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
-    assert page.headings == [*SECTIONS, EDGES]
-    assert page.figures == [*FIGURES, "figure-edges"]
+    # A causal model has a loss at every position.
+    assert page.headings == [
+        *SECTIONS[:4],
+        "Loss over the number of examples",
+        *SECTIONS[4:],
+        EDGES,
+    ]
+    assert set(page.figures) - {*FIGURES, "figure-edges"} == {
+        "figure-error_curve",
+        "figure-risk_curve",
+    }
     about = (
         "3 layers of 4 heads, softmax attention, width 16, MLPs of 64, d_x 3, d_y 1, context_length 6, "
         "covariance identity, beta_var 1, noise_var 0; assumed: context_length, covariance, beta_var, noise_var; "

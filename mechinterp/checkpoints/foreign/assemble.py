@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -241,28 +242,20 @@ def _ways(
     """Read-in and read-out; if the file has none, selections of the columns of x and y and of the
     prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
-    first = ends.get(
-        "read_mlp.weight",
-        ends.get("read_in.weight", torch.eye(width, dtype=torch.float32, device="cpu")),
-    )[inputs]
-    read_in = ends["read_in.weight"] if model.d_read_in else first
-    read_out = ends.get(
-        "read_out.weight", torch.eye(parts.written, dtype=torch.float32, device="cpu")[:, outputs]
+    eye, zeros = (
+        partial(make, dtype=torch.float32, device="cpu") for make in (torch.eye, torch.zeros)
     )
-    tensors = {"W_in": stream.placed(read_in, 1, TOKEN)}
+    read_in = ends.get("read_in.weight", eye(width))
+    first = ends.get("read_mlp.weight", read_in)[inputs]
+    read_out = ends.get("read_out.weight", eye(parts.written)[:, outputs])
+    tensors = {"W_in": stream.placed(read_in if model.d_read_in else first, 1, TOKEN)}
     last = MLP if model.d_mlp is not None else ATTENTION
     tensors["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
     if model.d_read_in is not None:
         tensors["W_read"] = first
     if model.biases:
-        tensors["b_in"] = stream.placed(
-            ends.get("read_in.bias", torch.zeros(width, dtype=torch.float32, device="cpu")),
-            0,
-            TOKEN,
-        )
-        tensors["unembed.b_U"] = sign * ends.get(
-            "read_out.bias", torch.zeros(read_out.shape[1], dtype=torch.float32, device="cpu")
-        )
+        tensors["b_in"] = stream.placed(ends.get("read_in.bias", zeros(width)), 0, TOKEN)
+        tensors["unembed.b_U"] = sign * ends.get("read_out.bias", zeros(read_out.shape[1]))
         if model.d_read_in is not None:
             tensors["b_read"] = ends["read_mlp.bias"]
     return tensors

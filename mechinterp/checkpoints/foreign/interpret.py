@@ -27,6 +27,11 @@ MOST_REFINED = 24
 Raised from 8 after files of trained test models had been read, whose correct reading ranked lower
 without its refinement. No other file confirms 24. A larger number only costs time.
 """
+N_REFINED = 512
+"""Number of prompts for the first comparison of refinements.
+
+Set after trained test models had been read: with 256 one of eight files was not understood. More prompts only cost time.
+"""
 ROUNDS = 3
 """Most steps from a refined reading, each of which changes one choice for the better; more steps
 only cost time."""
@@ -90,7 +95,7 @@ def tried(
     (order,) = look.groups().values()
     if refined := [each for i in order[:MOST_REFINED] for each in refinements(look.cases[i])]:
         every = [*look.cases, *refined]
-        look = looked_at(every, n_prompts_for(every, 1))
+        look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
     every = list(look.cases)
     for start, *_ in look.groups("context_only").values():
         if look.losses[start] < 1 - MARGIN:

@@ -21,7 +21,7 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> import torch
         >>> stacked = {f"net.attn.{x}.kernel": torch.zeros(2, 4, 2, 2) for x in ("query", "key", "value")}
         >>> list(unstacked(stacked))[:2]
-        ['layers.0.attn.query.kernel', 'layers.1.attn.query.kernel']
+        ['layers.0.net.attn.query.kernel', 'layers.1.net.attn.query.kernel']
     """
     words = {name: re.split("[./]", name) for name in tensors}
     depth = max(map(len, words.values()), default=0)
