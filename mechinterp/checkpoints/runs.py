@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import share_of
@@ -16,6 +17,8 @@ from mechinterp.models.weights import Weights, circuit_norms
 
 N_PROMPTS = 1024
 """Number of evaluation prompts for the loss of each step."""
+MOST_AT = 512
+"""Largest number of positions whose loss is stored."""
 Self = TypeVar("Self", bound="Run")
 
 
@@ -96,8 +99,9 @@ def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.Dat
 
     eval_loss is the mean squared error against y_query. share is the standard deviation over
     prompts of the head's contribution to the prediction (its change under masking), divided by the
-    sum over the layer's heads. rise is the rise of the excess risk. Losses have unit y^2; _sem are
-    standard errors over prompts, paired for rise.
+    sum over the layer's heads. rise is the rise of the excess risk. eval_loss_at_k is the loss after
+    k pairs, if one pass gives it. Losses have unit y^2; _sem are standard errors over prompts,
+    paired for rise.
 
     Args:
         masks: True: mask heads, with one run per head unless the model is one layer of attention.
@@ -116,4 +120,14 @@ def head_rows(source: Source, prompts: Prompts, *, masks: bool = True) -> pd.Dat
         rise = risk[1:] - risk[0]
         columns["rise"] = rise.mean(1).numpy(force=True)
         columns["rise_sem"] = (rise.std(1) / len(prompts) ** 0.5).numpy(force=True)
+    if (every := predictor.predict_at_every(prompts)) is not None:
+        losses = (every - prompts.y_of_every_x.to(every)).double().square().mean((0, 2))
+        columns |= {name: float(loss) for name, loss in named_by_pairs(losses).items()}
     return pd.DataFrame(columns)
+
+
+def named_by_pairs(losses: Float[Tensor, "*model n_pairs"]) -> dict[str, Tensor]:
+    """Columns of a history: the loss after each number of pairs, or after MOST_AT of them."""
+    n = losses.shape[-1]
+    at = sorted({round(each) for each in np.linspace(0, n - 1, min(n, MOST_AT))})
+    return {f"eval_loss_at_{each}": losses[..., each] for each in at}

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2Model
 
 from mechinterp.analysis.learners.error_curve import error_curve
 from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.training.monitor import Monitor
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig, override
@@ -18,6 +19,7 @@ from mechinterp.icl.pools import dmmse, dmmse_at_every
 from mechinterp.icl.predictors import ridge, ridge_at_every, zero_prediction
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictions_after, predictor_of
 from mechinterp.models.tokens import interleaved
 from mechinterp.presets import preset
@@ -118,6 +120,19 @@ def test_a_module_of_xs_and_ys_is_read_at_every_x():
     assert curve.one_pass
     assert curve.loss[0] == pytest.approx(expected.tolist(), rel=1e-5)
     assert hook_module(module, task=TASK).outputs[0] == "_backbone.h.0.attn.c_proj"
+
+
+def test_a_monitor_logs_the_loss_after_each_number_of_pairs():
+    module, rows = OfXsAndYs().eval(), []
+    monitor = Monitor(task=TASK, every=1, n_prompts=32, ablation=False, log=rows.append)
+    monitor(0, module)
+    prompts = evaluation_prompts(hook_module(module, task=TASK), n_prompts=32)
+    with torch.no_grad():
+        own = module(prompts.every_x, prompts.y_of_every_x[..., 0])
+    expected = (own - prompts.y_of_every_x[..., 0]).square().mean(0).tolist()
+    assert [rows[0][f"icl/loss_at_{k}"] for k in range(7)] == pytest.approx(expected, rel=1e-5)
+    assert monitor.run().history["eval_loss_at_3"].iloc[0] == pytest.approx(expected[3], rel=1e-5)
+    assert rows[0]["icl/loss"] == pytest.approx(expected[-1], rel=1e-5)
 
 
 class OfOneLength(Encoder):

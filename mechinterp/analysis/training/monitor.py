@@ -64,7 +64,8 @@ class Monitor:
     log: Callable[[dict], object] | str | Path | None = None
     """Function of a flat dict, such as `wandb.log`, called at each measurement; or a file to which
     the dict is added as a line of JSON. Its names are `icl/step`, `icl/loss`, `icl/ridge` (loss of
-    ridge regression on the same prompts) and, for each head, `icl/L0H1/rise` and so on."""
+    ridge regression on the same prompts), for each head `icl/L0H1/rise` and so on, and for a module
+    that predicts at every x in one pass `icl/loss_at_3` (after 3 pairs) and so on."""
     keep: str | Path | None = None
     """Folder for the module's state dict at each measured step, `step_<n>.pt`, which `load_run`
     reads; the copies are then not kept in memory."""
@@ -158,6 +159,8 @@ def flat_row(step: int, rows: pd.DataFrame) -> dict[str, object]:
     row |= {"icl/loss": float(first["eval_loss"]), "icl/loss_sem": float(first["eval_loss_sem"])}
     if "pattern" in rows:
         row["icl/pattern"] = first["pattern"]
+    every = [name for name in rows if name.startswith("eval_loss_at_")]
+    row |= {name.replace("eval_", "icl/"): float(first[name]) for name in every}
     for name in ("share", "rise", "rise_sem"):
         if name in rows:
             heads = zip(rows["layer"], rows["head"], rows[name], strict=True)

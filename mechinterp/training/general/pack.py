@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights, circuit_norms
 from mechinterp.training.flat import flattened, own, views_of
 from mechinterp.training.general.step import losses_at_every, predictions_for_training
-from mechinterp.training.general.trainer import initial_deep_weights, named_by_pairs
+from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.run import Batch, Run
 
 Tensors = dict[str, Tensor]

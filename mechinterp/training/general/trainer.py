@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
@@ -19,9 +19,6 @@ from mechinterp.training.batches import largest_chunk
 from mechinterp.training.flat import flattened, own
 from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
 from mechinterp.training.run import Batch, Run
-
-MOST_AT = 512
-"""Largest number of positions whose loss is logged."""
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -115,13 +112,6 @@ class DeepRun(Run[Weights]):
 
     def _model(self, index: int, weights: Weights) -> Weights:
         return replace(own(weights), model=self.config.model)
-
-
-def named_by_pairs(losses: Float[Tensor, "*model n_pairs"]) -> dict[str, Tensor]:
-    """Columns of a history: the loss after each number of pairs, or after MOST_AT of them."""
-    n = losses.shape[-1]
-    at = sorted({round(each) for each in np.linspace(0, n - 1, min(n, MOST_AT))})
-    return {f"eval_loss_at_{each}": losses[..., each] for each in at}
 
 
 def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
