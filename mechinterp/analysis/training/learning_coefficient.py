@@ -8,19 +8,23 @@ the exact value is known. Away from a minimum the estimate has no meaning, and n
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
+from torch import nn
 
 from mechinterp import figures
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.local_losses import (
+    has_written_gradient,
     heads_of_linear,
     population_loss,
     prompts_loss,
 )
+from mechinterp.analysis.training.module_losses import ModuleLoss, module_loss, predictor_loss
 from mechinterp.analysis.training.sampler import (
     Chains,
     Langevin,
@@ -32,12 +36,12 @@ from mechinterp.analysis.training.sampler import (
     mean_error,
     r_hat,
 )
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.runs import Run
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
-from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.training.linear.trainer import task_moments
 
@@ -175,9 +179,11 @@ class LearningCoefficient(Result):
 
 
 def local_learning_coefficient(
-    source: Source,
+    source: Source | nn.Module,
     prompts: Prompts | None = None,
     *,
+    weights: str | Sequence[str] | None = None,
+    loss: ModuleLoss | None = None,
     step: int | None = None,
     sampled_heads: Sequence[int] | None = None,
     n_beta: float = N_BETA,
@@ -190,13 +196,19 @@ def local_learning_coefficient(
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearningCoefficient:
-    """Local learning coefficient of a checkpoint, by Hamiltonian Monte Carlo.
+    """Local learning coefficient of a model or of any module, by Hamiltonian Monte Carlo.
 
     Linear attention trained on moments uses the exact loss of the population; other models use the
-    loss on `n_prompts` prompts.
+    loss on `n_prompts` prompts, and a module the given loss.
 
     Args:
+        source: A model; with `loss`, any PyTorch module.
         prompts: Prompts of the loss, then for every model; None draws them if they are needed.
+        weights: Patterns of the names of the parameters that are sampled, such as
+            "blocks.0.attn.W_*", or "blocks.0.attn.W_*[1]" for head 1; all others stay fixed. None
+            means all.
+        loss: Function from the module to its loss, a tensor without axes that PyTorch can
+            differentiate.
         step: A saved step of training; None means the last weights.
         sampled_heads: Heads of linear attention whose entries are sampled; None means all.
         localisation: Strength of the pull towards the weights, unit 1 / weight^2.
@@ -210,8 +222,8 @@ def local_learning_coefficient(
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
     Raises:
-        ValueError: If this kind of model has no gradient here, there is no such step or head, or a
-            number is not positive.
+        ValueError: If there is no such parameter, step or head, a module has no loss, or a number
+            is not positive.
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     See also:
@@ -223,20 +235,29 @@ def local_learning_coefficient(
         >>> found.exact, abs(found.estimate - 8) < 4 * found.sem
         (8.0, True)
     """
-    checkpoint = checkpoint_of(source, "local_learning_coefficient")
-    weights = checkpoint.weights if step is None else _kept_weights(checkpoint, step)
-    if is_trained_on_moments(checkpoint) and prompts is None:
-        heads, task = heads_of_linear(weights), checkpoint.task
-        loss = population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
-    elif sampled_heads is not None:
-        raise ValueError(
-            "sampled_heads needs linear attention trained on moments, got another model or prompts."
-        )
+    if loss is not None:
+        if not isinstance(source, nn.Module):
+            raise ValueError(f"loss needs a PyTorch module, got a {type(source).__name__}.")
+        local = module_loss(source, loss, weights=weights or "*")
     else:
-        drawn = evaluation_prompts(checkpoint, prompts, n_prompts=n_prompts, seed=seed)
-        loss = prompts_loss(checkpoint, weights, drawn)
+        model = source if step is None else _run(source).at(step)
+        if weights is None and prompts is None and is_trained_on_moments(model):
+            heads, task = heads_of_linear(model.weights), model.task
+            moments = task_moments(task)
+            local = population_loss(heads, moments, sampled_heads=sampled_heads, task=task)
+        elif sampled_heads is not None:
+            raise ValueError(
+                "sampled_heads needs linear attention trained on moments, got another model or prompts."
+            )
+        else:
+            drawn = evaluation_prompts(model, prompts, n_prompts=n_prompts, seed=seed)
+            local = (
+                prompts_loss(model, drawn)
+                if weights is None and has_written_gradient(model)
+                else predictor_loss(model, drawn, weights=weights or "*")
+            )
     return coefficient_of_loss(
-        loss,
+        local,
         n_beta=n_beta,
         localisation=localisation,
         other_n_beta=other_n_beta,
@@ -248,9 +269,11 @@ def local_learning_coefficient(
     )
 
 
-def is_trained_on_moments(checkpoint: Checkpoint) -> bool:
+def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
     """True for one layer of linear attention with no parameters but v, K and Q (or U)."""
-    model, train = checkpoint.config.model, checkpoint.config.train
+    if not isinstance(source, Checkpoint):
+        return False
+    model, train = source.config.model, source.config.train
     return model.score == "linear/L" and model.one_attention and train.optimizer != "adam"
 
 
@@ -392,8 +415,7 @@ def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
     return ""
 
 
-def _kept_weights(checkpoint: Checkpoint, step: int) -> Weights:
-    if step not in checkpoint.snapshots:
-        kept = ", ".join(map(str, list(checkpoint.snapshots)[:6])) or "none"
-        raise ValueError(f"step must be a saved step ({kept}, ...), got {step}.")
-    return checkpoint.snapshots[step]
+def _run(source: object) -> Run:
+    if not isinstance(source, Run):
+        raise ValueError(f"step needs a model with saved steps, got a {type(source).__name__}.")
+    return source

@@ -5,6 +5,7 @@ and for stacks of layers, it is the loss on one fixed set of prompts. Entries th
 move stay fixed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -137,30 +138,28 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
     return function
 
 
-def prompts_loss(checkpoint: Checkpoint, weights: Weights, prompts: Prompts) -> LocalLoss:
-    """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts.
+def has_written_gradient(source: object) -> TypeGuard[Checkpoint]:
+    """True for one layer of attention, or a stack of attention layers, of `prompts_loss`."""
+    if not isinstance(source, Checkpoint):
+        return False
+    if source.config.model.one_attention:
+        heads = source.weights.circuits
+        return heads.b_O is None and not heads.attend_to_self
+    return source.weights.model.is_stack
 
-    Raises:
-        ValueError: If this kind of model has no gradient here.
-    """
-    prompts = prompts.to(torch.float64)
+
+def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
+    """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts."""
+    prompts, weights = prompts.to(torch.float64), checkpoint.weights
     if checkpoint.config.model.one_attention:
         heads = weights.circuits.to(torch.float64)
-        if heads.b_O is not None or heads.attend_to_self:
-            raise ValueError(
-                "local_learning_coefficient needs a model without biases whose query does not attend to itself."
-            )
         free = _free_entries(heads)
         of, at = _of_layer(heads, free)
         names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
         sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
-    elif weights.model.is_stack:
+    else:
         of, at = _of_stack(weights)
         sampled = f"{at.size} entries: all"
-    else:
-        raise ValueError(
-            "local_learning_coefficient needs one layer of attention, or attention layers that read the context only."
-        )
     unknown = "the loss on prompts is not a quadratic in one matrix"
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
