@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +90,8 @@ def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[
         predictor = predictor_of(own.to(torch.float64))
         prompts = prompts.to(torch.float64)
     hooked = predictor.hooked
-    module = hooked.model if own is not None else hooked.model.module
+    model: Any = hooked.model
+    module = model if own is not None else model.module
     loss = partial(_squared_error, hooked=hooked, prompts=prompts, inputs=hooked.inputs(prompts))
     return module_loss(module, loss, weights=weights, over=f"{len(prompts)} prompts")
 
