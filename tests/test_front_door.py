@@ -48,6 +48,7 @@ def make(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_commands_of_readme_work_in_a_fresh_clone(clone: Path):
     report, tests = first_block()
     assert (report, tests) == ("make report", "make test")

@@ -21,9 +21,9 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 N_PROMPTS = 512
 """Default number of prompts at each step."""
-MOST_NUMBERS = 200_000
-"""Most numbers in a figure with a slider; with more, only every second, third, ... step is drawn.
-"""
+MOST_FRAMES, MOST_NUMBERS = 40, 200_000
+"""Most steps and most numbers in a figure with a slider; with more, only every second, third, ...
+step is drawn."""
 MOST_CURVES = 3
 """Number of columns of a table that are drawn as curves."""
 SUFFIX = "-over-steps"
@@ -163,8 +163,9 @@ class OverSteps(Result):
         figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
         figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
         frames, titles = {}, []
-        for row, (step, place) in enumerate(zip(self.step, places, strict=True)):
-            frames[f"{step:,}"] = [{"x": [float(place)], "y": [float(loss[row])]}]
+        for row in self._drawn:
+            step = self.step[row]
+            frames[f"{step:,}"] = [{"x": [float(places[row])], "y": [float(loss[row])]}]
             titles.append(f"Step {step:,}: loss {loss[row]:.4g}{self._told(row, ', ')}")
         return figures.with_slider(figure, frames, label="step", titles=titles, traces=[1])
 
@@ -175,9 +176,15 @@ class OverSteps(Result):
         later = every[every > 0]
         return np.maximum(steps, later.min() / 2 if len(later) else 0.5).astype(np.float64)
 
+    @property
+    def _drawn(self) -> list[int]:
+        """Rows of the steps that a slider shows: the last, and at equal distances before it."""
+        stride = -(-len(self.step) // MOST_FRAMES)
+        return list(range(len(self.step)))[::-stride][::-1]
+
     def _sliders(self) -> dict[str, go.Figure]:
         """Figures of the analysis whose traces are the same at all steps, with a slider."""
-        every = [figures_of(self.analysis, result) for result in self.results]
+        every = [figures_of(self.analysis, self.results[row]) for row in self._drawn]
         shared = [name for name in every[-1] if all(name in drawn for drawn in every)]
         sliders = {n: self._slider([drawn[n] for drawn in every]) for n in shared}
         return {name: figure for name, figure in sliders.items() if figure is not None}
@@ -198,8 +205,9 @@ class OverSteps(Result):
             np.size(trace[n]) for trace in last.data for n in ("x", "y", "z") if n in trace
         )
         stride = -(-len(drawn) * numbers // MOST_NUMBERS)
-        rows = range(len(drawn))[::-stride][::-1]
-        frames = {f"{self.step[r]:,}": [_moving(trace) for trace in drawn[r].data] for r in rows}
+        shown = list(zip(self._drawn, drawn, strict=True))[::-stride][::-1]
+        rows = [row for row, _ in shown]
+        frames = {f"{self.step[r]:,}": [_moving(trace) for trace in each.data] for r, each in shown}
         title = last.layout.title.text or self.analysis
         titles = [f"{title} at step {self.step[r]:,}{self._told(r, ': ')}" for r in rows]
         return figures.with_slider(last, frames, label="step", titles=titles)

@@ -198,8 +198,8 @@ def test_lengths_beyond_the_prompts_are_refused(lengths: list[int]):
 @pytest.mark.slow
 def test_priors_of_one_pass_are_those_of_a_run_per_length():
     checkpoint = load("checkpoints/pool-gpt2-m16")
-    one_pass = compare_priors(checkpoint, n_prompts=8192)
-    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=8192)
+    one_pass = compare_priors(checkpoint, n_prompts=2048)
+    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=2048)
     for name in ("relative", "risk", "weight_dmmse"):
         one, other = (getattr(each.trimmed, name) for each in (one_pass, runs))
         sems = [getattr(each.trimmed, f"{name}_sem") for each in (one_pass, runs)]

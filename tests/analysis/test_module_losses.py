@@ -69,7 +69,9 @@ def test_a_small_mlp_at_a_regular_minimum_has_half_of_its_entries():
     names, point = zip(*module.named_parameters(), strict=True)
     rows = []
     for x in xs:
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(module(x[None]).sum(), point)]))
+        rows.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(module(x[None]).sum(), point)])
+        )
     assert torch.linalg.matrix_rank(torch.stack(rows)) == 11
     found = local_learning_coefficient(module, loss=loss, chains=CHAINS, n_beta=1e7)
     assert found.sampled.startswith(f"11 entries: {names[0]}")

@@ -87,7 +87,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
             Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
             Kind(passes=3, norm="layer", mlp=True),
         ],
-        keep=lambda kind: kind in (Kind(2, norm="rms", mlp=True), Kind(2, norm="bare", mlp=True)),
+        keep=lambda kind: kind == Kind(2, norm="rms", mlp=True),
     ),
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
@@ -113,10 +113,9 @@ def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, 
     assert "in doubt" in checkpoint.doubt
     law = tmp_path / "task.json"
     law.write_text(json.dumps(TASK))
-    for command in ("classify", "ablate"):
-        shown = run(command, path, "--n-heads", 2, "--task", law, "--n-prompts", 64).done().out
-        words = " ".join(shown.split())
-        assert words.index("how this file was read, or its task, is in doubt") < words.index("L0H0")
+    shown = run("ablate", path, "--n-heads", 2, "--task", law, "--n-prompts", 64).done().out
+    words = " ".join(shown.split())
+    assert words.index("how this file was read, or its task, is in doubt") < words.index("L0H0")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_bent_scores_in_a_trained_model_are_doubted(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", sampled([2, 3], keep=lambda seed: seed == 2))
 def test_a_sink_in_a_trained_model_is_doubted(tmp_path: Path, seed: int):
     kind = Kind(2, beside="sink", norm="layer", mlp=True, seed=seed)
     checkpoint = load(saved(tmp_path, trained(kind).state_dict()), n_heads=2, task=TASK)
@@ -222,10 +221,9 @@ def test_a_stated_reading_that_predicts_nothing_is_refused(tmp_path: Path):
     "command",
     [
         "classify",
-        "ablate",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("probe", "prune", "fit", "info")
+            for name in ("ablate", "probe", "prune", "fit", "info")
         ),
     ],
 )
@@ -241,6 +239,7 @@ def test_commands_lead_with_it(tmp_path: Path, command: str, run: Run):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_anyway_shows_tables_below_the_same_words(tmp_path: Path, run: Run):
     arguments = ["ablate", random_file(tmp_path), "--n-heads", 2, "--anyway", "--n-prompts", 16]
     shown = run(*arguments).done().out

@@ -158,6 +158,7 @@ def test_ray_replaces_an_address_of_this_machine(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
     ray = pytest.importorskip("ray")
     started = []

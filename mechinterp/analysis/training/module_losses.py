@@ -50,7 +50,9 @@ def module_loss(
     """
     chosen = _chosen(module, [weights] if isinstance(weights, str) else list(weights))
     base = {name: p.detach() for name, p in module.named_parameters() if name in chosen}
-    parts = {name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()}
+    parts = {
+        name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()
+    }
     ends = np.cumsum([part.numel() for part in parts.values()])[:-1].tolist()
     at = torch.cat([part.flatten() for part in parts.values()])
     closure = _Closure(module, loss)
@@ -128,7 +130,11 @@ def _batched(of_one: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor
     together = vmap(alone)
     try:
         together(at[None].repeat(2, 1))
-    except (RuntimeError, ValueError, NotImplementedError):  # such as control flow that reads a number
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+    ):  # such as control flow that reads a number
         return lambda points: tuple(map(torch.stack, zip(*map(alone, points), strict=True)))
     return together
 
