@@ -45,7 +45,9 @@ FITTED = {"vanilla_gd": "eta", "debiased_gd": "eta", "kernel_head": "mu"}
 LEARNERS = ("zero", "vanilla_gd", "debiased_gd", "kernel_head", "ridge")
 """Learners for any task; a task with a pool adds dmmse."""
 CONTEXT_LENGTHS = tuple(range(10, 101, 10))
-N_PROMPTS, KERNEL_PROMPTS = 20_000, 8192
+N_PROMPTS, N_SLOWER, KERNEL_PROMPTS = 20_000, 4096, 8192
+"""Prompts at each context length: for one layer of attention and functions, and for all other
+models, which are slower; and prompts that omega is fitted to."""
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: longer contexts, the posterior mean under a pool. Ridge has the "
     "penalty that is best on these prompts; state their law by task= in Python (--task is the law of the training)."
@@ -206,7 +208,7 @@ def fit_learners(
     *,
     prompts: Prompts | None = None,
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
-    n_prompts: int = N_PROMPTS,
+    n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> LearnerFits:
@@ -225,7 +227,8 @@ def fit_learners(
         task: Law of the prompts; None means the model's own. With given prompts the law is then
             unknown, and ridge has the penalty that is best on them.
         prompts: Given prompts, whose length is the longest; None draws them.
-        n_prompts: Number of prompts per context length, at least 8.
+        n_prompts: Number of prompts per context length, at least 8; None means 20,000, or 4,096 for
+            models of several layers and modules.
         progress: Optional progress callback.
     Raises:
         ValueError: If a function comes without a task or prompts, or there are too few prompts.
@@ -241,6 +244,9 @@ def fit_learners(
     """
     model = learner_of(source)
     task = task_for(source, task, "fit_learners", prompts)
+    if n_prompts is None:
+        fast = is_learner(source) or predictor_of(source).is_one_attention
+        n_prompts = N_PROMPTS if fast else N_SLOWER
     given = task if isinstance(task, PromptsTask) else None
     require_number(n_prompts if given is None else len(given.prompts), 2)  # fitted: omega and mu
     if context_lengths is CONTEXT_LENGTHS and given is not None:
@@ -292,9 +298,12 @@ def _fit_at(
             return iter([task.prompts.shortened(length)])
         return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
 
+    predicted = torch.cat([model(prompts).double() for prompts in chunks()])
+    require_moderate(predicted)
+    prediction = predicted.numpy(force=True)  # [prompt, d_y]
     first = next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)]
-    omega, through_omega = _kernel_omega(model, first)
-    shapes, targets, predictions = [], [], []
+    omega, through_omega = _kernel_omega(prediction[: len(first)], first)
+    shapes, targets = [], []
     for prompts in chunks():
         learners = [
             zero_prediction(prompts),
@@ -307,11 +316,7 @@ def _fit_at(
             learners.append(dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var))
         shapes.append(torch.stack(learners, 1).double())
         targets.append(prompts.y_query.double())
-        predictions.append(model(prompts).double())
     shape, target = torch.cat(shapes).numpy(), torch.cat(targets).numpy()
-    require_moderate(torch.cat(predictions))
-    prediction = torch.cat(predictions).numpy(force=True)  # [prompt, d_y]
-
     factors = np.full((2, shape.shape[1]), np.nan)
     for index in map(LEARNERS.index, FITTED):
         factors[:, index] = _least_squares(shape[:, index], prediction)
@@ -339,17 +344,14 @@ def _fit_at(
 
 
 def _kernel_omega(
-    model: Callable[[Prompts], Tensor], prompts: Prompts
+    prediction: Float[np.ndarray, "prompt d_y"], prompts: Prompts
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
-    """Fits omega of the kernel head closest to the model; mu is fitted for each omega.
+    """Fits omega of the kernel head closest to a model's predictions; mu is fitted for each omega.
 
     Returns:
         omega, and the influence of each prompt on the best mu through omega, times the number of
         prompts.
     """
-    predicted = model(prompts).double()
-    require_moderate(predicted)
-    prediction = predicted.numpy(force=True)
     top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
 
     @cache

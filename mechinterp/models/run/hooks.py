@@ -29,8 +29,13 @@ class ByHooks:
     build: Callable[[], HookedPredictor]
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-        """Predictions for all prompts at once, because the user's hooks may depend on the whole batch."""
-        return self.build().predict(prompts)
+        """Predictions, in chunks; for all prompts at once under hooks of the user, which may depend on the whole batch."""
+        hooked = self.build()
+        if any(point.fwd_hooks for point in hooked.model.hook_dict.values()):
+            return hooked.predict(prompts)
+        rows = hooked.chunks(prompts, CHUNK)
+        with torch.no_grad():
+            return torch.cat([hooked.predict(prompts[each]) for each in rows])
 
     def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
         """Output at every x of one pass; None if the output does not have that shape."""
@@ -107,7 +112,8 @@ class ByHooks:
         place = query_positions(self.build(), prompts)[layer]
         covariates = progress([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
         runs = (self.stream(replace(prompts, x_query=x), layer, heads) for x in covariates)
-        return torch.stack([stream[:, place] for stream in runs], dim=1)
+        # A copy, so that the whole stream of each run is freed.
+        return torch.stack([stream[:, place].clone() for stream in runs], dim=1)
 
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
         """Attention weights of the query in every layer; layers with fewer keys are padded with zeros."""
