@@ -264,6 +264,7 @@ WRITTEN = {
     "arguments": {"args": argparse.Namespace(num_heads=2, out=Path("x"))},
     "a number": {"n_attn_heads": 2},
     "a text": {"cfg": {"num_attention_heads": "2"}},
+    "camel case": {"config": {"numAttnHeads": 2}},
 }
 
 
