@@ -80,6 +80,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
             Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
             Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
             Kind(2, norm="rms", mlp=True),
+            Kind(2, norm="rms", mlp=True, positions="adjacent", base=100.0, steps=900, seed=5),
             Kind(2, norm="bare", mlp=True),
             Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
             Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
