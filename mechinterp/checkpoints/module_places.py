@@ -1,19 +1,17 @@
 """Places of the attention layers in a plain torch module, found by names and by running it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.names import INNER, piece_of
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS
+from mechinterp.checkpoints.heads_in_softmax import heads_in_softmax
 from mechinterp.checkpoints.heads_outputs import require_heads_outputs
-from mechinterp.models.hooked.followed import SOFTMAX, Inner
+from mechinterp.models.hooked.followed import Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -194,8 +192,8 @@ def _number_of_heads(
         own, source = attention.num_heads, f"{name}.num_heads"
     elif named := _heads_by_name(module, name):
         own, source = named, f"the modules beside {name}"
-    elif len(seen := _Softmaxes.of(module, inner.container, tokens)) == 1:
-        own, source = seen[0], f"the softmax in {inner.container or type(module).__name__}"
+    elif seen := heads_in_softmax(module, name, inner.container, tokens):
+        own, source = seen, f"the softmax in {inner.container or type(module).__name__}"
     elif stated := _stated_heads(module, name):
         own, source = stated
     if heads is not None and own not in (None, heads):
@@ -226,47 +224,6 @@ def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
         if type(number := getattr(module, key, None)) is int:
             return number, key
     return None
-
-
-class _Softmaxes(TorchFunctionMode):
-    """Records the number of heads of each softmax over [batch, head, query, key] in a part of a
-    module."""
-
-    def __init__(self, n_prompts: int) -> None:
-        super().__init__()
-        self.n_prompts, self.inside, self.seen = n_prompts, False, list[int]()
-
-    @classmethod
-    def of(cls, module: nn.Module, container: str, tokens: Tensor) -> list[int]:
-        """Numbers of heads of the softmaxes in one run of a part."""
-        mode, part = cls(len(tokens)), module.get_submodule(container)
-        runs: list[int] = []
-
-        def enter(*_: Any) -> None:
-            runs.append(len(mode.seen))
-            mode.inside = len(runs) == 1
-
-        def leave(*_: Any) -> None:
-            mode.inside = False
-
-        handles = part.register_forward_pre_hook(enter), part.register_forward_hook(leave)
-        with mode:
-            module(tokens)
-        for handle in handles:
-            handle.remove()
-        return mode.seen
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Record the number of heads, then make the call."""
-        if self.inside and args and func in (*SOFTMAX, F.scaled_dot_product_attention):
-            scores, n = args[0], self.n_prompts
-            if scores.ndim == 4 and len(scores) == n:
-                self.seen.append(scores.shape[1])
-            elif scores.ndim == 3 and len(scores) % n == 0:
-                self.seen.append(len(scores) // n)
-        return func(*args, **(kwargs or {}))
 
 
 def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:

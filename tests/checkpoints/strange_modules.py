@@ -225,6 +225,26 @@ class WithSink(LinearAttention):
         return self.to_out(joined(torch.softmax(scores, -1)[..., 1:] @ v))
 
 
+class Differential(Parameters):
+    """Two softmaxes for each head, the second one subtracted."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_q, self.W_k = (nn.Parameter(torch.randn(2 * HEADS, WIDTH, EACH)) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("bti,hid->bhtd", x, W) for W in (self.W_q, self.W_k, self.W_v))
+        both = torch.softmax(q @ k.mT, dim=-1)
+        return self.o_proj(joined((both[:, ::2] - 0.3 * both[:, 1::2]) @ v))
+
+    def pattern(self, x, head):
+        first, second = (
+            torch.softmax((x @ self.W_q[each]) @ (x @ self.W_k[each]).mT, -1)
+            for each in (2 * head, 2 * head + 1)
+        )
+        return first - 0.3 * second
+
+
 class Layer(nn.Module):
     """A layer with a norm before its attention and an MLP."""
 

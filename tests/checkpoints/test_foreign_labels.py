@@ -142,8 +142,7 @@ def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
 @pytest.mark.parametrize("room", [0, 1])
 def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
     np.save(tmp_path / "W.npy", pad(0.8 * torch.eye(5), (0, room, 0, room)).double().numpy())
-    hints = {"d_x": 5} if room else {}
-    checkpoint = load(tmp_path / "W.npy", task={"noise_var": 0.0}, **hints)
+    checkpoint = load(tmp_path / "W.npy", task={"noise_var": 0.0}, d_x=5)
     assert (checkpoint.format, checkpoint.task.d_x, checkpoint.config.model.score) == (
         "one-matrix",
         5,
@@ -158,8 +157,9 @@ def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
 
 def test_a_matrix_of_another_size_than_the_stated_task_is_refused(tmp_path: Path):
     np.save(tmp_path / "W.npy", np.eye(21, dtype=np.float32))
+    assert_refused("d_x must be 20 .* or 21 .*, got no --d-x", load, tmp_path / "W.npy")
     assert_refused("d_x must be 20 .* or 21 .*, got 10", load, tmp_path / "W.npy", d_x=10)
-    assert_refused("d_y must be 1", load, tmp_path / "W.npy", d_y=2)
+    assert_refused("d_y must be 1", load, tmp_path / "W.npy", d_x=21, d_y=2)
 
 
 def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
@@ -167,7 +167,7 @@ def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
     turn = 0.6 * turn + 0.5 * torch.eye(5)
     np.save(tmp_path / "W.npy", turn.numpy())
     result = classify(
-        load(tmp_path / "W.npy", orientation="in,out", task={"noise_var": 0.0}), **FEW
+        load(tmp_path / "W.npy", d_x=5, orientation="in,out", task={"noise_var": 0.0}), **FEW
     )
     rest = turn - turn.diagonal().mean() * torch.eye(5)
     assert result.pattern == "linear_gd"

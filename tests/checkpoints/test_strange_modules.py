@@ -228,6 +228,15 @@ def test_heads_that_are_modules_are_counted_by_name(prompts):
     assert "all heads at once" in hooked.model.unfollowed[0]
 
 
+def test_two_softmaxes_for_each_head_are_one_head(prompts):
+    module = random(strange.Stack(strange.Differential(), strange.Differential()))
+    hooked = hook_module(module, task=TASK)
+    masks = [[(layer, head)] for layer, head in np.ndindex(2, HEADS)]
+    expected = torch.stack([module.by_hand(prompts.tokens, mask) for mask in masks])
+    torch.testing.assert_close(predictor_of(hooked).run(prompts, masks), expected)
+    refused(module, "heads must be 4", "the softmax", "got 8", heads=8)
+
+
 HAND = ("exp over sum", "less the largest", "log_softmax", "logsumexp", "in place", "times the inverse", "normalize", "heads in the batch")  # fmt: skip
 
 

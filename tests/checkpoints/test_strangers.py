@@ -80,6 +80,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
             Kind(passes=2, positions="adjacent", norm="layer", mlp=True),
             Kind(2, layout="in_turn", positions="learned", norm="layer", mlp=True, steps=1500),
             Kind(2, norm="rms", mlp=True),
+            Kind(2, norm="rms", mlp=True, positions="adjacent", base=100.0, steps=900, seed=5),
             Kind(2, norm="bare", mlp=True),
             Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
             Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
@@ -87,7 +88,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
             Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
             Kind(passes=3, norm="layer", mlp=True),
         ],
-        keep=lambda kind: kind == Kind(2, norm="rms", mlp=True),
+        keep=lambda kind: kind.norm == "rms" and kind.positions == "adjacent",
     ),
 )
 def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
@@ -263,6 +264,7 @@ WRITTEN = {
     "arguments": {"args": argparse.Namespace(num_heads=2, out=Path("x"))},
     "a number": {"n_attn_heads": 2},
     "a text": {"cfg": {"num_attention_heads": "2"}},
+    "camel case": {"config": {"numAttnHeads": 2}},
 }
 
 

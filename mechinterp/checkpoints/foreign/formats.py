@@ -293,15 +293,16 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit passes on y.
 
-    The matrix acts on x alone, unless d_x shows that it includes y.
+    d_x says whether the matrix acts on x alone or on x and y.
 
     Raises:
-        ValueError: If d_x or d_y does not fit the matrix.
+        ValueError: If d_x is not stated, or d_x or d_y does not fit the matrix.
     """
     ((name, W),) = tensors.items()
     require_numbers(W, name)
-    if hints.d_x not in (None, len(W) - 1, len(W)):
-        raise ValueError(f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {hints.d_x}.")  # fmt: skip
+    if hints.d_x not in (len(W) - 1, len(W)):
+        got = "no --d-x (d_x=)" if hints.d_x is None else hints.d_x
+        raise ValueError(f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {got}.")  # fmt: skip
     if hints.d_y not in (None, 1):
         raise ValueError(f"d_y must be 1 for a single matrix, got {hints.d_y}.")
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))

@@ -97,9 +97,9 @@ def tried(
         every = [*look.cases, *refined]
         look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
     every = list(look.cases)
-    for start, *_ in look.groups("context_only").values():
+    for start, *_ in look.groups("score", "context_only").values():
         if look.losses[start] < 1 - MARGIN:
-            better += _improved(look.cases[start], every, make, less_usual, look.count)
+            better += _improved(look.cases[start], every, make, refinements, less_usual, look.count)
     look = looked_at([*every, *better], look.count) if better else look
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)
@@ -146,12 +146,13 @@ def _improved(
     case: Case,
     cases: Sequence[Case],
     make: Callable[[Parts, Said], Case],
+    refinements: Callable[[Case], list[Case]],
     less_usual: Callable[[Case], Mapping[str, tuple]],
     count: int,
 ) -> list[Case]:
-    """Better readings found from a case by changes of one choice at a time.
+    """Better readings found from a case by refinements and changes of one choice at a time.
 
-    The norm or activation that predicts best can depend on a refinement.
+    The norm or activation that predicts best can depend on a refinement, and one refinement on another.
     """
     names = [
         n
@@ -171,7 +172,7 @@ def _improved(
         changes += [
             {**one, **two} for one in less for two in changes if not one.keys() & two.keys()
         ]
-        others = []
+        others = refinements(case)
         for change in changes:
             with suppress(ValueError):
                 others.append(make(case.parts, {**case.said, **change}))

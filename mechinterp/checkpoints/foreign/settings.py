@@ -5,6 +5,7 @@ and so on.
 uses."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ COUNTS = {
     "n_heads": (
         *HEAD_KEYS,
         *("nheads", "n_attn_heads", "num_head", "n_attention_heads", "attention_heads", "heads"),
+        *("attn_heads", "num_attn_heads", "number_of_heads", "encoder_attention_heads"),
     ),
     "d_x": ("d_x", "dx", "x_dim", "dim_x", "n_dims"),
     "d_y": ("d_y", "dy", "y_dim", "dim_y"),
@@ -108,6 +110,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         if raw.get(key, value) != value:
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known = {TASK_KEY: raw.get(TASK_KEY)}
+    raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in SPELLINGS.items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
         read = {key: _value(name, key, value) for key, value in values}
@@ -122,6 +125,11 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     if isinstance(first := known.pop("norm_first", None), bool):
         known["norm"] = "before" if first else "after"
     return {name: value for name, value in known.items() if value is not None}
+
+
+def _in_snake_case(key: str) -> str:
+    """A key such as numHeads as num_heads."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
 
 
 def _value(name: str, key: str, value: object) -> object:
