@@ -97,7 +97,10 @@ def tried(
         every = [*look.cases, *refined]
         look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
     every = list(look.cases)
-    for start, *_ in look.groups("score", "context_only").values():
+    # The best reading with softmax is improved, too: at first it can be worse than one with linear scores.
+    best = {rows[0] for rows in look.groups("context_only").values()}
+    softmax = {rows[0] for (score, _), rows in look.groups("score", "context_only").items() if score == "softmax"}  # fmt: skip
+    for start in sorted(best | softmax):
         if look.losses[start] < 1 - MARGIN:
             better += _improved(look.cases[start], every, make, refinements, less_usual, look.count)
     look = looked_at([*every, *better], look.count) if better else look
