@@ -177,8 +177,9 @@ def hook_module(
         tokens, prefix = enter(trial), ""
         if embed is None and _takes_xs_and_ys(own):
             own, prefix = _of_xs_and_ys(own, tokens, task), INNER
+            stated = [outputs] if isinstance(outputs, str) else outputs
+            outputs = [f"{prefix}{name}" for name in stated]
         output = _output_of(own, tokens)
-        outputs = [f"{prefix}{name}" for name in outputs]
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
         outputs = [place.output for place in places]

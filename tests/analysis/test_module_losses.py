@@ -1,14 +1,17 @@
 """Learning coefficients of modules: values that are known, and gradients that are autograd's."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mechinterp import evaluation_prompts, hook_module, load, local_learning_coefficient
+from mechinterp.analysis.training.learning_coefficient import warn_of_long
 from mechinterp.analysis.training.local_losses import heads_of_linear, population_loss
 from mechinterp.analysis.training.module_losses import module_loss, predictor_loss
-from mechinterp.analysis.training.sampler import Chains
+from mechinterp.analysis.training.sampler import Chains, LocalLoss, Tempered
 from mechinterp.config import TaskConfig
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.training.linear.trainer import task_moments
@@ -158,6 +161,17 @@ def test_a_hooked_module_is_sampled_by_its_own_names():
     assert value == pytest.approx(own.square().mean().item(), rel=1e-9)
     found = local_learning_coefficient(hooked, prompts, weights="linear1.*", chains=CHAINS)
     assert not found.is_minimum  # random weights
+
+
+def test_a_warning_comes_before_ten_minutes_of_drawing():
+    def slow(points):
+        time.sleep(0.01)
+        return (points**2).sum(1), 2 * points
+
+    loss = LocalLoss(slow, np.zeros(4), "4 entries: all", "16 prompts")
+    with pytest.warns(UserWarning, match="about 1. minutes.*n_prompts"):
+        warn_of_long(Tempered(loss, 1e4, 1.0), Chains(2, 3000, 500, 20))
+    warn_of_long(Tempered(loss, 1e4, 1.0), Chains(2, 300, 50, 20))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ w*|^2). At a quadratic minimum in D directions it is D / 2. For linear attention
 the exact value is known. Away from a minimum the estimate has no meaning, and none is given."""
 
 import math
+import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
@@ -47,6 +49,8 @@ from mechinterp.training.linear.trainer import task_moments
 
 N_BETA = 30_000.0
 LOCALISATION = 1.0
+LONG = 600.0
+"""Number of seconds of drawing from which a warning says what to reduce."""
 FALL = 0.05
 """Largest n_beta (L - L_min) of weights that count as a minimum; the estimate is too low by this
 much at most."""
@@ -112,7 +116,8 @@ class LearningCoefficient(Result):
         exact = "" if self.exact is None else f", exact {self.exact:g}"
         agree = "" if self.r_hat < 1.05 else f", chains disagree: R-hat {self.r_hat:.3g}"
         bias = f", biased: {self.bias}" if self.bias else ""
-        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}{bias}; {where})"
+        moved = f"; at a minimum {self.moved:.2g} away" if self.moved else ""
+        return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}{bias}; {where}{moved})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per n_beta."""
@@ -327,6 +332,7 @@ def _estimate(
     known = _before_drawing(law, chains.n_chains, moved)
     if known.reason:
         return known
+    warn_of_long(law, chains)
     if langevin is None:
         excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
     else:
@@ -344,6 +350,22 @@ def _estimate(
         return drawn
     estimate, sem = float(excess.mean()), mean_error(excess)
     return replace(drawn, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
+
+
+def warn_of_long(law: Tempered, chains: Chains) -> None:
+    """Warn if drawing would take longer than LONG, as one gradient of all chains is timed to take."""
+    points = np.repeat(law.loss.at[None], chains.n_chains, axis=0)
+    law.energy(points)  # the first call also compiles and imports
+    start = time.perf_counter()
+    law.energy(points)
+    count = (chains.n_warmup + chains.n_draws) * chains.n_leapfrog
+    seconds = count * (time.perf_counter() - start)
+    if seconds > LONG:
+        warnings.warn(
+            f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {law.loss.sampled.split(':')[0]} on "
+            f"{law.loss.over}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
+            stacklevel=4,
+        )
 
 
 def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoefficient:
