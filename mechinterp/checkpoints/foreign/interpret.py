@@ -137,8 +137,8 @@ def _starts(look: Look) -> list[int]:
     At first the latter can be worse than a reading with linear scores.
     """
     best = {rows[0] for rows in look.groups("context_only").values()}
-    by_score = look.groups("score", "context_only").items()
-    return sorted(best | {rows[0] for (score, _), rows in by_score if score == "softmax"})
+    by_score = [rows[0] for rows in look.groups("score", "context_only").values()]
+    return sorted(best | {i for i in by_score if look.cases[i].said.get("score") == "softmax"})
 
 
 def _refinements(
