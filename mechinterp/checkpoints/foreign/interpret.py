@@ -97,10 +97,7 @@ def tried(
         every = [*look.cases, *refined]
         look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
     every = list(look.cases)
-    # The best reading with softmax is improved, too: at first it can be worse than one with linear scores.
-    best = {rows[0] for rows in look.groups("context_only").values()}
-    softmax = {rows[0] for (score, _), rows in look.groups("score", "context_only").items() if score == "softmax"}  # fmt: skip
-    for start in sorted(best | softmax):
+    for start in _starts(look):
         if look.losses[start] < 1 - MARGIN:
             better += _improved(look.cases[start], every, make, refinements, less_usual, look.count)
     look = looked_at([*every, *better], look.count) if better else look
@@ -132,6 +129,16 @@ def tried(
         told = {n: first.told(n) for n in names}
         readings = [replace(readings[0], stands=True, said=told), *working]
     return Tried(first, (*readings, *rest), tuple(names), understood=False)
+
+
+def _starts(look: Look) -> list[int]:
+    """Rows to improve: for each mask the best reading and the best one with softmax.
+
+    At first the latter can be worse than a reading with linear scores.
+    """
+    best = {rows[0] for rows in look.groups("context_only").values()}
+    by_score = [rows[0] for rows in look.groups("score", "context_only").values()]
+    return sorted(best | {i for i in by_score if look.cases[i].said.get("score") == "softmax"})
 
 
 def _refinements(
