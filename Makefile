@@ -133,7 +133,7 @@ test-browser: .venv/.browser ## open the report in a chromium (by apt where ther
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	@touch $@
 
-attack: install ## read and write thousands of spoilt files, each within 2 s and 500 MB (ten minutes)
+attack: install ## read and write thousands of spoilt files, each within 4 s and 500 MB (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.attack
 
 lint: install ## check style, format and types
