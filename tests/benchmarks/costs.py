@@ -1,0 +1,78 @@
+"""Processor time of every analysis at its defaults: `python -m tests.benchmarks.costs` writes costs.md.
+
+Three shipped models and one hooked module, on one thread; a first run with few prompts compiles and imports.
+"""
+
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mechinterp import TaskConfig, hook_module, load
+from mechinterp.analysis.registry import ANALYSES, run_analysis
+
+MODELS = ("softmax-h2-s0", "sparse-h4-noise0.1-s0", "garg-gpt2", "hooked encoder")
+LONG = 120
+"""Number of seconds after which an analysis is stopped."""
+FILE = Path(__file__).with_name("costs.md")
+
+
+class Encoder(nn.Module):
+    """One encoder layer of width 64 with a read-in and a read-out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_in, self.read_out = nn.Linear(6, 64), nn.Linear(64, 1)
+        self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.read_out(self.layer(self.read_in(tokens)))[:, -1]
+
+
+def model(name: str) -> object:
+    torch.manual_seed(0)
+    return hook_module(Encoder(), task=TaskConfig()) if name == "hooked encoder" else load(name)
+
+
+def seconds(analysis: str, name: str) -> str:
+    """Processor seconds; empty where the model is not accepted."""
+    signal.alarm(LONG)
+    try:
+        start = time.process_time()
+        run_analysis(analysis, model(name))
+        return f"{time.process_time() - start:.1f}"
+    except TimeoutError:
+        return f"> {LONG}"
+    except (ValueError, TypeError):
+        return ""
+    finally:
+        signal.alarm(0)
+
+
+def stop(*_: object) -> None:
+    raise TimeoutError
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, stop)
+    for name in MODELS:
+        for analysis in ("classify", "ablate", "fit"):
+            seconds(analysis, name)
+    rows = [f"| {each} | {' | '.join(seconds(each, n) for n in MODELS)} |" for each in ANALYSES]
+    lines = [
+        *("# Processor time of the analyses", ""),
+        "`python -m tests.benchmarks.costs` writes this page: seconds of the processor on one thread, at the defaults.",
+        "An empty cell means that the analysis does not take the model. The hooked encoder is one layer of width 64.",
+        *("", f"| analysis | {' | '.join(MODELS)} |", "|---|" + "---:|" * len(MODELS), *rows),
+        *("", f"Python and PyTorch {torch.__version__}."),
+    ]
+    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
