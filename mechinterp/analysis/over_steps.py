@@ -22,8 +22,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 N_PROMPTS = 512
 """Default number of prompts at each step."""
 MOST_FRAMES, MOST_NUMBERS = 40, 200_000
-"""Most steps and most numbers in a figure with a slider; with more, only every second, third, ...
-step is drawn."""
+"""Most steps and most numbers in a figure with a slider; with more, fewer steps are drawn."""
 MOST_CURVES = 3
 """Number of columns of a table that are drawn as curves."""
 SUFFIX = "-over-steps"
@@ -178,9 +177,9 @@ class OverSteps(Result):
 
     @property
     def _drawn(self) -> list[int]:
-        """Rows of the steps that a slider shows: the last, and at equal distances before it."""
-        stride = -(-len(self.step) // MOST_FRAMES)
-        return list(range(len(self.step)))[::-stride][::-1]
+        """Rows of the steps that a slider shows: the first, the last, and some between them."""
+        count = len(self.step)
+        return sorted({round(row) for row in np.linspace(0, count - 1, min(count, MOST_FRAMES))})
 
     def _sliders(self) -> dict[str, go.Figure]:
         """Figures of the analysis whose traces are the same at all steps, with a slider."""
