@@ -225,7 +225,7 @@ def test_heads_that_are_modules_are_counted_by_name(prompts):
     for at in np.ndindex(2, HEADS):
         assert rise[at] == pytest.approx(risk(at) - risk(), rel=1e-9)
     refused(module, "heads must be 4", "the modules beside", "got 2", heads=2)
-    assert "all heads at once" in hooked.model.unfollowed[0]
+    assert "softmax of all heads at once" in hooked.model.unfollowed[0]
 
 
 def test_two_softmaxes_for_each_head_are_one_head(prompts):

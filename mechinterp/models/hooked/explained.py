@@ -164,7 +164,7 @@ def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
     if not _all_caught(passed):
         return (
             POINTS,
-            "no softmax over [batch, head, query, key] with a key for each position, and no scaled_dot_product_attention, runs in its attention",
+            "no softmax of all heads at once with a key for each position, and no such scaled_dot_product_attention, runs in its attention",
         )
     q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))
     for mask in LINEAR_MASKS:
