@@ -227,8 +227,8 @@ def local_learning_coefficient(
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
     Raises:
-        ValueError: If there is no such parameter, step or head, a module has no loss, or a number
-            is not positive.
+        ValueError: If there is no such parameter, step or head, `loss` does not fit the source or
+            stands beside prompts, a step or heads, or a number is not positive.
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     See also:
@@ -240,27 +240,16 @@ def local_learning_coefficient(
         >>> found.exact, abs(found.estimate - 8) < 4 * found.sem
         (8.0, True)
     """
-    if loss is not None:
+    if loss is None:
+        model = source if step is None else _run(source).at(step)
+        local = _loss_on_prompts(model, prompts, weights, sampled_heads, n_prompts, seed)
+    else:
         if not isinstance(source, nn.Module):
             raise ValueError(f"loss needs a PyTorch module, got a {type(source).__name__}.")
+        other = {"prompts": prompts, "step": step, "sampled_heads": sampled_heads}
+        if unused := [name for name, value in other.items() if value is not None]:
+            raise ValueError(f"loss must stand without {', '.join(unused)}, which it does not use.")
         local = module_loss(source, loss, weights=weights or "*")
-    else:
-        model = source if step is None else _run(source).at(step)
-        if weights is None and prompts is None and is_trained_on_moments(model):
-            heads, task = heads_of_linear(model.weights), model.task
-            moments = task_moments(task)
-            local = population_loss(heads, moments, sampled_heads=sampled_heads, task=task)
-        elif sampled_heads is not None:
-            raise ValueError(
-                "sampled_heads needs linear attention trained on moments, got another model or prompts."
-            )
-        else:
-            drawn = evaluation_prompts(model, prompts, n_prompts=n_prompts, seed=seed)
-            local = (
-                prompts_loss(model, drawn)
-                if weights is None and has_written_gradient(model)
-                else predictor_loss(model, drawn, weights=weights or "*")
-            )
     return coefficient_of_loss(
         local,
         n_beta=n_beta,
@@ -272,6 +261,28 @@ def local_learning_coefficient(
         seed=seed,
         progress=progress,
     )
+
+
+def _loss_on_prompts(
+    model: Source,
+    prompts: Prompts | None,
+    weights: str | Sequence[str] | None,
+    sampled_heads: Sequence[int] | None,
+    n_prompts: int,
+    seed: int,
+) -> LocalLoss:
+    """Loss of a model: of the population if that is known, else on prompts."""
+    if weights is None and prompts is None and is_trained_on_moments(model):
+        heads, task = heads_of_linear(model.weights), model.task
+        return population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
+    if sampled_heads is not None:
+        raise ValueError(
+            "sampled_heads needs linear attention trained on moments, got another model, prompts or weights."
+        )
+    drawn = evaluation_prompts(model, prompts, n_prompts=n_prompts, seed=seed)
+    if weights is None and has_written_gradient(model):
+        return prompts_loss(model, drawn)
+    return predictor_loss(model, drawn, weights=weights or "*")
 
 
 def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
@@ -309,6 +320,7 @@ def coefficient_of_loss(
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be > 0, got {value}.")
     moved = 0.0
+    warn_of_long(Tempered(loss, n_beta, localisation), chains or loss.chains)
     if settle:
         settled, _ = descend(Tempered(loss, n_beta, 0.0), most=20_000)
         moved = float(np.linalg.norm(settled - loss.at))
@@ -332,7 +344,6 @@ def _estimate(
     known = _before_drawing(law, chains.n_chains, moved)
     if known.reason:
         return known
-    warn_of_long(law, chains)
     if langevin is None:
         excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
     else:
@@ -353,19 +364,21 @@ def _estimate(
 
 
 def warn_of_long(law: Tempered, chains: Chains) -> None:
-    """Warn if drawing would take longer than LONG, as one gradient of all chains is timed to take."""
+    """Warn if drawing would take longer than LONG, by the time of one gradient of all chains."""
     points = np.repeat(law.loss.at[None], chains.n_chains, axis=0)
-    law.energy(points)  # the first call also compiles and imports
-    start = time.perf_counter()
-    law.energy(points)
     count = (chains.n_warmup + chains.n_draws) * chains.n_leapfrog
-    seconds = count * (time.perf_counter() - start)
-    if seconds > LONG:
-        warnings.warn(
-            f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {law.loss.sampled.split(':')[0]} on "
-            f"{law.loss.over}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
-            stacklevel=4,
-        )
+    seconds = math.inf
+    for _ in range(2):  # the first call may also compile and import
+        start = time.perf_counter()
+        law.energy(points)
+        seconds = min(seconds, count * (time.perf_counter() - start))
+        if seconds < LONG:
+            return
+    warnings.warn(
+        f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {law.loss.sampled.split(':')[0]} on "
+        f"{law.loss.over}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
+        stacklevel=4,
+    )
 
 
 def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoefficient:

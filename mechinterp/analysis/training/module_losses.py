@@ -40,15 +40,16 @@ def module_loss(
         over: Data of the loss, for the result.
     Raises:
         ValueError: If no parameter has such a name, an entry does not exist, or the loss is no
-            single number that depends on these parameters.
+            single number, does not depend on these parameters, or is random.
     Example:
         >>> xs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
         >>> layer = nn.Linear(3, 1, bias=False)
         >>> ys = layer(xs).detach()
         >>> module_loss(layer, lambda layer: (layer(xs) - ys).square().mean()).sampled
-        '3 entries: weight'
+        '3 entries: *'
     """
-    chosen = _chosen(module, [weights] if isinstance(weights, str) else list(weights))
+    patterns = [weights] if isinstance(weights, str) else list(weights)
+    chosen = _chosen(module, patterns)
     base = {name: p.detach() for name, p in module.named_parameters() if name in chosen}
     parts = {
         name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()
@@ -72,7 +73,7 @@ def module_loss(
     return LocalLoss(
         function,
         at.double().numpy(force=True),
-        f"{at.numel()} entries: {', '.join(_words(chosen))}",
+        f"{at.numel()} entries: {', '.join(patterns)}",
         over,
         unknown="there is no closed form for the loss of a module",
         remedy="; settle=True goes to a minimum first",
@@ -99,8 +100,9 @@ def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[
 
 
 def _squared_error(
-    module: nn.Module, *, hooked: HookedPredictor, prompts: Prompts, inputs: Tensor
+    _: nn.Module, *, hooked: HookedPredictor, prompts: Prompts, inputs: Tensor
 ) -> Tensor:
+    """Loss of the hooked model, which shares its parameters with the module."""
     prediction = hooked.prediction(hooked.model(inputs), prompts)
     return (prediction - prompts.y_query.to(prediction)).square().mean()
 
@@ -130,11 +132,8 @@ def _batched(of_one: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor
     together = vmap(alone)
     try:
         together(at[None].repeat(2, 1))
-    except (
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-    ):  # such as control flow that reads a number
+    except (RuntimeError, ValueError, NotImplementedError):
+        # For example control flow that reads a number.
         return lambda points: tuple(map(torch.stack, zip(*map(alone, points), strict=True)))
     return together
 
@@ -147,6 +146,9 @@ def _require_number(of_one: Callable[[Tensor], Tensor], at: Tensor) -> None:
         raise ValueError(f"loss must give a tensor without axes, got {got}.")
     if found.grad_fn is None:
         raise ValueError("loss must depend on the sampled parameters, got a loss without gradient.")
+    again = of_one(at)
+    if not torch.equal(again, found):
+        raise ValueError(f"loss must be the same at each call, got {found.item():g} and {again.item():g}; is a dropout in training mode?")  # fmt: skip
 
 
 def _chosen(module: nn.Module, patterns: Sequence[str]) -> Chosen:
@@ -172,7 +174,3 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> Chosen:
             elif (rows := chosen.setdefault(name, [])) is not None and row not in rows:
                 rows.append(row)
     return {name: chosen[name] for name in shapes if name in chosen}
-
-
-def _words(chosen: Chosen) -> list[str]:
-    return [n if rows is None else f"{n}{rows}" for n, rows in chosen.items()]
