@@ -86,6 +86,7 @@ def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
             name = file.filename.removeprefix("mechinterp/shipped/")
             assert archive.read(file) == (ROOT / "checkpoints" / name).read_bytes()
     assert {file.filename.split("/")[2] for file in inside} == set(bundled())
+    # Raised from 3 MB when garg-tiny-s0 was added, with which they take 3.2 MB.
     assert sum(file.compress_size for file in inside) < 4e6
 
 
