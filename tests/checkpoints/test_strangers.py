@@ -83,6 +83,7 @@ def test_a_stated_reading_is_the_strangers_own_function(tmp_path: Path, kind: Ki
             Kind(2, norm="rms", mlp=True, positions="adjacent", base=100.0, steps=900, seed=5),
             Kind(2, norm="bare", mlp=True),
             Kind(2, norm="layer", mlp=True, positions="sines", activation="relu"),
+            Kind(2, norm="layer", positions="halves", base=30.0, steps=900, seed=3),
             Kind(2, norm="layer", positions="halves", base=100.0, steps=1500),
             Kind(2, norm="layer", mlp=True, activation="silu", steps=1500),
             Kind(2, norm="layer", mlp=True, scale="width", activation="relu", steps=1500),
@@ -172,6 +173,7 @@ def test_positions_and_passes_are_assumed_where_nothing_shows_them(tmp_path: Pat
     read_in = {"layout": "pairs", "positions": "rotary"}
     stated = read(path, n_heads=2, task=TASK, model=read_in)
     assert "model.positions" not in stated.assumed
+    assert stated.assumed["model.rotary_base"].startswith("10000 (the loss hardly shows")
     assert "task.d_x" not in stated.assumed
 
 

@@ -1,5 +1,6 @@
 """Choices that names and shapes leave open, with their possible values, the most common first."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
@@ -42,6 +43,8 @@ PLAIN = ("none", 1, False, None)
 """Values of these choices that are no refinement."""
 BASES = (100.0, 1000.0, ROTARY_BASE)
 """Bases of rotary positions, tried on variations of the best reading."""
+FINER_BASES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, ROTARY_BASE, 30000.0, 1e5, 5e5, 1e6)
+"""Bases of which the neighbours of the best one so far are tried as well."""
 MOST_LAYERS = 3
 """Number of layers up to which a model may run through them several times; larger values try more
 readings."""
@@ -211,7 +214,8 @@ def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str
     if "activation" in chosen and parts.has("mlp_in.weight"):
         values["activation"] = ("silu", "tanh")
     if chosen.get("positions") == "rotary":
-        values["rotary_base"] = BASES
+        at = bisect_left(FINER_BASES, chosen["rotary_base"])
+        values["rotary_base"] = (*BASES, *FINER_BASES[max(at - 1, 0) : at + 2])
     if chosen.get("passes", 1) != 1:
         values["passes"] = (2, 3, 4)
     return {name: more for name, more in values.items() if name not in closed}

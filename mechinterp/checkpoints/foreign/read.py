@@ -276,6 +276,8 @@ class _Source:
         assumed |= {f"model.{name}": case.told(name) for name in unsaid}
         if assumed.get("model.positions") == "none":
             assumed["model.positions"] = UNTRACED
+        if base := assumed.get("model.rotary_base"):
+            assumed["model.rotary_base"] = f"{base:g} (the loss hardly shows which)"
         if form.turns and case.said["score"] == "softmax":
             assumed["model.attention_biases"] = NO_BIASES
         if "score" in form.usual and "score" not in closed:
