@@ -18,7 +18,7 @@ from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import ACTIVATIONS, normed, plus, rotated
 from mechinterp.models.run.linear import linear_pass
-from mechinterp.models.scores import attention_pattern, readable_keys
+from mechinterp.models.scores import LINEAR, attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
@@ -26,6 +26,8 @@ from mechinterp.progress import ProgressCallback, no_progress
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
 AVERAGE = "batch head row key, batch key head d -> batch row head d"
+MOMENT = "batch key head i, batch key head j -> batch head i j"
+FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
@@ -37,6 +39,12 @@ ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
     """Weighted average of the values for each head and row."""
+    if model.score in LINEAR and model.context_only:
+        # q (k^T v): no attention weights are needed.
+        keys = slice(0, None if model.attend_to_self else -1)
+        k, v = k[:, keys], v[:, keys]
+        factor = model.score_slope / (max(k.shape[1], 1) if model.score == "linear/L" else 1)
+        return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
     pattern = pattern_of(q, k, model, rows)
     return einsum(pattern, v, AVERAGE)
 
