@@ -4,9 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from einops import einsum
 
-from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES
+from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
+from mechinterp.models.run.general import AVERAGE, attend, pattern_of
 from mechinterp.models.scores import (
+    LINEAR,
     attention_pattern,
     is_normalised,
     pattern_and_slope,
@@ -137,3 +140,15 @@ def test_derivative_of_rectified_scores_is_that_of_their_odd_part():
 def test_an_unknown_score_is_refused(function):
     with pytest.raises(ValueError, match=r"score must be one of softmax, .*, got 'relu'"):
         function(torch.zeros(3), score="relu")
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("score", LINEAR)
+def test_linear_attention_by_moments_is_that_by_weights(score: str, own: bool):
+    model = ModelConfig(score=score, score_slope=0.7, context_only=True, attend_to_self=own)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 6, 3, 4, generator=generator, dtype=torch.float64)
+    for rows in (slice(0, None), slice(-1, None), slice(0, None, 2)):
+        weights = pattern_of(q[:, rows], k, model, rows)
+        expected = einsum(weights, v, AVERAGE)
+        torch.testing.assert_close(attend(q[:, rows], k, v, model, rows), expected)
