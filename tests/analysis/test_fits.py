@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from torch import nn
 
 from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.analysis.learners.fits import LEARNERS, _through_omega, fit_learners
 from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.predictors import (
     debiased_gd,
@@ -200,3 +202,26 @@ def test_a_function_with_a_path_is_fitted_by_its_last_prediction():
     found = fit_learners(path, TaskConfig(), context_lengths=[20], n_prompts=256)
     assert found.best == "ridge"
     np.testing.assert_allclose(found.rms[found.context_length == 40, 4], 0, atol=1e-6)
+
+
+class Counted(nn.Module):
+    """A plain encoder layer that notes how many prompts come at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_in, self.read_out = nn.Linear(6, 16), nn.Linear(16, 1)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.sizes: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(tokens))
+        return self.read_out(self.layer(self.read_in(tokens)))[:, -1]
+
+
+def test_a_module_predicts_each_prompt_once_and_few_at_a_time():
+    module = Counted()
+    hooked = hook_module(module, task=TASK)
+    module.sizes.clear()
+    fit_learners(hooked, context_lengths=[10, 40], n_prompts=1000)
+    assert sum(module.sizes) <= 2 * 1000 + 16  # a few more to follow the module
+    assert max(module.sizes) <= 256

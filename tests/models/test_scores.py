@@ -23,7 +23,6 @@ F = {
     "1+Cx": lambda s: 1 + SLOPE * s,
     "(1+Cx)^2": lambda s: (1 + SLOPE * s) ** 2,
 }
-LINEAR = ("linear", "linear/L")
 
 
 @pytest.fixture
