@@ -66,8 +66,9 @@ def is_weights(path: Path) -> bool:
 
 
 def is_marked(folder: Path) -> bool:
-    """True if a folder has a file that marks a checkpoint."""
-    return any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
+    """True if a folder has a file that marks a checkpoint, and not the steps of a run beside it."""
+    marked = any((folder / mark).exists() for mark in (CONFIG, SIDE_CAR))
+    return marked and not steps_of(list(filter(is_weights, _in(folder))))
 
 
 def steps_of(paths: Sequence[Path], *, told: bool = False) -> dict[int, Path]:

@@ -267,9 +267,7 @@ def test_it_keeps_in_a_folder_what_it_would_keep_in_memory(tmp_path: Path):
     prompts = evaluation_prompts(run, n_prompts=16)
     for step in (0, 5, 10):
         assert torch.equal(run.at(step).predict(prompts), other.at(step).predict(prompts))
-    files = load_run(
-        tmp_path / "mine", n_heads=2, task=SETTING, model={**JOINED, "layout": "pairs"}, anyway=True
-    )
+    files = load_run(tmp_path / "mine", model={**JOINED, "layout": "pairs"}, anyway=True)
     assert files.steps == run.steps == [0, 5, 10]
     with pytest.raises(ValueError, match=r"step_0\.pt: already exists"):
         Monitor(task=TASK, keep=tmp_path / "mine")(0, model)

@@ -4,7 +4,7 @@ same prompts."""
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.checkpoints.runs import head_rows, joined
@@ -67,8 +68,9 @@ class Monitor:
     ridge regression on the same prompts), for each head `icl/L0H1/rise` and so on, and for a module
     that predicts at every x in one pass `icl/loss_at_3` (after 3 pairs) and so on."""
     keep: str | Path | None = None
-    """Folder for the module's state dict at each measured step, `step_<n>.pt`, which `load_run`
-    reads; the copies are then not kept in memory."""
+    """Folder for the module's state dict at each measured step, `step_<n>.pt`, and a config.json
+    with the number of heads and the task. `load_run` reads them; the copies are then not kept in
+    memory."""
     snapshots: dict[int, HookedModule] = field(default_factory=dict, init=False, repr=False)
     """Copies of the module, by step; with `keep` the last one only."""
     rows: dict[int, pd.DataFrame] = field(default_factory=dict, init=False, repr=False)
@@ -94,6 +96,7 @@ class Monitor:
             self.module, file = getattr(module, "_orig_mod", module), self._file(step)
             with writing(file):
                 write_new(file, partial(torch.save, self.module.state_dict()))
+                self._write_settings(file.with_name("config.json"), hooked)
             self.snapshots.clear()
         self.rows[step] = rows
         self.snapshots[step] = replace(hooked, step=step)
@@ -131,6 +134,15 @@ class Monitor:
 
     def _file(self, step: int) -> Path:
         return Path(self.keep or ".") / f"step_{step}.pt"
+
+    def _write_settings(self, file: Path, hooked: HookedModule) -> None:
+        """What the weights do not show, for `load_run`; a file that is there stays."""
+        if not file.exists():
+            task = {n: v for n, v in asdict(hooked.task).items() if n not in hooked.task.assumed}
+            settings = {"n_heads": hooked.hooked.n_heads, TASK_KEY: task}
+            write_new(
+                file, lambda target: target.write_text(json.dumps(settings), encoding="utf-8")
+            )
 
     def _ridge(self, hooked: HookedModule, prompts: Prompts) -> float:
         """Loss of ridge regression at the task's own penalty."""

@@ -214,7 +214,7 @@ def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str
     if "activation" in chosen and parts.has("mlp_in.weight"):
         values["activation"] = ("silu", "tanh")
     if chosen.get("positions") == "rotary":
-        at = bisect_left(FINER_BASES, chosen["rotary_base"])
+        at = bisect_left(FINER_BASES, float(chosen["rotary_base"] or 0))
         values["rotary_base"] = (*BASES, *FINER_BASES[max(at - 1, 0) : at + 2])
     if chosen.get("passes", 1) != 1:
         values["passes"] = (2, 3, 4)
