@@ -7,6 +7,7 @@ label is the learner without steps (ridge, posterior mean) that alone is left fo
 stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -455,7 +456,8 @@ class Naming(Result):
         r2, sem = self.explained(name)
         text = f"{name} at R² {r2:.4f} ± {sem:.1g}"
         if reason is not None:
-            text = f"nearest: {text}, but {reason}"
+            same = reason.rule == "far" and math.isclose(reason.value, r2)
+            text = f"nearest: {text}, limit {reason.limit:g}" if same else f"nearest: {text}, but {reason}"  # fmt: skip
         elif self.mechanism != self.label:
             how = f" ({self.measured.path_how})" if self.measured.path is None else ""
             text += f", path not identified{how}"
