@@ -238,7 +238,18 @@ def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
         if plain[i]
         or (better and below(error, zero) and not below(look.errors[better[0]][0], error, 0.0))
     ]
-    return look.of(kept)
+    return look.of(_of_the_best_base(look, kept))
+
+
+def _of_the_best_base(look: Look, rows: Sequence[int]) -> list[int]:
+    """Rows without those that differ from a better one in the base of rotary positions only: near
+    bases predict almost alike, so that no base is named as open."""
+    best: dict[object, int] = {}
+    for row in sorted(rows, key=look.losses.__getitem__):
+        case = look.cases[row]
+        rest = frozenset((n, v) for n, v in case.said.items() if n != "rotary_base")
+        best.setdefault((id(case.parts), rest), row)
+    return sorted(best.values())
 
 
 def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
