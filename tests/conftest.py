@@ -24,6 +24,12 @@ CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers that do not depend on which tests ran before."""
+    torch.manual_seed(0)
+
+
 def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     """Cases as parameters of a test, of which `make test` runs those to keep and `make test-all` the others too."""
     marked = [(case, () if keep(case) else pytest.mark.exhaustive) for case in cases]

@@ -31,11 +31,14 @@ def attention_pattern(
         >>> attention_pattern(torch.tensor([0.0, 0.0, -torch.inf]))
         tensor([0.5000, 0.5000, 0.0000])
     """
+    if not is_normalised(score):
+        masked = scores == -torch.inf
+        read = scores.masked_fill(masked, 0)
+        if score == "linear":
+            return slope * read
+        factor = slope / (~masked).sum(dim, keepdim=True).clamp_min(1).to(scores)
+        return factor * (read.clamp_min(0) if score == "relu/L" else read)
     values = _values(scores, score, slope, dim)
-    if score == "linear":
-        return values
-    if score in ("linear/L", "relu/L"):
-        return values / (scores != -torch.inf).sum(dim, keepdim=True).clamp_min(1)
     total = values.sum(dim, keepdim=True)
     return values / total.masked_fill(total == 0, 1)
 
@@ -133,11 +136,7 @@ def _values(scores: Tensor, score: str, slope: float, dim: int) -> Tensor:
         return (scores - peak.masked_fill(peak == -torch.inf, 0)).exp()
     masked = scores == -torch.inf
     scores = scores.masked_fill(masked, 0)
-    if score in ("linear", "linear/L"):
-        values = slope * scores
-    elif score == "relu/L":
-        values = slope * scores.clamp_min(0)
-    elif score == "1+tanh":
+    if score == "1+tanh":
         values = 1 + torch.tanh(scores)
     elif score == "1+Cx":
         values = 1 + slope * scores

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted, put
+from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -30,6 +30,7 @@ from mechinterp.models.hooked.masks import resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.hooked.written import require_sum
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -38,6 +39,8 @@ COMPONENTS = ("q", "k", "v")
 LISTED = 12
 N_PAIRS = 32
 """Default number of pairs of prompts; every edge needs one run on them."""
+ROWS = 256
+"""Number of prompts that run side by side, several edges of one layer together."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -217,7 +220,11 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
 
 
 def _run(
-    hooked: HookedPredictor, tokens: Tensor, names: Sequence[str], hooks: Hooks = ()
+    hooked: HookedPredictor,
+    tokens: Tensor,
+    names: Sequence[str],
+    hooks: Hooks = (),
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The model's output and the values at some hook points, with other hooks applied first."""
     passed: dict[str, Tensor] = {}
@@ -227,7 +234,7 @@ def _run(
         return values  # a Bridge uses the returned value
 
     noted = [(name, partial(keep, name=name)) for name in names]
-    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted]), passed
+    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted], **options), passed
 
 
 @torch.no_grad()
@@ -238,22 +245,51 @@ def _patches(
 
     A first run, with the head's clean output added to the stream before the later layer, gives the
     input of the later head. That input is then put into a second run in which nothing else is
-    changed."""
+    changed. Models of this package start both runs at the later layer, and patch several inputs
+    side by side."""
     hooked, effects = pair.hooked, _no_effects(pair)
-    full = pair.metric(hooked.model(pair.corrupted))
-    sources = [(x, head) for x in range(hooked.n_layers - 1) for head in range(hooked.n_heads)]
+    n_layers, n_heads, batch = hooked.n_layers, hooked.n_heads, len(pair.corrupted)
+    own = isinstance(hooked.model, ICLTransformer)
+    output, streams = _run(hooked, pair.corrupted, list(map(resid_name, range(n_layers))))
+    full, together = pair.metric(output), max(1, ROWS // batch) if own else 1
+    places = list(product(range(len(COMPONENTS)), range(n_heads)))
+    sources = [(layer, head) for layer in range(n_layers - 1) for head in range(n_heads)]
     for layer, head in progress(sources, "patching edges"):
         moved = pair.moved[layer][:, :, head]
-        for later in range(layer + 1, hooked.n_layers):
+        for later in range(layer + 1, n_layers):
             names = [_read_name(later, component) for component in COMPONENTS]
+            start = {"start_at_layer": later} if own else {}
+            tokens = streams[resid_name(later)] if own else pair.corrupted
             shift = [(resid_name(later), partial(_added, more=moved))]
-            _, read = _run(hooked, pair.corrupted, names, shift)
-            for index, reader in product(range(len(COMPONENTS)), range(hooked.n_heads)):
-                hook = partial(put, at=(slice(None), reader), values=read[names[index]])
-                output, _ = _run(hooked, pair.corrupted, (), [(names[index], hook)])
-                change = (pair.metric(output) - full).double().numpy(force=True)
-                effects[:, index, layer, head, later, reader] = change
+            _, read = _run(hooked, tokens, names, shift, **start)
+            for first in range(0, len(places), together):
+                some = places[first : first + together]
+                repeated = tokens.repeat(len(some), *[1] * (tokens.ndim - 1))
+                hooks = [
+                    (name, partial(_put_in_run, at=_of_input(some, index), values=read[name]))
+                    for index, name in enumerate(names)
+                ]
+                output, _ = _run(hooked, repeated, (), hooks, **start)
+                for run, (index, reader) in enumerate(some):
+                    one = output[run * batch : (run + 1) * batch] if own else output
+                    change = (pair.metric(one) - full).double().numpy(force=True)
+                    effects[:, index, layer, head, later, reader] = change
     return effects
+
+
+def _of_input(places: Sequence[tuple[int, int]], index: int) -> list[tuple[int, int]]:
+    """(run, head) of the runs that patch one of the inputs q, k, v."""
+    return [(run, head) for run, (at, head) in enumerate(places) if at == index]
+
+
+def _put_in_run(
+    own: Tensor, hook: object, *, at: Sequence[tuple[int, int]], values: Tensor
+) -> Tensor:
+    """Hook that replaces one head's activation in each of some runs, which lie one after another."""
+    own = own.clone()
+    for run, head in at:
+        own[run * len(values) : (run + 1) * len(values), :, head] = values[:, :, head]
+    return own
 
 
 def _added(stream: Tensor, hook: object, *, more: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
@@ -25,6 +26,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
+SCORES = "batch row head d, batch key head d -> batch head row key"
 AVERAGE = "batch head row key, batch key head d -> batch row head d"
 MOMENT = "batch key head i, batch key head j -> batch head i j"
 FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
@@ -53,7 +55,7 @@ def scores_of(
     q: Queries, k: Keys, model: ModelConfig, rows: slice
 ) -> Float[Tensor, "batch head row key"]:
     """Scores of scaled queries on keys, -inf where masked."""
-    scores = einsum(q, k, "batch row head d, batch key head d -> batch head row key")
+    scores = einsum(q, k, SCORES)
     reads = readable_keys(k.shape[1], model, device=scores.device)
     return scores.masked_fill(~reads[rows], -torch.inf)
 
@@ -170,6 +172,34 @@ def streams(
             before.append(layer.after(before[-1], layer.written(z)))
         parts.append(torch.stack([stream[:, -1:] for stream in before]))
     return torch.cat(parts, dim=1)
+
+
+def query_streams(
+    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
+) -> Float[Tensor, "batch pos d_model"]:
+    """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
+
+    For models without positions in which tokens read the context alone: one pass has all covariates as queries.
+    """
+    n, by_layer, parts = prompts.x.shape[1], by_layers(heads), []
+
+    def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+        scores = einsum(q, k[:, :n], SCORES)
+        pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
+        return einsum(pattern, v[:, :n], AVERAGE)
+
+    for rows in _chunks(weights, prompts):
+        chunk = prompts[rows]
+        queries = pad(torch.cat([chunk.x, chunk.x_query[:, None]], dim=1), (0, weights.d_y))
+        stream = _read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
+        for number in range(layer):
+            run = _Layer(weights, number, to_context, last=ALL)
+            z = run.z(stream)
+            if number in by_layer:
+                z = mask_z(z, heads=by_layer[number], value=None)
+            stream = run.after(stream, run.written(z))
+        parts.append(stream[:, n:])
+    return torch.cat(parts)
 
 
 def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
@@ -318,8 +348,14 @@ def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _R
 
 
 def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_model"]:
+    tokens = tokens_of(prompts, weights.model, d_x=weights.d_x, d_y=weights.d_y)
+    return _read_in(weights, tokens)
+
+
+def _read_in(
+    weights: Weights, stream: Float[Tensor, "batch pos d_token"]
+) -> Float[Tensor, "batch pos d_model"]:
     tensors = weights.tensors
-    stream = tokens_of(prompts, weights.model, d_x=weights.d_x, d_y=weights.d_y)
     if "W_read" in tensors:
         hidden = plus(stream @ tensors["W_read"], tensors.get("b_read"))
         stream = ACTIVATIONS[weights.model.activation](hidden)

@@ -61,7 +61,17 @@ class ByWeights(ByHooks):
     ) -> Float[Tensor, "batch pos d_model"]:
         if self.weights.is_linear_map:
             return linear.query_streams(self.weights, self._fitting(prompts), layer, heads=heads)
+        if self._queries_side_by_side:
+            return general.query_streams(self.weights, self._fitting(prompts), layer, heads=heads)
         return super().query_streams(prompts, layer, heads, progress)
+
+    @property
+    def _queries_side_by_side(self) -> bool:
+        """True if several queries can share one pass: no token reads a query, or knows its place."""
+        model = self.weights.model
+        placed = model.rotary_dim is not None or "pos_embed.W_pos" in self.weights.tensors
+        alone = model.context_only or model.n_layers == 1
+        return alone and not (placed or model.attend_to_self or model.layout == "in_turn")
 
     def query_patterns(self, prompts: Prompts) -> Float[Tensor, "layer batch head key"]:
         return general.query_patterns(self.weights, self._fitting(prompts))
