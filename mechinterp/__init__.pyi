@@ -54,6 +54,7 @@ from mechinterp.models.run.evaluation import evaluation_prompts as evaluation_pr
 from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.paper import save_figure as save_figure
 from mechinterp.presets import preset as preset
+from mechinterp.progress import show_progress as show_progress
 from mechinterp.report.hub import model_card as model_card
 from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report

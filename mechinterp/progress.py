@@ -17,3 +17,19 @@ def no_progress(items: Sequence[Item], text: str) -> Iterable[Item]:
         [1, 2]
     """
     return items
+
+
+def show_progress(items: Sequence[Item], text: str) -> Iterable[Item]:
+    """A progress bar on the screen or in the notebook; removed when the loop is done.
+
+    See also:
+        `ablate`, `prune`, `local_learning_coefficient`: functions with an argument `progress`.
+    Example:
+        >>> from mechinterp import ablate_heads, load
+        >>> found = ablate_heads(load("softmax-h2-s0"), n_prompts=64, progress=show_progress)
+        >>> found.rise.shape
+        (1, 2)
+    """
+    from rich.progress import track  # slow import
+
+    return track(items, description=text, transient=True)

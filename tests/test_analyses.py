@@ -65,6 +65,7 @@ def named(page: Path) -> str:
     return str(page.relative_to(ANALYSES.parent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", numbers.pages(), ids=named)
 def test_marked_numbers_are_those_of_the_results(page: Path):
     text = page.read_text(encoding="utf-8")
@@ -159,6 +160,7 @@ def test_scripts_measure_the_claims_they_have_shipped(script: str):
     assert {one.id for one in found.claims} == {one.id for one in stored}
 
 
+@pytest.mark.slow
 def test_a_script_by_its_name_writes_what_it_has_shipped(tmp_path: Path):
     main(["softmax/figure_22_flow", "--out", str(tmp_path)])
     name = "softmax_figure_22_flow"

@@ -139,6 +139,7 @@ def test_an_analysis_is_the_same_in_every_mode(name: str, kind: str, source):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_algorithms_and_edges_take_gradients_where_there_are_none(mode, source):
     model = source("descent")

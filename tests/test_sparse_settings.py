@@ -164,6 +164,7 @@ def test_heads_at_work_are_counted_by_median_rises():
     np.testing.assert_allclose(ablation.effective_heads_of_medians, np.exp(entropy), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_model_of_the_plan_with_several_heads_has_a_partner():
     models = load_sweep(ANALYSES / "sweeps" / "sparse_settings.json")
     configs = list(models.values())
@@ -230,6 +231,7 @@ def test_the_figure_has_the_shares_of_each_layer():
         assert [sum(layer) for layer in heatmap.z] == pytest.approx([1] * len(heatmap.z), abs=0.05)
 
 
+@pytest.mark.slow
 def test_training_from_the_construction_starts_with_the_risk_of_its_fitted_steps():
     config = config_of(1)
     etas = step_sizes(config, 64)

@@ -85,6 +85,7 @@ def test_rows_in_place_of_fields_are_refused(name, value, example):
     assert said == f"{name} must be a mapping such as {example}, got {value!r}."
 
 
+@pytest.mark.slow
 def test_a_task_is_as_good_as_its_fields(tmp_path):
     file = tmp_path / "layer.pt"
     torch.save(nn.TransformerEncoderLayer(6, 2, 8).state_dict(), file)
@@ -210,6 +211,7 @@ def inside(module: nn.Sequential) -> nn.Module:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("compiled", [torch.compile, in_place, inside])
 def test_a_compiled_module_is_hooked_without_it(compiled):

@@ -83,6 +83,7 @@ def test_a_hundredth_carries_a_mean_or_does_not():
     assert not carried_by_few(np.array([1e9] + [1.0] * 98))
 
 
+@pytest.mark.slow
 def test_more_prompts_bring_a_mean_without_the_worst_nearer_to_its_limit():
     # P(size > s) = s^-a has no mean for a < 1. Below the quantile q of 1 - 1/1000 the mean is
     # a (q^(1 - a) - 1) / (1 - a) / (1 - 1/1000), and the mean square of the same form with 2 in the place of 1.

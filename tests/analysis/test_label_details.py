@@ -246,6 +246,7 @@ def test_reasons_of_several_responses_say_what_there_is():
     assert "; head" not in superposed.reason
 
 
+@pytest.mark.slow
 def test_other_score_functions_count_with_their_slope():
     weights = replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5)
     found = classify(weights)

@@ -128,6 +128,7 @@ def test_a_pull_as_strong_as_the_loss_halves_every_direction(langevin: Langevin 
     assert abs(found.estimate - 6 / 4 / wider) < 4 * found.sem < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users")
 def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
     curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
@@ -248,6 +249,7 @@ def test_a_model_on_a_plateau_is_no_minimum_and_has_no_number(name: str):
     assert len(found.plot().data) == found.excess.shape[0]
 
 
+@pytest.mark.slow
 def test_an_exact_saddle_is_found_out_by_its_draws():
     """There the gradient is zero, so that descent stays."""
     moments = moments_of(3, "distinct")
@@ -258,6 +260,7 @@ def test_an_exact_saddle_is_found_out_by_its_draws():
     assert found.excess.mean() < 0
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_at_the_minimum_of_its_level():
     moments = moments_of(3, "distinct")
     loss = population_loss(saddle(moments, 3), moments, sampled_heads=[0])
@@ -274,6 +277,7 @@ def test_draws_say_what_is_no_minimum():
     assert "overflow" in why_no_minimum(np.where(drawn > 9, np.inf, drawn))
 
 
+@pytest.mark.slow
 def test_the_result_says_itself():
     moments = moments_of(3, "distinct")
     loss = population_loss(heads_at(moments, 1, 1), moments)

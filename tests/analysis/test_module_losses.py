@@ -147,6 +147,7 @@ def test_a_module_that_runs_one_by_one_has_the_same_loss():
         np.testing.assert_allclose(mine, theirs, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_hooked_module_is_sampled_by_its_own_names():
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -68,6 +68,7 @@ def test_training_goes_on_as_without_it():
     assert monitor.run().steps == [0, 5, 10]
 
 
+@pytest.mark.slow
 def test_what_it_keeps_is_what_the_analyses_say():
     monitor = Monitor(task=TASK, read=last, every=5, n_prompts=32)
     trained(monitor)
@@ -212,6 +213,7 @@ def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # What it reports, and where it keeps.
 
 
+@pytest.mark.slow
 def test_it_logs_flat_rows():
     rows: list[dict] = []
     monitor = Monitor(task=TASK, read=last, every=5, n_prompts=64, log=rows.append, labels=True)
@@ -229,6 +231,7 @@ def test_it_logs_flat_rows():
         assert all(isinstance(value, int | float | str) for value in row.values())
 
 
+@pytest.mark.slow
 def test_it_logs_lines_of_json(tmp_path: Path):
     rows: list[dict] = []
     for log in (rows.append, tmp_path / "log.jsonl"):
@@ -237,6 +240,7 @@ def test_it_logs_lines_of_json(tmp_path: Path):
     assert [json.loads(line) for line in lines] == rows
 
 
+@pytest.mark.slow
 def test_it_logs_to_wandb(tmp_path: Path):
     """Offline, in a process of its own, as wandb starts one and warns."""
     pytest.importorskip("wandb")
@@ -251,6 +255,7 @@ print(run.summary["icl/step"], "icl/L0H1/rise" in run.summary.keys())
     assert "10 True" in ran.out
 
 
+@pytest.mark.slow
 def test_it_keeps_in_a_folder_what_it_would_keep_in_memory(tmp_path: Path):
     kept = Monitor(task=TASK, every=5, n_prompts=32, keep=tmp_path / "mine")
     memory = Monitor(task=TASK, every=5, n_prompts=32)

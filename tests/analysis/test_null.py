@@ -133,6 +133,7 @@ def test_bare_heads_compare_x_with_x_and_read_y():
     assert not is_bare(replace(whole, score="linear"))
 
 
+@pytest.mark.slow
 def test_random_weights_of_bare_heads_are_bare():
     task = TaskConfig(d_x=2, context_length=4)
     model = ModelConfig(n_heads=2, score="linear/L")

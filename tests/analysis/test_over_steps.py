@@ -98,6 +98,7 @@ def test_a_history_ends_at_the_step_of_the_model():
     assert checkpoint.at(5000).history["step"].max() == 5000
 
 
+@pytest.mark.slow
 def test_a_slider_of_many_numbers_is_thinned_and_keeps_the_last_step(
     grown: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
@@ -136,6 +137,7 @@ def test_arguments_of_the_analysis_are_passed_on():
         over_steps(checkpoint, "priors", steps=3)
 
 
+@pytest.mark.slow
 def test_levels_of_the_loss_are_dotted():
     found = over_steps(load(CHECKPOINTS / "linear-separate-s0"), "components")
     lines = [shape.y0 for shape in found.plot_loss().layout.shapes if shape.line.dash == "dot"]

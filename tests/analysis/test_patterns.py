@@ -176,6 +176,7 @@ def test_frame_and_repr():
     assert len(found.plot().data) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_only", [True, False])
 def test_two_rectified_heads_are_one_linear_step(tmp_path: Path, context_only: bool):
     # max(s, 0) - max(-s, 0) = s: heads of opposite omega and mu make a step of mu * omega.

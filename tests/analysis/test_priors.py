@@ -106,6 +106,7 @@ def test_strategies():
     assert zero.strategy == "neither"
 
 
+@pytest.mark.slow
 def test_a_model_two_percent_from_ridge_generalises_whatever_the_size_of_the_pool():
     """With 4,096 tasks dMMSE is nearer to ridge than the model, so that nearly all of its error is off their line."""
     task = replace(TASK, d_y=1, n_tasks=4096)
@@ -158,6 +159,7 @@ def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
     assert many.strategy == "neither"
 
 
+@pytest.mark.slow
 def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
     generator = np.random.default_rng(0)
 

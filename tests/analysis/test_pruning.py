@@ -98,6 +98,7 @@ def test_risks_are_those_of_the_masked_model(make, many):
     assert refit == [found.full_refit_risk, found.refit_risk]
 
 
+@pytest.mark.slow
 def test_sequential_scores_come_after_what_is_gone(many):
     model = random_model(**WIDE)
     joint, found = prune(model, many), prune(model, many, sequential=True)
@@ -116,6 +117,7 @@ def test_pruning_everything_is_refused(many):
         prune(model, many, rule=lambda rise: rise)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_is_a_smaller_checkpoint(checkpoint, many, tmp_path):
     kept = np.zeros((3, 4), dtype=bool)
     kept[0, [1, 3]] = kept[2, 2] = True  # no head at all in layer 1

@@ -75,6 +75,7 @@ def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
     assert len(pd.read_parquet(file)) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_is_missing_or_cannot_be_written_is_named(run_folder: Path):
     with pytest.raises(CheckpointError, match=r"/lost: a checkpoint is a folder"):
         sweep_frame(MODELS, run_folder)

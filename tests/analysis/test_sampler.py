@@ -64,6 +64,7 @@ def test_chains_that_share_a_trend_do_not_agree_with_their_own_halves():
     assert r_hat(trend - drift) < 1.02
 
 
+@pytest.mark.slow
 def test_a_gaussian_has_its_mean_and_variance():
     curvatures = np.array([1.0, 10.0, 100.0, 1000.0])
 

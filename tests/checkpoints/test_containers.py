@@ -200,6 +200,7 @@ def test_a_folder_with_one_file_of_weights(tmp_path: Path):
     assert_refused(r"several files of weights; name one of a\.pt, b\.c", load, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_config_beside_the_weights_states_the_heads(tmp_path: Path):
     torch.save(STATE, tmp_path / "a.pt")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')

@@ -120,6 +120,7 @@ def test_linear_paper_separate(tmp_path: Path, rank: int):
 # torch.nn.MultiheadAttention.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("attend_to_self", [False, True])
 @pytest.mark.parametrize("d_y", [1, 2])
@@ -141,6 +142,7 @@ def test_torch_attention(tmp_path: Path, bias: bool, attend_to_self: bool, d_y: 
     assert load(file, n_heads=3).assumed["model.attend_to_self"] is False
 
 
+@pytest.mark.slow
 def test_torch_attention_with_separate_matrices(tmp_path: Path):
     state = attention_module(5, width=4, n_heads=2, bias=False).state_dict()
     whole = loaded(tmp_path, state, n_heads=2)
@@ -153,6 +155,7 @@ def test_torch_attention_with_separate_matrices(tmp_path: Path):
 # Somebody's own layer of four linear ones.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "bias"), [*zip(LAYER_NAMES, (False, True), strict=True)])
 def test_linear_layers(tmp_path: Path, names: tuple[str, ...], bias: bool):
     module = attention_module(5, width=6, n_heads=3, bias=bias).double()
@@ -171,6 +174,7 @@ def test_linear_layers(tmp_path: Path, names: tuple[str, ...], bias: bool):
     assert checkpoint.assumed["attn_scale"] == pytest.approx(math.sqrt(2))
 
 
+@pytest.mark.slow
 def test_linear_layers_wider_than_a_token_that_write_y_alone(tmp_path: Path):
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (12, 4), "key": (12, 4), "value": (12, 4), "out": (1, 12)}
@@ -249,6 +253,7 @@ def test_arrays_as_wide_as_a_token(tmp_path: Path):
         torch.testing.assert_close(two.weights.circuits.W_O.numpy(), wide["W_O"][:, :, 3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_y", [1, 2])
 @pytest.mark.parametrize("wide", [False, True])
 def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):

@@ -121,6 +121,7 @@ def values_of_one_column(weights: AttentionWeights) -> State:
     return {f"attn.to_{x}.weight" if x != "o" else "attn.to_out.weight": t for x, t in rows.items()}
 
 
+@pytest.mark.slow
 def test_values_narrower_than_queries(tmp_path: Path):
     weights = heads_of("softmax-h2-s0")
     file = saved(tmp_path, values_of_one_column(weights))
@@ -129,6 +130,7 @@ def test_values_narrower_than_queries(tmp_path: Path):
     assert classify(checkpoint, **FEW).pattern == "debiased_gd"
 
 
+@pytest.mark.slow
 def test_one_head_of_two_widths_needs_no_number_of_heads(tmp_path: Path):
     """Queries of 6 and values of 7 rows have no other common number of heads than one."""
     weights = heads_of("softmax-h1-s0")

@@ -93,6 +93,7 @@ def test_what_the_reader_says_of_the_task_holds():
     assert checkpoint.assumed["task.beta_var"] == 1
 
 
+@pytest.mark.slow
 def test_older_buffers_and_word_embeddings_are_left_out():
     state = garg().state_dict()
     buffers = {
@@ -108,6 +109,7 @@ def test_older_buffers_and_word_embeddings_are_left_out():
         assert_same(read(without, n_heads=4).weights, checkpoint.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", ["", "transformer.", "model._backbone.", "module._backbone."])
 def test_other_names_of_the_same_gpt2(stem: str):
     state = {
@@ -195,6 +197,7 @@ def test_encoder_layers_in_an_nn_sequential():
     torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["n_head", "num_attention_heads", "num_heads"])
 def test_heads_and_the_architecture_from_the_settings(key: str):
     settings = {key: 2, "activation_function": "relu", "layer_norm_epsilon": 0.1}
@@ -217,6 +220,7 @@ def written_encoder() -> tuple[dict[str, Tensor], Checkpoint]:
     return state, read(state, settings=settings, task=SAID, d_y=2, attend_to_self=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["native", "npz"])
 def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
     for name, written in {
@@ -236,6 +240,7 @@ def test_a_converted_model_is_the_same(tmp_path: Path, target: str):
             convert(written, "transformer-lens", tmp_path / "lens")
 
 
+@pytest.mark.slow
 def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
     """Such a folder has the names of the owner's file, and in its config.json what was said of it."""
     state, expected = written_encoder()
@@ -254,6 +259,7 @@ def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
         load(tmp_path / "old", attend_to_self=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "n_heads"), [(garg(), 4), (encoder(4), 2)])
 def test_a_model_without_a_head_predicts_as_one_with_it_masked(model: nn.Module, n_heads: int):
     checkpoint = read(model.state_dict(), n_heads=n_heads)

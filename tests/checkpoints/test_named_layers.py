@@ -214,6 +214,7 @@ def require_same_predictions(file: Path, weights: Weights, **hints: object) -> C
 JOINED = {"norm": "before", "activation": "gelu", "layout": "in_turn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "biases", "conv1d"),
     [
@@ -239,6 +240,7 @@ def test_nano_gpt(tmp_path: Path, norm: str | None, biases: bool, conv1d: bool):
     require_same_predictions(tmp_path / "x.pt", weights, model=joined)
 
 
+@pytest.mark.slow
 def test_positions_that_are_not_learned(tmp_path: Path):
     table = torch.tensor(
         [
@@ -309,6 +311,7 @@ def test_the_score_of_several_layers_is_asked_for(tmp_path: Path):
     assert result.pattern == "gradient_descent" or "--score" in result.reason
 
 
+@pytest.mark.slow
 def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
     state = descent_in_haiku()
     names = {"query": "W_q", "key": "W_k", "value": "W_v", "linear": "W_o"}

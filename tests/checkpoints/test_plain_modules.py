@@ -198,6 +198,7 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
     assert probe_layers(hooked, prompts).to_frame().layer.nunique() == 3
 
 
+@pytest.mark.slow
 def test_what_a_module_lacks_is_named():
     conformance = check_conformance(hook_module(random_stack(Packed), task=TASK).model)
     assert {"blocks.0.hook_attn_out", "_Heads.W_O"} <= set(conformance.lacking)

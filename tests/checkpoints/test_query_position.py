@@ -120,6 +120,7 @@ def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
         torch.testing.assert_close(streams[layer + 1, :, 0], own[:, -2], **ROUNDING)
 
 
+@pytest.mark.slow
 def test_probes_of_it_read_the_prediction_and_at_the_end_do_not(prompts):
     hooked = split()
     target = own_prediction(hooked)
@@ -133,6 +134,7 @@ def test_probes_of_it_read_the_prediction_and_at_the_end_do_not(prompts):
     np.testing.assert_array_equal(stated.r2[:, 0], right)
 
 
+@pytest.mark.slow
 def test_what_looks_into_its_stream_looks_there(prompts):
     hooked, wrong = split(), split(position=-1)
     run = predictor_of(hooked).query_streams(prompts, 1)
@@ -216,6 +218,7 @@ def test_where_the_query_comes_first_nothing_else_is_taken_for_it(prompts):
         p_probe(hooked, prompts, variant="map")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_pos", [2, 3, 8, 13])
 def test_every_position_is_found(n_pos):
     task = TaskConfig(d_x=TASK.d_x, context_length=n_pos - 1)

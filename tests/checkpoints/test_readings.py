@@ -127,6 +127,7 @@ def test_y_as_the_first_column(tmp_path: Path):
     assert (with_score_open.pattern, "--score" in with_score_open.reason) == ("undetermined", True)
 
 
+@pytest.mark.slow
 def test_wide_weights_with_y_first(tmp_path: Path):
     weights = shipped("softmax-h2-s0").weights.circuits
     wide = torch.nn.functional.pad(weights.W_O, (weights.d_x, 0))
@@ -147,6 +148,7 @@ def test_scale_is_told_by_the_loss(tmp_path: Path):
     assert read_back.assumed["attn_scale"] == 1
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -173,6 +175,7 @@ def test_readings_that_tie_are_named_with_the_option_that_decides():
 CANDIDATES = (("before", False), ("before", True), ("after", False))
 
 
+@pytest.mark.slow
 def test_no_reading_predicts(tmp_path: Path):
     generator = torch.Generator().manual_seed(0)
     QK = torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0]))[None] * 50
@@ -185,6 +188,7 @@ def test_no_reading_predicts(tmp_path: Path):
         assert option in result.reason
 
 
+@pytest.mark.slow
 def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: Path):
     weights = shipped("linear-h1-s0").weights.circuits
     QK = weights.QK * 0.4
@@ -195,6 +199,7 @@ def test_linear_step_that_learned_no_component_is_no_gradient_descent(tmp_path: 
     assert (result.pattern, "has learned" in result.reason) == ("undetermined", True)
 
 
+@pytest.mark.slow
 def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "h1.npz")
     with pytest.raises(CheckpointError, match=r"state the score .* linear/L or softmax"):

@@ -229,6 +229,7 @@ def test_a_refusal_that_names_a_tensor_says_how_to_tell_what_it_is(words: str):
     assert message.endswith(HOW) or "--map" not in message
 
 
+@pytest.mark.slow
 def test_the_files_above_reach_every_such_refusal():
     """Wherever a tensor is refused by name, one of them ends there."""
     reached = set()

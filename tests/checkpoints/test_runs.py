@@ -41,6 +41,7 @@ def write_run(folder: Path, layout: str = "haiku", name: str = "step_{}.pt") -> 
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["haiku", "modules {x}_proj"])
 def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layout: str):
     run = load_run(write_run(tmp_path / "mine", layout), **HINTS)
@@ -54,6 +55,7 @@ def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layou
     assert [each.loss < 0.6 for each in run.readings[:1]] == [True]
 
 
+@pytest.mark.slow
 def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
     """Which is why the last one decides: at step 0 nothing predicts, so that columns and sign stay open."""
     folder = write_run(tmp_path / "mine")
@@ -62,6 +64,7 @@ def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
     assert load(folder / "step_10000.pt", **HINTS).readings[0].predicts
 
 
+@pytest.mark.slow
 def test_losses_are_on_the_same_prompts(tmp_path: Path):
     run = load_run(write_run(tmp_path / "mine"), **HINTS)
     prompts = evaluation_prompts(run, n_prompts=N_PROMPTS)
@@ -129,6 +132,7 @@ def test_whoever_says_that_it_is_a_run_is_believed():
     assert runs_among(others) == [[path] for path in others]
 
 
+@pytest.mark.slow
 def test_a_pattern_a_list_and_a_folder_are_one_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save({}, folder / "optimizer.pt")
@@ -139,6 +143,7 @@ def test_a_pattern_a_list_and_a_folder_are_one_run(tmp_path: Path):
         assert run.path == folder
 
 
+@pytest.mark.slow
 def test_folders_of_steps(tmp_path: Path):
     folder = write_run(tmp_path / "mine", name="checkpoint-{}/pytorch_model.bin")
     for step in STEPS:
@@ -169,6 +174,7 @@ def test_what_is_no_run(tmp_path: Path):
     assert_refused(r"step_0.pt: .* must have the shape .* of the last", load_run, folder)
 
 
+@pytest.mark.slow
 def test_analyses_and_formats_take_a_run(tmp_path: Path):
     run = load_run(write_run(tmp_path / "mine"), **HINTS)
     patterns = over_steps(run, n_prompts=64)
@@ -187,6 +193,7 @@ def test_analyses_and_formats_take_a_run(tmp_path: Path):
         run.at(7)
 
 
+@pytest.mark.slow
 def test_classify_writes_steps_and_losses(tmp_path: Path, run):
     folder = write_run(tmp_path / "mine")
     table = tmp_path / "table.csv"
@@ -215,6 +222,7 @@ def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
     assert "Adam, step size" not in page  # nobody knows how it was trained
 
 
+@pytest.mark.slow
 def test_seeds_of_one_setting_are_compared(tmp_path: Path, run):
     for seed in (0, 1):
         write_run(tmp_path / f"run_s{seed}")

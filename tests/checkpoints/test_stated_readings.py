@@ -59,6 +59,7 @@ def test_a_weights_file_of_an_exchange_folder_is_its_folder(tmp_path: Path):
     require_same(load(tmp_path / "lens" / "model.safetensors"), load(tmp_path / "lens"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["config.json", "config.yaml", "folder"])
 @pytest.mark.parametrize(("noise", "points"), [(1, "9"), ("1", 9), (1.0, "9")])
 def test_noise_and_points_in_any_spelling(
@@ -114,6 +115,7 @@ def test_noise_stated_beside_one_layer_of_attention(tmp_path: Path):
     assert not {"task.noise_var", "task.context_length"} & checkpoint.assumed.keys()
 
 
+@pytest.mark.slow
 def test_readings_are_compared_on_as_many_prompts_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -198,6 +200,7 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     assert not behind_x.readings[0].predicts
 
 
+@pytest.mark.slow
 def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
     omega, mu = 0.614, 0.35
     checkpoint = load(with_positions(tmp_path, omega=omega, mu=mu, layers=2), **HAIKU)
@@ -262,6 +265,7 @@ def random_layer() -> State:
     }
 
 
+@pytest.mark.slow
 def test_nothing_is_understood_of_a_guessed_reading_that_predicts_nothing(tmp_path: Path):
     guessed = loaded(tmp_path, random_layer(), n_heads=2)
     assert not any(each.predicts for each in guessed.readings)

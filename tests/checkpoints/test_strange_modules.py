@@ -114,6 +114,7 @@ def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, poin
     torch.testing.assert_close(changed, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_edges_of_grouped_heads_are_those_of_heads_of_their_own(prompts):
     grouped = random(strange.Stack(*(strange.Grouped() for _ in range(2)), norm=True))
     own = random(strange.Stack(*(strange.Grouped() for _ in range(2)), norm=True))
@@ -329,6 +330,7 @@ def test_reasons_say_what_is_there(prompts):
     assert "blocks.0.attn.hook_pattern" in parameters.model.hook_dict
 
 
+@pytest.mark.slow
 def test_threads_get_the_numbers_of_one(prompts):
     hooked = hook_module(random(STACKS["looped blocks"]()), task=TASK)
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
@@ -365,6 +367,7 @@ def test_threads_get_the_numbers_of_one(prompts):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_hooked_modules_and_used_checkpoints_are_pickled(prompts):
     stack = random(STACKS["looped blocks"]())
     hooked = hook_module(stack, task=TASK)

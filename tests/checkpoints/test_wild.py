@@ -150,6 +150,7 @@ def test_readings_that_are_one_model_count_once(tmp_path: Path):
     assert len(checkpoint.readings) == 1
 
 
+@pytest.mark.slow
 def test_a_factor_on_the_output(tmp_path: Path):
     """Code that multiplies what attention adds keeps larger matrices."""
     weights, true = known("linear-h1-s0")
@@ -187,6 +188,7 @@ def test_orientation_and_sign_are_told_by_the_loss(tmp_path: Path):
         torch.testing.assert_close(checkpoint.weights.circuits.OV, weights.OV)
 
 
+@pytest.mark.slow
 def test_a_row_for_one_run(tmp_path: Path):
     weights, _ = known("softmax-h2-s0")
     state = linear_layers("to_{x}", "to_out")(weights)
@@ -203,6 +205,7 @@ def test_a_row_for_one_run(tmp_path: Path):
     assert_refused("map must give different names", load, file, n_heads=2, map=["mine_q=mine_k"])
 
 
+@pytest.mark.slow
 def test_columns_of_positions_are_left_out_and_named(tmp_path: Path):
     weights, true = known("softmax-h2-s0")
     state = LAYOUTS["haiku"](weights)

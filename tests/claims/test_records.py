@@ -47,6 +47,7 @@ def test_every_record_is_of_a_claim_and_every_claim_has_a_record():
     assert set(measured()) == set(claims())
 
 
+@pytest.mark.slow
 def test_no_record_counts_a_failed_training_and_the_failed_are_those_of_its_models():
     failed = set(failures("*").model)
     assert not [id for id, record in measured().items() if failed & set(record.values)]

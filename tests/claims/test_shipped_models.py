@@ -37,6 +37,7 @@ def checkpoint(name: str) -> Checkpoint:
     return load(CHECKPOINTS / name)
 
 
+@pytest.mark.slow
 def test_every_shipped_model_is_one_of_a_sweep_with_its_config():
     for name, file in FILES.items():
         if not name.startswith(OTHERS):

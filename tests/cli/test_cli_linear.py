@@ -128,6 +128,7 @@ def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
     assert "fresh prompts a step" not in page
 
 
+@pytest.mark.slow
 def test_train_makes_the_shipped_model_again(run: Run, tmp_path: Path):
     ran = run("train", "linear-merged", "--device", "cpu", "--out", tmp_path / "run", "--json")
     assert ran.document["steps"] == 8000

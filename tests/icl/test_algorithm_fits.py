@@ -88,6 +88,7 @@ def test_unequal_steps_on_reweighted_x_are_found():
     np.testing.assert_allclose(np.sort(fit.scalars), etas.numpy(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_search_ends_where_derivatives_are_not_finite():
     """Six layers of GD++ are of degree 729 in their scalars: predictions are finite here, and not
     their derivatives."""

@@ -94,6 +94,7 @@ def test_given_prompts_stand_for_their_law(arrays):
     )
 
 
+@pytest.mark.slow
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.5, 0.01, d_x=D_X)
     found = classify(weights, prompts=given)
@@ -116,6 +117,7 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
 
 
+@pytest.mark.slow
 def test_given_prompts_in_another_dtype_are_taken(arrays):
     weights = debiased_gradient_step(0.5, 0.01, d_x=D_X).to(torch.float32)
     given = Prompts.from_arrays(**arrays)

@@ -173,6 +173,7 @@ def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
             assert_close_to_rounding(cache[f"blocks.{layer}.{norm}.hook_scale"], spread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_streams_of_an_encoder_are_those_between_torchs(norm_first: bool, some_prompts: Prompts):
     stack = encoder(4, norm_first=norm_first).double()

@@ -148,6 +148,7 @@ def test_masking_a_gpt2_head_zeroes_its_output(
     assert torch.equal(predicted(gpt2, some_prompts), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "silu", "tanh"])
 def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts):
     from transformers.activations import ACT2FN
@@ -253,6 +254,7 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(
     assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_masking_an_encoder_head_zeroes_its_columns(norm_first: bool, some_prompts: Prompts):
     stack = encoder(4, norm_first=norm_first).double()

@@ -41,6 +41,7 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     assert written.page.stat().st_size < 6_000_000
 
 
+@pytest.mark.slow
 def test_models_come_in_the_order_of_their_numbers_with_links_to_their_pages(tmp_path: Path):
     names = ("softmax-h2-s10", "softmax-h2-s2")
     models = [load(CHECKPOINTS / name) for name in names]
@@ -65,6 +66,7 @@ def test_models_without_history_have_no_curves(tmp_path: Path):
     assert "<h2>Training</h2>" not in text
 
 
+@pytest.mark.slow
 def test_names_are_never_tags(tmp_path: Path):
     shutil.copytree(CHECKPOINTS / "softmax-h1-s0", tmp_path / EVIL)
     written = write_comparison([load(tmp_path / EVIL)], tmp_path / "page", n_prompts=64)

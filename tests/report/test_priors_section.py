@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "pool"
 
 
+@pytest.mark.slow
 def test_a_page_has_the_section_where_the_task_has_a_pool(folder: Path, tmp_path: Path):
     checkpoint = load(folder)
     assert "priors" in default_names(checkpoint)

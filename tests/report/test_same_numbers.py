@@ -105,6 +105,7 @@ def test_pruning_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, run
         assert rules.loc["best-later", name] == expected
 
 
+@pytest.mark.slow
 def test_without_a_number_all_take_the_same(model: tuple[Path, dict], run: Run):
     path, hints = model
     checkpoint = load(path, **hints)

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
+@pytest.mark.slow
 def test_it_watches_a_trainer(tmp_path: Path):
     from mechinterp.callbacks import HuggingFaceCallback
 

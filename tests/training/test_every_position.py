@@ -158,6 +158,7 @@ def test_a_layer_of_pairs_has_no_loss_at_every_position():
         ExperimentConfig(model=ModelConfig(), train=TrainConfig(loss="every"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [(), ("train.loss=query", "train.clip_norm=1.0")])
 def test_models_of_a_pack_learn_as_they_do_alone(settings: tuple[str, ...]):
     models = {

@@ -69,6 +69,7 @@ def test_random_merged_heads_follow_it_with_their_effective_scale(std, tolerance
         assert abs(measured / half - 1) < tolerance
 
 
+@pytest.mark.slow
 def test_merged_heads_follow_the_course_of_five_numbers():
     times = np.linspace(0, 400, 2001)
     for seed in range(3):
@@ -79,6 +80,7 @@ def test_merged_heads_follow_the_course_of_five_numbers():
         assert np.abs(run.loss - loss).max() < 5e-4
 
 
+@pytest.mark.slow
 def test_escape_of_merged_heads_takes_a_constant_per_decade():
     stds, middle = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], (1 + MODES.levels[-1]) / 2
     norm, half, crossing = np.linalg.norm(MODES.rates), [], []

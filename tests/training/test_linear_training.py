@@ -158,6 +158,7 @@ def test_steps_to_report_rise_to_the_last():
 # In a run.
 
 
+@pytest.mark.slow
 def test_a_run_of_both_kinds_leaves_a_checkpoint_each(tmp_path: Path):
     adam = override(preset("softmax-h1"), "train.steps=20", "train.n_eval_prompts=16")
     seen = []
@@ -179,6 +180,7 @@ def test_a_run_of_both_kinds_leaves_a_checkpoint_each(tmp_path: Path):
         train_models(models, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_bits_in_any_company(tmp_path: Path):
     train_models({"one": SEPARATE, "two": MERGED}, tmp_path / "together")
     train_models({"one": SEPARATE}, tmp_path / "alone")

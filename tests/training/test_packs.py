@@ -121,6 +121,7 @@ def test_a_run_holds_several_pools_and_each_model_is_what_it_is_alone(model: str
     assert not torch.equal(weights[1], weights[2])
 
 
+@pytest.mark.slow
 def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_their_own(tmp_path: Path):
     mixed = {
         f"{name}-s{seed}": override(config, f"seed={seed}", f"model.n_heads={heads}")

@@ -324,6 +324,7 @@ def test_a_run_killed_while_it_wrote_its_checkpoints_goes_on(tmp_path: Path, fin
         assert_same_run(load(tmp_path / name), load(finished / name))
 
 
+@pytest.mark.slow
 def test_a_model_that_diverges_is_noticed_named_and_left_out(tmp_path: Path):
     models = {"wild": override(SMALL, "train.learning_rate=1e30"), "tame": SMALL}
     seen = []
@@ -361,6 +362,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_state_and_one_clear_line(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ):

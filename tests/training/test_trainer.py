@@ -121,6 +121,7 @@ def test_history_describes_the_weights_of_its_model_and_step():
                 np.testing.assert_allclose(rows[column], values, rtol=1e-5, err_msg=column)
 
 
+@pytest.mark.slow
 def test_loss_is_the_mean_of_the_training_losses_since_the_last_row():
     every_step = finished(Pack({"two": override(SMALL, "train.log_every=1")}))
     losses = every_step.rows["loss"][1:, 0]
@@ -157,6 +158,7 @@ def test_results_do_not_change_when_the_pack_trains_on():
     assert_same(trained.weights, trained.weights.with_tensors(before))
 
 
+@pytest.mark.slow
 def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path: Path):
     alone, pack = finished(Pack({"one": MODELS["one"]})), Pack(MODELS)
     assert pack.diverged == {}
@@ -173,6 +175,7 @@ def test_a_model_that_diverges_leaves_the_others_of_its_pack_untouched(tmp_path:
     assert_same(pack.results()["one"].weights, alone.results()["one"].weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_y", [1, 2])
 def test_training_equals_plain_pytorch(d_y: int):
     config = override(SMALL, "model.n_heads=3", "train.steps=50", f"task.d_y={d_y}")
@@ -254,6 +257,7 @@ def test_a_bad_state_file_is_refused_on_one_line(tmp_path: Path, kind: str):
         Pack.restore(file)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
     """Every bit that says something; those that do not, such as blanks, may change nothing."""
     file, pack = tmp_path / "training-0.safetensors", Pack(MODELS)
@@ -338,6 +342,7 @@ def test_a_state_without_a_checksum_is_refused(tmp_path: Path):
         Pack.restore(file)
 
 
+@pytest.mark.slow
 def test_weights_of_layers_in_the_old_order_are_refused(tmp_path: Path):
     file = tmp_path / "training-0.safetensors"
     task = TaskConfig(d_x=3, context_length=8)
