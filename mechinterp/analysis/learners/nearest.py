@@ -126,11 +126,14 @@ class Evaluation:
         noise: it is then least squares."""
         x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
         scores = torch.einsum("blx,bx->bl", x, query)
-        smoothers = [torch.softmax(omega * scores, 1) for omega in _kernel_omegas(x)]
+        smoothed = [
+            torch.einsum("bl,bln->bn", torch.softmax(omega * scores, 1), y)
+            for omega in _kernel_omegas(x)
+        ]
         learned = {
             "vanilla_gd": torch.einsum("bx,bxn->bn", query, self.moment)[None],
             "debiased_gd": torch.einsum("bx,bxn->bn", query, self.centred_moment)[None],
-            "kernel_head": torch.einsum("obl,bln->obn", torch.stack(smoothers), y),
+            "kernel_head": torch.stack(smoothed),
             "least_squares": ridge(self.prompts, penalty=0)[None],
         }
         return learned | ({"ridge": self.ridge[None]} if self.task.noise_var else {})
