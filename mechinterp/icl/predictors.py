@@ -82,10 +82,9 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     gram = prompts.x.mT @ prompts.x
     moment = prompts.x.mT @ prompts.y
     if penalty == 0:
-        rows = (
-            prompts.x.shape[1] * prompts.x.shape[2] * 8 * 6
-        )  # pinv has several arrays of the size of x
-        parts = chunks(len(prompts), max(1, CHUNK_BYTES // rows))
+        # pinv makes about six arrays of the size of x.
+        size = 6 * prompts.x[0].numel() * prompts.x.element_size()
+        parts = chunks(len(prompts), max(1, CHUNK_BYTES // size))
         beta = torch.cat([torch.linalg.pinv(prompts.x[r]) @ prompts.y[r] for r in parts])
     else:
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
