@@ -161,7 +161,9 @@ def attribute_edges(
         (3, 4, 4, 4, 4)
     """
     hooked = predictor_of(source).hooked
-    _require_edges(hooked, ig_steps)
+    if ig_steps < 1:
+        raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
+    require_edges(hooked)
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     if isinstance(hooked.model, ModuleHooks):
         query_positions(hooked, clean)
@@ -314,9 +316,12 @@ def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float,
     return rank_correlation(*both.mean(1)), float(np.std(again, ddof=1))
 
 
-def _require_edges(hooked: HookedPredictor, ig_steps: int) -> None:
-    if ig_steps < 1:
-        raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
+def require_edges(hooked: HookedPredictor) -> None:
+    """Refuse models without edges between heads.
+
+    Raises:
+        ValueError: If there is one layer, the stream is not a sum, or inputs of heads have no hooks.
+    """
     if hooked.n_layers < 2:
         raise ValueError(
             f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
