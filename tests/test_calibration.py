@@ -23,6 +23,7 @@ def frame_of(*rows: tuple[str, str, str]) -> pd.DataFrame:
     return frame.assign(source="built", size=0.1, label="")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_confirming_models_and_their_labels_are_those_stored():
     """Whoever edits the rules of labels leaves these as they are, or draws other models, as README.md says."""

@@ -110,6 +110,7 @@ def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
     assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_commands_take_names_and_paths(installed: Path, tmp_path: Path):
     models = ("softmax-h2-s0", "linear-merged-s0", str(CHECKPOINT))
     answer = run(installed, tmp_path, "-m", "mechinterp", "classify", *models, "--json")

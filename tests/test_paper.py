@@ -61,6 +61,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @draws
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")

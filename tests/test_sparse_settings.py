@@ -89,6 +89,7 @@ def test_the_best_steps_of_algorithm_1_are_found_where_they_are_known():
     assert risk(LEARNERS["algorithm"], found, (gram, beta, beta)) < 1e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fitted_numbers_are_a_minimum_and_more_steps_are_no_worse(sparse_prompts):
     target = moments(sparse_prompts)
@@ -175,6 +176,7 @@ def test_every_model_of_the_plan_with_several_heads_has_a_partner():
         assert replace(config, model=one) in configs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
     model = ModelConfig(

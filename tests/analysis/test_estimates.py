@@ -48,6 +48,7 @@ def test_the_best_factor_has_the_least_loss():
     assert np.isnan(best_factor(torch.zeros(4, 1), torch.ones(4, 1))[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_best_factor_of_the_posterior_mean_is_1_and_its_error_the_spread_over_repetitions():
     task, repetitions = TaskConfig(), 1000

@@ -202,6 +202,7 @@ def test_importance_and_effective_heads():
     np.testing.assert_allclose(layer_shares(rises[0])[1], [0.75, 0.25, 0, 0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     generator = np.random.default_rng(0)
@@ -211,6 +212,7 @@ def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("n_heads", [2, 4, 8])
 def test_the_error_of_effective_heads_covers_equal_heads(n_heads: int):
@@ -275,6 +277,7 @@ def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
         assert abs(rises[method].rise[0, 0]) < 1e-12
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_resampling_has_honest_errors(model, few):
     # Over many draws of prompts the rises scatter by their standard errors.

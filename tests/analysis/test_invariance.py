@@ -70,6 +70,7 @@ def read(weights: AttentionWeights) -> Classification:
     return classify(weights, n_prompts=64)
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=40)
 @given(SPECS, st.permutations(range(4)))
 def test_permuting_heads_permutes_the_answer(spec: tuple, ranks: list[int]):
@@ -108,6 +109,7 @@ def test_how_circuits_are_factored_does_not_matter(spec: tuple, seed: int):
     assert found.labels == before.labels
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=40)
 @given(SPECS, st.integers(0, 3))
 def test_a_head_cut_in_two_leaves_the_model_as_it_was(spec: tuple, head: int):

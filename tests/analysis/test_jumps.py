@@ -24,6 +24,7 @@ def crossing_steps(config: ExperimentConfig, levels: np.ndarray) -> np.ndarray:
     return np.array([history["step"][history["loss"] < m].iloc[0] for m in middles])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
 def test_foretold_jumps_are_those_of_training(seed: int):

@@ -287,6 +287,7 @@ def test_heads_that_cancel_leave_the_pattern_alone():
     assert one.pattern == "undetermined"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, 150])
 def test_a_head_split_into_pieces_keeps_the_pattern(pieces: int):

@@ -197,6 +197,7 @@ def test_linear_attention_at_its_minimum(heads: str):
     assert abs(found.estimate - found.exact) < 4 * found.sem < 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
 @pytest.mark.parametrize("n_heads", sampled(range(1, 6), keep=lambda n_heads: n_heads in (2, 5)))

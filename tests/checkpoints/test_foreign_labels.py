@@ -88,6 +88,7 @@ def encoder_with_a_read_out(*, norm_first: bool, activation: str) -> tuple[nn.Mo
     return model, task
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm_first", "activation"),
@@ -183,6 +184,7 @@ def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
 # Modules with names of their own.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_module_with_own_names_and_positions(tmp_path: Path):
     """Every part under a name that is in no table, as the reader says what they are."""

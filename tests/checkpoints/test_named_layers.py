@@ -286,6 +286,7 @@ def descent_in_haiku(positions: int = 0) -> State:
     return state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", sampled([0, 2], keep=lambda positions: positions == 2))
 def test_several_layers_in_haiku(tmp_path: Path, positions: int):
@@ -332,6 +333,7 @@ def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
     assert checkpoint.readings[0].loss < 0.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_factor_on_the_output_of_layers(tmp_path: Path):
     state = descent_in_haiku()

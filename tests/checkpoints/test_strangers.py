@@ -106,6 +106,7 @@ def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
     assert checkpoint.doubt == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, run: Run):
     """Attention and MLP side by side, which no reading has."""

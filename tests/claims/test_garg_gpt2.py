@@ -52,6 +52,7 @@ def test_it_is_read_as_the_model_that_was_trained():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["excess", "risk"])
 @pytest.mark.parametrize("n_pairs", garg_gpt2.LENGTHS)
 def test_its_risk_is_within_a_tenth_of_the_best_ridge(n_pairs: int, what: str):
@@ -60,12 +61,14 @@ def test_its_risk_is_within_a_tenth_of_the_best_ridge(n_pairs: int, what: str):
     assert 1 - 2 * sem < ratio <= 1.10
 
 
+@pytest.mark.exhaustive
 def test_outcome_what_the_documents_tell_is_what_is_measured():
     stored = pd.read_csv(RESULTS / "algorithms" / "garg_gpt2.csv").set_index("pairs")
     expected = compared().assign(**garg_gpt2.nearest_ridge(shipped()))
     np.testing.assert_allclose(stored[expected.columns], expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_outcome_it_ends_near_to_ridge_but_is_not_linear_in_the_responses(run: Run):
     """As near as any learner that is linear in y can come to it, but for .005 (docs/results/algorithms.md)."""
     (document,) = run("classify", FOLDER, "--json").document

@@ -68,6 +68,7 @@ def set_moments(size: int) -> Moments:
     return sample_moments(training_set(task(), size, seed=0), basis=np.eye(4))
 
 
+@pytest.mark.exhaustive
 def test_05_separate_heads_drop_once_per_direction():
     for init in (1e-2, 1e-3):
         assert [len(found.drop_time) for found in all_plateaus(init)] == [4] * len(SEEDS)
@@ -140,6 +141,7 @@ def test_13_jumps_come_when_the_initial_weights_foretell(init, tolerance):
     assert np.median(errors, axis=0).max() < tolerance
 
 
+@pytest.mark.exhaustive
 def test_14_plateaus_last_in_proportion_to_one_over_init_and_lambda_squared():
     for seed in SEEDS:
         first = {init: separate(init, seed)[1].crossing_time[0] * init for init in (1e-2, 1e-3)}
@@ -175,6 +177,7 @@ def test_15_with_long_contexts_plateaus_are_the_projected_task():
         assert (ours - regression).square().mean() < 0.01
 
 
+@pytest.mark.exhaustive
 def test_16_heads_of_rank_two_rest_long_only_where_two_divides():
     inits = (1e-2, 1e-3)
     expected = [
@@ -266,6 +269,7 @@ def test_20_merged_softmax_heads_drop_once_and_cancel():
     assert abs(v.sum()) < 0.1 * np.abs(v).sum()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
 def test_20_separate_softmax_heads_drop_more_than_once(seed):
     heads = separate_heads(5, 4, std=5e-2, seed=seed)

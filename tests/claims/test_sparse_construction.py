@@ -204,6 +204,7 @@ def test_c5_its_risk_falls_faster_than_one_over_the_context_length():
     assert np.polyfit(np.log(lengths), np.log(risks), 1)[0] <= -1.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_c6_its_risk_hardly_grows_with_the_dimension():
     one, two = (draw(replace(WIDE, d_x=d, context_length=256), 128) for d in (64, 128))

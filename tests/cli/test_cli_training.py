@@ -76,6 +76,7 @@ def test_bad_options_are_refused(run, sweep: Path, tmp_path: Path, options, word
     assert list(tmp_path.glob("run/*")) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep_on_ray_leaves_what_a_local_one_leaves(run, sweep: Path, tmp_path: Path):
     pytest.importorskip("ray")

@@ -426,6 +426,7 @@ def test_figures_of_a_section_share_the_frames_of_its_slider(page: Page):
     assert not any({"sliders", "title"} & set(figure["layout"]) for figure in page.drawn)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
     written = write_report(load("checkpoints/linear-separate-s0"), tmp_path, n_prompts=N_PROMPTS)

@@ -80,6 +80,7 @@ def test_gpus_must_be_there(tmp_path: Path, cluster):
         train_models(MODELS, tmp_path, engine=engine)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
     local, spread = tmp_path / "local", tmp_path / "spread"

@@ -120,6 +120,7 @@ def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
     assert 4 * 101 * snapshot_bytes(WIDE) < grown < jobs.FIRST_USE_BYTES + pack_bytes(models)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_finished_models(peaks):
     base = override(WIDE, "train.steps=10", "train.snapshot_every=1", "train.log_every=10")
