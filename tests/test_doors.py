@@ -230,6 +230,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
+    "faithfulness": lambda c: mi.faithfulness(
+        c.source, None, c.prompts()[:4], c.prompts(seed=1)[:4], sizes=[1]
+    ),
     "attribute_edges": lambda c: mi.attribute_edges(
         c.source, c.prompts()[:4], c.prompts(seed=1)[:4], ig_steps=2
     ),

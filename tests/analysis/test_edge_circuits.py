@@ -98,7 +98,8 @@ def test_a_good_order_is_more_faithful_than_its_reverse():
     assert (good.faithfulness[[0, -1]] == [0, 1]).all()
     assert good.cmd + 2 * good.cmd_sem < bad.cmd - 2 * bad.cmd_sem
     assert good.n_edges[-1] == 3 * N_HEADS**2 * 3
-    assert good.to_frame().shape == (len(good.n_edges), 3)
+    assert good.to_frame().shape == (len(good.n_edges), 5)
+    assert good.distance[-1] == pytest.approx(0, abs=1e-12)
 
 
 def test_areas_of_a_straight_line():

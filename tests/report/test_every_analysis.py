@@ -33,13 +33,13 @@ from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 N_PROMPTS = 64
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-SLOW = {"edges"}
+SLOW = {"edges", "edge-circuits"}
 """Asked of one source only: that they answer elsewhere is the table of doors."""
 RANDOM = {kind: {"learning-coefficient"} for kind in ("gpt2", "encoder")}
 """Random weights are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 """Nor do they follow a path that could be drawn."""
-SOURCES = {"edges": "descent"}
+SOURCES = dict.fromkeys(SLOW, "descent")
 PAIRS = sampled(
     [
         (name, kind)

@@ -11,9 +11,9 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"edges": 4}
+FEW = {"edges": 4, "edge-circuits": 4}
 """Edges take long."""
-OF_SEVERAL_LAYERS = {"algorithm", "edges"}
+OF_SEVERAL_LAYERS = {"algorithm", *FEW}
 SHIPPED = {
     **dict.fromkeys(("priors", "prior-heads"), "pool-linear-m16-s0"),
     **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),
@@ -40,7 +40,7 @@ def test_an_option_changes_the_answer_or_is_refused(name: str, two_steps: Checkp
         return
     usual = {"n_prompts": FEW.get(name, 64), "seed": 0, "settings": SHORTENED.get(name)}
     others = OPTIONS | ({"context_length": 6} if name in OF_SEVERAL_LAYERS else {})
-    others |= {"n_prompts": 6} if name == "edges" else {}
+    others |= {"n_prompts": 6} if name in FEW else {}
     with as_for_users():
         first, *answers = (
             dumps(to_json(name, checkpoint, run_analysis(name, checkpoint, **usual | told)))

@@ -23,8 +23,8 @@ from mechinterp.analysis.patching.edges import (
     require_edges,
 )
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
-from mechinterp.analysis.stats import ratio_and_sem, resampled
-from mechinterp.display import Result, frame_of
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, resampled
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks, z_name
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -52,6 +52,10 @@ class Faithfulness(Result):
     """f at each size: 0 without edges, 1 with all."""
     faithfulness_sem: Float[np.ndarray, " size"]
     """Standard error of `faithfulness` over prompts."""
+    distance: Float[np.ndarray, " size"]
+    """Mean squared distance of the circuit's prediction to the full model's, -m(k); unit y^2."""
+    distance_sem: Float[np.ndarray, " size"]
+    """Standard error of `distance` over prompts."""
     cpr: float
     """Area under f over the share of edges kept; 1 is the best where f does not exceed 1."""
     cpr_sem: float
@@ -69,7 +73,7 @@ class Faithfulness(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per size of the circuit."""
-        return frame_of(self, "faithfulness", "faithfulness_sem", n_edges=self.n_edges)
+        return frame_of(self, *with_sem("faithfulness", "distance"), n_edges=self.n_edges)
 
     def plot(self) -> go.Figure:
         """Faithfulness over the number of edges kept."""
@@ -141,13 +145,16 @@ def faithfulness(
         kept = np.zeros((len(COMPONENTS), *(hooked.n_layers, hooked.n_heads) * 2), dtype=bool)
         kept[tuple(places[:count].T)] = True
         values.append(pair.metric(circuit_output(pair, kept)).double().numpy(force=True))
-    gained = np.stack(values, 1) - values[0][:, None]  # [prompt, size]
-    found, sem = ratio_and_sem(gained, gained[:, -1])
-    areas = _areas(found, counts)
+    metric = np.stack(values, 1)  # [prompt, size]
+    gained = metric - metric[:, :1]
+    found = ratio_and_sem(gained, gained[:, -1])
+    cpr, cmd = _areas(found[0], counts)
     shares = resampled(len(gained))
     again = np.array([_areas(mean / mean[-1], counts) for mean in shares @ gained])
     cpr_sem, cmd_sem = again.std(axis=0, ddof=1)
-    return Faithfulness(counts, found, sem, areas[0], float(cpr_sem), areas[1], float(cmd_sem))
+    return Faithfulness(
+        counts, *found, *mean_and_sem(-metric), cpr, float(cpr_sem), cmd, float(cmd_sem)
+    )
 
 
 def circuit_output(pair: Pair, kept: Kept) -> Tensor:
