@@ -20,10 +20,10 @@ def no_progress(items: Sequence[Item], text: str) -> Iterable[Item]:
 
 
 def show_progress(items: Sequence[Item], text: str) -> Iterable[Item]:
-    """A progress bar on the screen or in the notebook; removed when the loop is done.
+    """A progress bar on the screen or in the notebook, for the argument `progress`; removed when the loop is done.
 
     See also:
-        `ablate`, `prune`, `local_learning_coefficient`: functions with an argument `progress`.
+        `ablate_heads`, `prune`, `local_learning_coefficient`.
     Example:
         >>> from mechinterp import ablate_heads, load
         >>> found = ablate_heads(load("softmax-h2-s0"), n_prompts=64, progress=show_progress)

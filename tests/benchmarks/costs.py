@@ -1,4 +1,4 @@
-"""Processor time of every analysis at its defaults: `python -m tests.benchmarks.costs` writes costs.md.
+"""Processor time of every analysis at its defaults: `OMP_NUM_THREADS=1 python -m tests.benchmarks.costs` writes costs.md.
 
 Three shipped models and one hooked module, on one thread; three analyses run once before, which compiles and imports.
 """
@@ -17,6 +17,12 @@ from mechinterp.analysis.registry import ANALYSES, run_analysis
 MODELS = ("softmax-h2-s0", "sparse-h4-noise0.1-s0", "garg-gpt2", "hooked encoder")
 LONG = 120
 """Number of seconds after which an analysis is stopped."""
+WHY = (
+    "What takes more than ten seconds: `pairs` and `order` mask sparse-h4's 16 heads together in more than a hundred ways,",
+    "on 4,096 prompts each; four fifths of that time are matrix products. `learning-coefficient` of a deep model takes a",
+    "gradient on all prompts for every step: up to 400 to see that the weights are a minimum, then twenty for every draw. A",
+    "warning says so first if it will take more than ten minutes.",
+)
 FILE = Path(__file__).with_name("costs.md")
 
 
@@ -67,10 +73,11 @@ def main() -> None:
     rows = [f"| {each} | {' | '.join(seconds(each, n) for n in MODELS)} |" for each in ANALYSES]
     lines = [
         *("# Processor time of the analyses", ""),
-        "`python -m tests.benchmarks.costs` writes this page: seconds of the processor on one thread, at the defaults.",
-        "An empty cell means that the analysis does not take the model. The hooked encoder is one layer of width 64.",
+        "`OMP_NUM_THREADS=1 python -m tests.benchmarks.costs` writes this page: seconds of the processor on one thread, at",
+        "the defaults, without loading. `git diff` of this page compares two commits. An empty cell means that the analysis",
+        "does not take the model. The hooked encoder is one layer of width 64.",
         *("", f"| analysis | {' | '.join(MODELS)} |", "|---|" + "---:|" * len(MODELS), *rows),
-        *("", f"Python and PyTorch {torch.__version__}."),
+        *("", *WHY, "", f"PyTorch {torch.__version__}."),
     ]
     FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
