@@ -156,9 +156,7 @@ ANALYSES: dict[str, Analysis] = {
     "edge-circuits": Analysis(
         "patching.edge_circuits:faithfulness",
         has.edges_to_patch,
-        on_page=nothing,
         many_runs=True,
-        title="Circuits of edges",
     ),
     "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
