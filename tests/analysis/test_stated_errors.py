@@ -21,6 +21,8 @@ from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.patching.edge_circuits import faithfulness
+from mechinterp.analysis.patching.edges import HeadEdges, attribute_edges
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -207,11 +209,22 @@ def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object
     return local_learning_coefficient(source, prompts, settle=True, chains=SHORT_CHAINS, seed=seed)
 
 
+@cache
+def ranking() -> HeadEdges:
+    return attribute_edges(layers(), n_prompts=32)
+
+
+def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
+    """The order of the edges stays the same: the error does not cover it (docs/trust.md)."""
+    return faithfulness(source, ranking(), sizes=[3, 9], **drawn)
+
+
 CASES = {
     "classify": Case(softmax),
     "algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attention-entropy": Case(softmax),
     "edges": Case(n_prompts=32, seeds=100, slow=True),
+    "edge-circuits": Case(n_prompts=256, run=circuits_of_one_ranking),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
     "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),

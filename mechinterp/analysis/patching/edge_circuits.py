@@ -51,7 +51,7 @@ class Faithfulness(Result):
     faithfulness: Float[np.ndarray, " size"]
     """f at each size: 0 without edges, 1 with all."""
     faithfulness_sem: Float[np.ndarray, " size"]
-    """Standard error of `faithfulness` over prompts."""
+    """Standard error of `faithfulness` over prompts, for this ranking."""
     distance: Float[np.ndarray, " size"]
     """Mean squared distance of the circuit's prediction to the full model's, -m(k); unit y^2."""
     distance_sem: Float[np.ndarray, " size"]
