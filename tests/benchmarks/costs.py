@@ -15,7 +15,7 @@ from mechinterp import TaskConfig, hook_module, load
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 
 MODELS = ("softmax-h2-s0", "sparse-h4-noise0.1-s0", "garg-gpt2", "hooked encoder")
-LONG = 120
+LONG = 60
 """Number of seconds after which an analysis is stopped."""
 WHY = (
     "What takes more than ten seconds: `pairs` and `order` mask sparse-h4's 16 heads together in more than a hundred ways,",
