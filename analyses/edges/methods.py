@@ -18,6 +18,7 @@ from mechinterp import ablate_heads, attribute_edges, faithfulness, load
 from mechinterp.analysis.patching.edges import HeadEdges
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.icl.prompts import Prompts
 
 MODELS = (
     *("sparse-h4-noise0.1-s0", "pool-linear-m4-s0", "pool-linear-m16-s0"),
@@ -30,9 +31,13 @@ MATTERS = 0.01
 """An edge matters if its patch changes the metric by more than this share of the largest change."""
 
 
-def rankings(model: Checkpoint, seed: int) -> tuple[pd.DataFrame, dict[str, float]]:
+METHODS = (*STEPS, "zero ablation", "patches", "random")
+
+
+def rankings(
+    model: Checkpoint, clean: Prompts, corrupted: Prompts, seed: int
+) -> tuple[pd.DataFrame, dict[str, float]]:
     """One row per edge: its patch, and the score that each method gives it; and seconds by method."""
-    clean, corrupted = clean_and_corrupted(model, None, None, n_prompts=N_PROMPTS, seed=seed)
     place = ["layer", "head", "input", "later_layer", "later_head"]
     scores, seconds = None, {}
     for method, steps in STEPS.items():
@@ -54,12 +59,12 @@ def rankings(model: Checkpoint, seed: int) -> tuple[pd.DataFrame, dict[str, floa
 
 def rows_of(name: str, seed: int) -> list[dict[str, object]]:
     model = load(ROOT / "checkpoints" / name)
-    scores, seconds = rankings(model, seed)
     prompts = clean_and_corrupted(model, None, None, n_prompts=N_PROMPTS, seed=seed)
+    scores, seconds = rankings(model, *prompts, seed)
     truth = scores["patched"].abs()
     matter = truth > MATTERS * truth.max()
     rows = []
-    for method in scores.columns[6:]:
+    for method in METHODS:
         order = scores.sort_values(method, ascending=False, kind="stable")
         circuit = faithfulness(model, order, *prompts)
         rows.append(

@@ -38,7 +38,20 @@ def cmd(results: Path) -> str:
     return by_method(results, "cmd")
 
 
+def cmd_differences(results: Path) -> str:
+    """CMD of one method minus that of another on the same prompts: mean over sets of prompts and its standard error."""
+    found = pd.read_csv(results / "edges_methods.csv")
+    cmds = found.pivot(index=["model", "seed"], columns="method", values="cmd")
+    _, attribution, five, twenty = ORDER[:4]
+    pairs = ((five, attribution), ("patches", attribution), (twenty, five))
+    lines = [f"| model | {' | '.join(f'{a} − {b}' for a, b in pairs)} |", "| --- |" + " --- |" * 3]
+    for model in found["model"].unique():
+        moved = [cmds.loc[model, a] - cmds.loc[model, b] for a, b in pairs]
+        lines.append(f"| {model} | {' | '.join(_cell(d.mean(), d.sem()) for d in moved)} |")
+    return "\n".join(lines)
+
+
 def _cell(mean: float, sem: float) -> str:
     if pd.isna(mean):
         return "–"
-    return f"{mean:.2f} ± {sem:.1g}" if abs(mean) < 10 else f"{mean:.0f} ± {sem:.1g}"
+    return f"{mean:.2f} ± {sem:.1g}" if abs(mean) < 10 else f"{mean:.0f} ± {sem:.0f}"

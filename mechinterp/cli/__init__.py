@@ -15,8 +15,10 @@ def main() -> None:
     # A shell that starts a command in the background has it ignore Ctrl-C.
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     names = [name for name in ("SIGINT", "SIGALRM") if listens and hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), interrupt) for name in names}
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
     try:
+        for name in names:
+            signal.signal(getattr(signal, name), interrupt)
         from mechinterp.cli.commands import run
 
         code = run()

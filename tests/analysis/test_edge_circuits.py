@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.patching.edge_circuits import AXES, circuit_output, faithfulness
+from mechinterp.analysis.patching.edge_circuits import AXES, _areas, circuit_output, faithfulness
 from mechinterp.analysis.patching.edges import COMPONENTS, attribute_edges
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
 from mechinterp.config import ModelConfig, TaskConfig
@@ -102,10 +102,8 @@ def test_a_good_order_is_more_faithful_than_its_reverse():
     assert good.distance[-1] == pytest.approx(0, abs=1e-12)
 
 
-def test_areas_of_a_straight_line():
-    """CPR is the area under f, CMD that of |1 - f|: f = k / n gives 1/2 for both."""
-    from mechinterp.analysis.patching.edge_circuits import _areas
-
+def test_areas_of_straight_lines():
+    """CPR is the area under f, CMD that of |1 - f|: f = k / n gives 1/2 for both, a line up to 3/2 and down to 1 more."""
     assert _areas(np.array([0, 0.25, 1]), np.array([0, 1, 4])) == pytest.approx((0.5, 0.5))
     assert _areas(np.array([0, 1.5, 1]), np.array([0, 1, 2])) == pytest.approx((1, 0.375 + 0.125))
 

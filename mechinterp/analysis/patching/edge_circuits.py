@@ -27,7 +27,6 @@ from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, resampled
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks, z_name
-from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.hooked.written import written
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -114,8 +113,8 @@ def faithfulness(
         ValueError: If the model is not one of this package, or has one layer; if the ranking names other edges or
             misses one.
     Source:
-        Mueller et al. 2025, "MIB", arXiv 2504.13151, section 3.1 (faithfulness, CPR and CMD). They keep edges of language
-        models; the graph here has heads only.
+        Mueller et al. 2025, "MIB", arXiv 2504.13151 (faithfulness, CPR and CMD). They keep edges of language models; the
+        graph here has heads only.
     See also:
         `attribute_edges`.
     Example:
@@ -126,11 +125,12 @@ def faithfulness(
         [0.0, 1.0]
     """
     hooked = predictor_of(source).hooked
-    if not isinstance(hooked.model, ICLTransformer):
-        raise ValueError(
-            f"circuits of edges need an ICLTransformer, got {type(hooked.model).__name__}."
-        )
     require_edges(hooked)
+    if _input_name(0, "q") not in hooked.model.hook_dict:
+        raise ValueError(
+            f"circuits of edges need a model with the hook {_input_name(0, 'q')}, got {type(hooked.model).__name__} "
+            f"without it."
+        )
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     pair = Pair.of(hooked, clean, corrupted, None)
     if ranking is None:
@@ -179,8 +179,8 @@ def circuit_output(pair: Pair, kept: Kept) -> Tensor:
     hooks: Hooks = []
     for layer in range(n_layers):
         for index, component in enumerate(COMPONENTS):
-            name = f"blocks.{layer}.attn.hook_{component}_input"
-            hooks.append((name, partial(shifted, index=index, layer=layer)))
+            shift = partial(shifted, index=index, layer=layer)
+            hooks.append((_input_name(layer, component), shift))
         hooks.append((names[layer], partial(note, layer=layer)))
     before = model.cfg.use_split_qkv_input
     model.set_use_split_qkv_input(True)
@@ -188,6 +188,11 @@ def circuit_output(pair: Pair, kept: Kept) -> Tensor:
         return model.run_with_hooks(pair.clean, fwd_hooks=hooks)
     finally:
         model.set_use_split_qkv_input(before)
+
+
+def _input_name(layer: int, component: str) -> str:
+    """Name of the hook on the stream that each head of a layer reads as its query, key or value."""
+    return f"blocks.{layer}.attn.hook_{component}_input"
 
 
 def _places(

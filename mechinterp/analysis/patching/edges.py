@@ -30,7 +30,6 @@ from mechinterp.models.hooked.masks import resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.hooked.written import require_sum
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -247,41 +246,36 @@ def _patches(
 
     A first run, with the head's clean output added to the stream before the later layer, gives the
     input of the later head. That input is then put into a second run in which nothing else is
-    changed. Models of this package start both runs at the later layer, and patch several inputs
-    side by side."""
+    changed. A model that can start at a layer starts both runs at the later one, with several inputs
+    patched side by side."""
     hooked, effects = pair.hooked, _no_effects(pair)
     n_layers, n_heads, batch = hooked.n_layers, hooked.n_heads, len(pair.corrupted)
-    own = isinstance(hooked.model, ICLTransformer)
     output, streams = _run(hooked, pair.corrupted, list(map(resid_name, range(n_layers))))
-    full, together = pair.metric(output), max(1, ROWS // batch) if own else 1
+    full, together = pair.metric(output), max(1, ROWS // batch) if hooked.restarts else 1
     places = list(product(range(len(COMPONENTS)), range(n_heads)))
     sources = [(layer, head) for layer in range(n_layers - 1) for head in range(n_heads)]
     for layer, head in progress(sources, "patching edges"):
         moved = pair.moved[layer][:, :, head]
         for later in range(layer + 1, n_layers):
             names = [_read_name(later, component) for component in COMPONENTS]
-            start = {"start_at_layer": later} if own else {}
-            tokens = streams[resid_name(later)] if own else pair.corrupted
+            start = {"start_at_layer": later} if hooked.restarts else {}
+            tokens = streams[resid_name(later)] if hooked.restarts else pair.corrupted
             shift = [(resid_name(later), partial(_added, more=moved))]
             _, read = _run(hooked, tokens, names, shift, **start)
             for first in range(0, len(places), together):
                 some = places[first : first + together]
                 repeated = tokens.repeat(len(some), *[1] * (tokens.ndim - 1))
-                hooks = [
-                    (name, partial(_put_in_run, at=_of_input(some, index), values=read[name]))
-                    for index, name in enumerate(names)
-                ]
+                hooks = []
+                for index, name in enumerate(names):
+                    if at := [
+                        (run, place[1]) for run, place in enumerate(some) if place[0] == index
+                    ]:
+                        hooks.append((name, partial(_put_in_run, at=at, values=read[name])))
                 output, _ = _run(hooked, repeated, (), hooks, **start)
-                for run, (index, reader) in enumerate(some):
-                    one = output[run * batch : (run + 1) * batch] if own else output
+                for (index, reader), one in zip(some, output.split(batch), strict=True):
                     change = (pair.metric(one) - full).double().numpy(force=True)
                     effects[:, index, layer, head, later, reader] = change
     return effects
-
-
-def _of_input(places: Sequence[tuple[int, int]], index: int) -> list[tuple[int, int]]:
-    """(run, head) of the runs that patch one of the inputs q, k, v."""
-    return [(run, head) for run, (at, head) in enumerate(places) if at == index]
 
 
 def _put_in_run(
