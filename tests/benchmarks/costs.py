@@ -18,10 +18,10 @@ MODELS = ("softmax-h2-s0", "sparse-h4-noise0.1-s0", "garg-gpt2", "hooked encoder
 LONG = 60
 """Number of seconds after which an analysis is stopped."""
 WHY = (
-    "What takes more than ten seconds: `pairs` and `order` mask sparse-h4's 16 heads together in more than a hundred ways,",
-    "on 4,096 prompts each; four fifths of that time are matrix products. `learning-coefficient` of a deep model takes a",
-    "gradient on all prompts for every step: up to 400 to see that the weights are a minimum, then twenty for every draw. A",
-    "warning says so first if it will take more than ten minutes.",
+    "The longest: `pairs` and `order` mask sparse-h4's 16 heads together in more than a hundred ways, on 4,096 prompts",
+    "each; four fifths of that time are matrix products. `learning-coefficient` of a deep model takes a gradient on all",
+    "prompts for every step: up to 400 to see that the weights are a minimum, then twenty for every draw. A warning says so",
+    "first if it will take more than ten minutes.",
 )
 FILE = Path(__file__).with_name("costs.md")
 

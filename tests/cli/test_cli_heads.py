@@ -99,21 +99,28 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
-def assert_probed(document: dict):
-    """Rows of a model of three layers."""
-    assert [row["layer"] for row in document["response"]] == [0, 1, 2, 3]
-    names = ["raw x", "reweighted x", "after layer 0"]
-    assert [row["features"] for row in document["areas"]] == names
+def assert_probed(document: dict, n_layers: int = 3):
+    """A row after every number of layers."""
+    layers = [row["layer"] for row in document["response"]]
+    assert layers == list(range(n_layers + 1))
+    targets = [row["target"] for row in document["structure"]]
+    assert targets == [name for name in ("reweighted x", "preconditioned x") for _ in layers]
 
 
 @pytest.mark.slow
 def test_probe(run: Run, deep: Path):
     document = run("probe", deep, "--n-prompts", 60, "--json").done().document
     assert_probed(document)
-    targets = [row["target"] for row in document["structure"]]
-    assert targets == ["reweighted x"] * 4 + ["preconditioned x"] * 4
+    assert "descent" not in document
+    asked = ("analyse", "probe", deep, "--n-prompts", 60, "--p-probe")
+    document = run(*asked, "--json").done().document
+    assert [row["features"] for row in document["areas"]] == [
+        "raw x",
+        "reweighted x",
+        "after layer 0",
+    ]
     assert len(document["descent"]) == 3 * 33
-    assert "log area" in run("probe", deep, "--n-prompts", 60).out
+    assert "log area" in run(*asked).out
 
 
 @pytest.fixture
@@ -182,7 +189,8 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
     document = run("probe", gpt2, *OF_GPT2, "--n-prompts", 60, "--json").done().document
     assert_probed(document)
     assert {row["pos"] for row in document["response"]} == {6}
-    assert "log area" in run("probe", stack, *OF_STACK, "--n-prompts", 60).out
+    document = run("probe", stack, *OF_STACK, "--n-prompts", 60, "--json").done().document
+    assert_probed(document, n_layers=2)
 
 
 @pytest.mark.slow

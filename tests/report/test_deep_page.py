@@ -38,7 +38,7 @@ FIGURES = [
     *("figure-classify", "figure-circuits", "figure-attention", "figure-similarity"),
     *("figure-baselines", "figure-head_risk", "figure-head_importance"),
     *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
-    *("figure-probe_r2", "figure-probe_risk", "figure-descent", "figure-read_out_by_layer"),
+    *("figure-probe_r2", "figure-probe_risk", "figure-read_out_by_layer"),
 ]
 
 

@@ -39,19 +39,23 @@ from mechinterp.progress import ProgressCallback, no_progress
 VARIANTS = ("query", "map")
 RAW, IDEAL = "raw x", "reweighted x"
 AFTER = "after layer 0"
+STEPS = 32
+"""Default number of descent steps."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Probing(Result):
-    """Probes of the stream after each layer, and gradient descent on the output of the first layer."""
+    """Probes of the stream after each layer; with P-probing, also descent on the features after the first layer."""
 
     response: LayerProbes
     structures: Mapping[str, LayerProbes]
     """Probes of possible outputs of a first layer, by name."""
-    descent: DescentCurves
+    descent: DescentCurves | None = None
+    """Descent on the features after the first layer; None unless P-probing was asked for."""
 
     def __repr__(self) -> str:
-        return f"Probing({self.response!r}, {self.descent!r})"
+        descent = "" if self.descent is None else f", {self.descent!r}"
+        return f"Probing({self.response!r}{descent})"
 
     @property
     def probes(self) -> dict[str, LayerProbes]:
@@ -65,7 +69,7 @@ class Probing(Result):
         return tuple(self.probes)
 
     def sentences(self) -> list[str]:
-        """R² of the response and of each structure, and the effect of the first layer on descent."""
+        """R² of the response and of each structure."""
         risks = ", ".join(map(digits, self.response.risk[:, -1]))
         last = len(self.response.risk) - 1
         read = [
@@ -77,7 +81,7 @@ class Probing(Result):
             f"A linear probe of the stream at the query predicts the response with an excess risk of {risks} y² after 0 "
             f"to {last} layers.",
             f"Possible outputs of a first layer, read at the same place: {'; '.join(read)}.",
-            *self.descent.sentences(),
+            *([] if self.descent is None else self.descent.sentences()),
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -89,25 +93,24 @@ class Probing(Result):
         """Tables of the probes by target, then of descent on the features."""
         title = "Read from the stream at the query; control r2: probe fitted to targets of other prompts"
         probes = Table(self.to_frame(), title, per="target", quiet=("pos", "penalty"))
-        return {"probes": probes, **self.descent.tables()}
+        return {"probes": probes, **({} if self.descent is None else self.descent.tables())}
 
     def figures(self) -> dict[str, go.Figure]:
         """R^2 and excess risk of the probes, then descent."""
-        return {
-            "probe_r2": self.plot_r2(),
-            "probe_risk": self.plot(),
-            "descent": self.descent.plot(),
-        }
+        descent = {} if self.descent is None else self.descent.figures()
+        return {"probe_r2": self.plot_r2(), "probe_risk": self.plot(), **descent}
 
     def to_document(self) -> dict:
         """Fields of the JSON document."""
         frame = self.to_frame()
-        return {
+        document = {
             "response": records(self.response.to_frame()),
             "structure": records(frame[frame["target"] != "response"]),
-            "descent": records(self.descent.to_frame()),
-            "areas": records(self.descent.area_frame()),
         }
+        if self.descent is not None:
+            document["descent"] = records(self.descent.to_frame())
+            document["areas"] = records(self.descent.area_frame())
+        return document
 
     def plot(self) -> go.Figure:
         """Excess risk of the probe of the response after each layer."""
@@ -133,22 +136,20 @@ def probe(
     source: Source,
     prompts: Prompts | None = None,
     *,
+    p_probe: bool = False,
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
 ) -> Probing:
-    """Linear probes of the response and of possible outputs of a first layer, after each layer;
-    descent on its features.
+    """Linear probes of the response and of possible outputs of a first layer, after each layer.
 
     Probes are ridge regressions on the stream at the query. Each is fitted to four fifths of the
     prompts and scored on the other fifth, for several penalties, of which the best is used. R² is 1
     minus squared error / mean square of the target without noise. A control is fitted to the
-    targets of other prompts: it shows what a probe finds by chance. Features of a token are the
-    stream after one layer with that token run as the query, so that they do not contain its own
-    response. Descent is on (1/2L) Σ (y − ⟨u, φ⟩)² from zero, with the step 1/λ_max of each prompt
-    for every curve.
+    targets of other prompts: it shows what a probe finds by chance.
 
     Args:
+        p_probe: True: also descent on the features after the first layer, as in `p_probe`.
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
@@ -170,7 +171,10 @@ def probe(
         name: probe_layers(source, prompts, target=target, progress=progress)
         for name, target in STRUCTURES.items()
     }
-    return Probing(response, structures, p_probe({AFTER: source}, prompts, progress=progress))
+    if not p_probe:
+        return Probing(response, structures)
+    features = {AFTER: query_features(source, prompts, layer=1, progress=progress)}
+    return Probing(response, structures, _descent(features, prompts, STEPS))
 
 
 def p_probe(
@@ -179,7 +183,7 @@ def p_probe(
     *,
     layer: int = 1,
     variant: str = "query",
-    steps: int = 32,
+    steps: int = STEPS,
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
@@ -187,10 +191,10 @@ def p_probe(
     """Gradient descent on the stream of models after some layers, on raw x, and on reweighted x.
 
     Features of a context token must not contain its own response. "query" (variant B of our
-    reading) runs every token as a
-    query: without its response, after the same context. "map" (variant A) takes the tokens
-        unchanged and maps them linearly to r_j x_j. The map is fitted on the first half of the
-        prompts; all curves use the second half.
+    reading) runs every token as a query: without its response, after the same context. "map"
+    (variant A) takes the tokens
+    unchanged and maps them linearly to r_j x_j. The map is fitted on the first half of the
+    prompts; all curves use the second half.
 
     Args:
         models: Models by name; or a single model, which gets the name "model".
@@ -230,15 +234,22 @@ def p_probe(
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     first = next(iter(models.values()))
     prompts = evaluation_prompts(first, prompts, n_prompts=n_prompts, seed=seed)
-    measured = prompts if variant == "query" else halves(prompts)[1]
-    raw = torch.cat([measured.x, measured.x_query[:, None]], dim=1)
-    phis = {RAW: raw, IDEAL: reweighted(measured)[0]}
-    for name, source in models.items():
-        if variant == "query":
-            phis[name] = query_features(source, prompts, layer=layer, progress=progress)
-        else:
-            phis[name] = _mapped(source, prompts, layer)
-    return descent_curves(phis, measured, steps=steps)
+    if variant == "map":
+        mapped = {name: _mapped(source, prompts, layer) for name, source in models.items()}
+        return _descent(mapped, halves(prompts)[1], steps)
+    features = {
+        name: query_features(source, prompts, layer=layer, progress=progress)
+        for name, source in models.items()
+    }
+    return _descent(features, prompts, steps)
+
+
+def _descent(features: Mapping[str, Tensor], prompts: Prompts, steps: int) -> DescentCurves:
+    """Descent on raw x, on reweighted x, and on the features of models."""
+    raw = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    return descent_curves(
+        {RAW: raw, IDEAL: reweighted(prompts)[0], **features}, prompts, steps=steps
+    )
 
 
 def query_features(
