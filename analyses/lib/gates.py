@@ -124,7 +124,7 @@ def learn_gates(
         negative log-likelihood.
         The scores, the pressure and the limit are choices made here.
     See also:
-        `prune`, `greedy_order`.
+        `prune`, `ablate_heads`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -21,9 +21,10 @@ import torch
 
 from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
+from analyses.pools.prior_heads import prior_heads
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import compare_priors, load, over_steps, prior_heads, task_pool
+from mechinterp import compare_priors, load, over_steps, task_pool
 from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save

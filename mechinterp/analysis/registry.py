@@ -134,8 +134,6 @@ ANALYSES: dict[str, Analysis] = {
         steps_on_page=has.more_than_attention,
         title="Ablation of single heads",
     ),
-    "pairs": Analysis("ablation.orders:ablate_pairs"),
-    "order": Analysis("ablation.orders:greedy_order"),
     "prune": Analysis(
         "ablation.pruning_curves:prune_by_rules_and_orders",
         on_page=has.more_than_attention,
@@ -146,6 +144,7 @@ ANALYSES: dict[str, Analysis] = {
     "read-out-by-layer": Analysis(
         "probing.read_out_by_layer:read_out_by_layer", on_page=has.more_than_attention
     ),
+    "patch-positions": Analysis("patching.positions:patch_positions", many_runs=True),
     "edges": Analysis(
         "patching.edges:attribute_edges",
         has.edges_to_patch,
@@ -160,7 +159,6 @@ ANALYSES: dict[str, Analysis] = {
     ),
     "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
-    "prior-heads": Analysis("ablation.prior_heads:prior_heads", has.a_pool),
     "training": Analysis("training.over_training:history_of", has.a_history, on_page=nothing),
     "jumps": Analysis(
         "training.jumps:jump_forecast",

@@ -8,7 +8,7 @@ import torch
 from analyses.lib import gates
 from analyses.lib.gates import HeadGates, learn_gates
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.orders import ablate_pairs, greedy_heads, greedy_order
+from mechinterp.analysis.ablation.orders import greedy_heads
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
@@ -20,7 +20,7 @@ from tests.deep_models import random_gpt2, random_model
 
 def test_pairs_are_masks_of_two(few):
     model = random_model(2)
-    found = ablate_pairs(model, few)
+    found = ablate_heads(model, few, sets="pairs")
     assert found.names[:5] == ("L0H0", "L0H1", "L0H2", "L0H3", "L1H0")
     masks = [[], [(0, 1)], [(1, 2)], [(0, 1), (1, 2)]]
     errors = masked_errors(model, few, masks)
@@ -44,7 +44,9 @@ def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
     from mechinterp.models.heads import head_outputs
 
     weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
-    found = ablate_pairs(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts)
+    found = ablate_heads(
+        ICLTransformer.from_weights(weights, task=TaskConfig()), prompts, sets="pairs"
+    )
     outputs = head_outputs(weights, prompts)[..., 0]
     expected = 2 * (outputs[:, 0] * outputs[:, 1]).mean().item()
     assert found.interaction[0, 1] == pytest.approx(expected, rel=1e-9)
@@ -54,7 +56,7 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     # A zero head, and a debiased pair of which either half alone is far worse than none.
     weights = diagonal_heads([0.0, 0.02, 0.4, -0.02], [0.0, 22.0, 0.1, -22.0], d_x=5)
     model = ICLTransformer.from_weights(weights, task=TaskConfig())
-    found = greedy_order(model, prompts)
+    found = ablate_heads(model, prompts, sets="greedy")
     chosen_on, measured = halves(prompts)
     (names,) = found.heads
     assert sorted(names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
@@ -80,7 +82,7 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
 
 def test_too_few_prompts_to_halve(few):
     with pytest.raises(ValueError, match=r"^prompts must be >= 8, .*, got 7\.$"):
-        greedy_order(random_model(1), few[:7])
+        ablate_heads(random_model(1), few[:7], sets="greedy")
 
 
 @pytest.mark.slow

@@ -164,7 +164,6 @@ def test_frames_and_repr(model, weights, prompts):
         "rise_sem",
         "median_rise",
         "carried_by_few",
-        "p_value",
         "importance",
     ]
     assert list(found.to_frame().columns) == columns
@@ -226,20 +225,6 @@ def test_the_error_of_effective_heads_covers_equal_heads(n_heads: int):
     assert numbers.std() / size == pytest.approx(3**-0.5, rel=0.3)
     short = np.sqrt(np.square(n_heads - numbers).mean())
     assert short / size == pytest.approx(((n_heads + 1) / 6) ** 0.5, rel=0.3)
-
-
-def test_p_values_are_of_signed_ranks_and_corrected_for_the_number_of_heads():
-    columns = [[1, 2, 3, 4, 5], [1, -2, 3, -4, 5], [0, 0, 0, 0, 0], [5, 4, 3, 2, -1]]
-    rises = np.array(columns, dtype=float).T.reshape(5, 2, 2)
-    # Of the 32 signs 1 has ranks of sum 0, 2 at most 1 and 13 at most 6, and as many at the other end: alone
-    # 2/32, 26/32, 1 and 4/32. Benjamini and Hochberg: times the number of heads over the rank, at most the next.
-    np.testing.assert_allclose(heads._corrected_p_values(rises), [[0.25, 1], [1, 0.25]], rtol=1e-12)
-
-
-def test_one_prompt_does_not_hide_that_all_get_worse():
-    rises = np.arange(1.0, 11).reshape(10, 1, 1)
-    rises[-1] = 1e9  # the mean is one standard error above 0
-    assert heads._corrected_p_values(rises)[0, 0] == pytest.approx(2 / 2**10, rel=1e-12)
 
 
 def test_medians_and_heads_without_which_the_model_is_worse_than_predicting_0(prompts):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from analyses.pools.map import transient
-from mechinterp.analysis.ablation.prior_heads import _rises, prior_heads
+from analyses.pools.prior_heads import _rises, prior_heads
 from mechinterp.analysis.learners.closeness import ERROR
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.over_steps import OverSteps

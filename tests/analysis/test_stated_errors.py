@@ -227,7 +227,6 @@ CASES = {
     "edge-circuits": Case(n_prompts=256, run=circuits_of_one_ranking),
     "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
     "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
-    "prior-heads": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
     "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
     "coefficient on prompts": Case(

@@ -88,7 +88,6 @@ def test_the_full_model_is_algorithm_1_with_fixed_steps(checkpoint, few, ablatio
 
 def test_masking_finds_the_heads_that_are_there(ablation, few):
     assert not ablation.rise[1:, 1:].any()
-    assert (ablation.p_value[1:, 1:] == 1).all()
     assert ablation.importance[1:].max(1).tolist() == [1.0, 1.0, 1.0]
     np.testing.assert_allclose(ablation.effective_heads[1:], 1, rtol=1e-12)
     # Without one of three equal steps there are two, whichever is left out.
@@ -115,10 +114,8 @@ def test_the_first_layer_needs_all_its_heads(checkpoint):
     full, one = closed_form(many)[STEPS], closed_form(many, others(3))[STEPS]
     assert found.rise[0, 3] == pytest.approx((one - full).mean().item(), rel=1e-8)
     assert found.median_rise[0, 3] == pytest.approx((one - full).quantile(0.5).item(), rel=1e-8)
-    # Zero heads change nothing at all, and are no evidence.
+    # Zero heads change nothing at all.
     assert not found.rise[1:, 1:].any()
-    assert (found.p_value[1:, 1:] == 1).all()
-    assert (found.p_value[0] < 1e-3).all()
 
 
 @pytest.mark.parametrize("sequential", [False, True])

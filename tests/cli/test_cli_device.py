@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "ablate": (ONE, "--n-prompts", 64),
     "prune": (DEEP, "--n-prompts", 128),
     "probe": (DEEP, "--n-prompts", 128),
-    "analyse": ("pairs", ONE, "--n-prompts", 64),
+    "analyse": ("ablate-heads", ONE, "--n-prompts", 64),
     "fit": (ONE, "--n-prompts", 64, "--context-length", 10),
     "report": (ONE, "--n-prompts", 64),
 }

@@ -37,8 +37,8 @@ COMMANDS = {
     "fit": ("--n-prompts", "128", "--context-length", "20", "--context-length", "40"),
     "prune": ("--n-prompts", "256"),
 }
-NOTHING, CHANCE = 1e-12, 0.05
-"""A number that is rounding alone, and the p-value of what may be chance."""
+NOTHING = 1e-12
+"""A number that is rounding alone."""
 METHODS = ("zero", "mean", "resample")
 STEPS = 200
 SLOW_STEPS = {"sparse-wide": 20, "garg-tiny": 20, "pool-gpt2": 20, "pool-linear": 20}
@@ -111,9 +111,6 @@ def differences(found: object, stored: object, tolerance: float) -> list[str]:
         if isinstance(now, float) and isinstance(before, float):
             allowed = max(tolerance * largest[_column(place)], NOTHING if tolerance else 0)
             same = abs(now - before) <= allowed
-            # What a head of no effect does is rounding, and so is the test of it: it stays
-            # without significance.
-            same |= place[-1] == "p_value" and min(now, before) > CHANCE
         elif isinstance(now, str) and isinstance(before, str):
             same = _same_text(now, before)
         else:

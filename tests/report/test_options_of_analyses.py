@@ -15,7 +15,7 @@ FEW = {"edges": 4, "edge-circuits": 4}
 """Edges take long."""
 OF_SEVERAL_LAYERS = {"algorithm", *FEW}
 SHIPPED = {
-    **dict.fromkeys(("priors", "prior-heads"), "pool-linear-m16-s0"),
+    "priors": "pool-linear-m16-s0",
     **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),
 }
 """Models that these need: of a pool of tasks, with labels that other prompts turn, and with components."""

@@ -33,12 +33,10 @@ def test_a_page_has_the_section_where_the_task_has_a_pool(folder: Path, tmp_path
     assert "priors" in default_names(checkpoint)
     plain = replace(checkpoint, config=replace(CONFIG, task=replace(CONFIG.task, n_tasks=None)))
     assert "priors" not in default_names(plain)
-    names = ["priors", "prior-heads", "priors-over-steps"]
+    names = ["priors", "priors-over-steps"]
     report = write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=names)
     text = report.page.read_text(encoding="utf-8")
-    assert all(
-        f"<h2>{title}</h2>" in text for title in ("Priors", "Prior heads", "Priors, step by step")
-    )
+    assert all(f"<h2>{title}</h2>" in text for title in ("Priors", "Priors, step by step"))
     frame = pd.read_csv(tmp_path / "page" / "priors.csv")
     expected = compare_priors(checkpoint, n_prompts=64).to_frame()
     assert frame.relative.to_numpy() == pytest.approx(expected.relative.to_numpy())

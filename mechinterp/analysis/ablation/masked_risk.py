@@ -1,9 +1,12 @@
-"""Errors of a model with heads masked, and each head's share of its layer's rises."""
+"""Errors of a model with heads or MLPs masked, and each head's share of its layer's rises."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from mechinterp.analysis.stats import require_moderate
 from mechinterp.icl.prompts import Prompts
@@ -12,36 +15,97 @@ from mechinterp.models.hooked.runner import require_runs
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
+Metric = Callable[[Tensor, Prompts], Tensor]
+"""Function from predictions [batch, d_y] and prompts to one number per prompt."""
+EXCESS_RISK = "excess risk"
+
+
+def squared_error(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
+    """Squared error against the clean target, mean over responses; its mean is the excess risk."""
+    return (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(1)
+
+
+@dataclass(frozen=True)
+class How:
+    """What masks change, and how they mask."""
+
+    metric: Metric = squared_error
+    method: str = "zero"
+    """"zero", "mean" or "resample"."""
+
+    @property
+    def name(self) -> str:
+        """Name of the metric."""
+        if self.metric is squared_error:
+            return EXCESS_RISK
+        return getattr(self.metric, "__name__", type(self.metric).__name__).replace("_", " ")
+
+    def of(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
+        """The metric for each prompt.
+
+        Raises:
+            ValueError: If it is not one number per prompt.
+        """
+        values = torch.as_tensor(self.metric(predictions, prompts))
+        if values.shape != (len(prompts),):
+            raise ValueError(
+                f"metric must give one number per prompt, [{len(prompts)}], got {list(values.shape)}."
+            )
+        return values.double()
+
+
+EXCESS = How()
+"""The excess risk under zero ablation."""
+
+
+def unit_of(metric: str, form: str = "{}") -> str:
+    """Unit of a metric, y² for the excess risk; empty for others."""
+    return form.format("y²") if metric == EXCESS_RISK else ""
+
+
+def masked_values(
+    source: object,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    how: How,
+    *,
+    mlps: Sequence[Sequence[int]] | None = None,
+    at: int | None = None,
+    progress: ProgressCallback = no_progress,
+) -> Float[np.ndarray, "unit mask"]:
+    """A metric under each mask, for independent units.
+
+    A unit is a prompt; for resample ablation, where two prompts swap, it is the mean of a pair.
+    """
+    predictions = predictor_of(source).run(
+        prompts, masks, method=how.method, mlps=mlps, at=at, progress=progress
+    )
+    require_moderate(predictions)
+    values = torch.stack([how.of(each, prompts) for each in predictions], 1)
+    values = values.unflatten(0, (-1, 2)).mean(1) if how.method == "resample" else values
+    return values.numpy(force=True)
+
 
 def masked_errors(
     source: object,
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
     *,
-    method: str = "zero",
     progress: ProgressCallback = no_progress,
-) -> Float[np.ndarray, "unit mask"]:
-    """Squared error against the clean target under each mask, mean over responses, for independent
-    units.
-
-    A unit is a prompt; for resample ablation, where two prompts swap, it is the mean of a pair."""
-    predictions = predictor_of(source).run(prompts, masks, method=method, progress=progress)
-    require_moderate(predictions)
-    errors = (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(2).T
-    errors = errors.unflatten(0, (-1, 2)).mean(1) if method == "resample" else errors
-    return errors.double().numpy(force=True)
+) -> Float[np.ndarray, "prompt mask"]:
+    """Squared error against the clean target under each mask, zero ablation, mean over responses."""
+    return masked_values(source, prompts, masks, EXCESS, progress=progress)
 
 
 def single_masks(
     source: object,
     prompts: Prompts,
+    how: How = EXCESS,
     *,
-    method: str = "zero",
     runs: str = "one",
     progress: ProgressCallback = no_progress,
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
-    """Squared error of the full model on each unit, and the rise of the error when each head alone
-    is masked.
+    """The metric of the full model on each unit, and its rise when each head alone is masked.
 
     Args:
         runs: "one" masks a head in one layer; "all" masks it in all runs of its block, and the axis
@@ -55,12 +119,11 @@ def single_masks(
     if runs == "all":
         together = (tuple(predictor.hooked.in_all_runs(heads)) for heads in each)
         each = [list(heads) for heads in dict.fromkeys(together)]
-    masks = [[], *each]
-    errors = masked_errors(predictor, prompts, masks, method=method, progress=progress)
-    if len(errors) < 2:
-        raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(errors)}.")
-    rises = errors[:, 1:] - errors[:, :1]
-    return errors[:, 0], rises.reshape(len(rises), -1, predictor.n_heads)
+    values = masked_values(predictor, prompts, [[], *each], how, progress=progress)
+    if len(values) < 2:
+        raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(values)}.")
+    rises = values[:, 1:] - values[:, :1]
+    return values[:, 0], rises.reshape(len(rises), -1, predictor.n_heads)
 
 
 def layer_shares(

@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads, rises_by_method
+from mechinterp.analysis.ablation.masked_risk import How, masked_errors
+from mechinterp.analysis.ablation.single import HeadAblation, rises_by_method, single_ablation
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
@@ -142,13 +142,12 @@ class Ablations(Result):
         )
 
     def figures(self) -> dict[str, go.Figure]:
-        """Rises and Shapley values for one layer; relative risk, importance and effective heads for
-        several layers."""
+        """Rises and Shapley values for one layer; rises, importance and effective heads for several layers."""
         if self.subsets is not None:
             return {"ablation": self.plot(), "shapley": self.subsets.plot()}
         zero = self.methods[0]
         return {
-            "head_risk": zero.plot_factor(),
+            "ablation": self.plot(),
             "head_importance": zero.plot_importance(),
             "effective_heads": self.plot_effective_heads(),
         }
@@ -254,11 +253,13 @@ def ablate(
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
+    predictor = predictor_of(source)
     methods = [
-        ablate_heads(source, even if how == "resample" else prompts, method=how, progress=progress)
+        single_ablation(
+            predictor, even if how == "resample" else prompts, How(method=how), progress=progress
+        )
         for how in METHODS
     ]
-    predictor = predictor_of(source)
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(source, prompts) if few else None
     if predictor.n_layers == 1:

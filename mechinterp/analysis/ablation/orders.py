@@ -1,5 +1,4 @@
-"""Ablation of several heads at once: all pairs, and one head after another in given or greedy
-orders."""
+"""Ablation of several heads at once: all pairs, and one head after another in given or greedy orders."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,25 +10,26 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
+from mechinterp.analysis.ablation.masked_risk import EXCESS, How, masked_values, unit_of
+from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PruningCurves(Result):
-    """Excess risk as heads are masked one after another, in several orders, on the same prompts."""
+    """Excess risk, or another metric, as heads are masked one after another, in several orders, on the same prompts."""
 
+    metric: str
+    """Name of the metric."""
     orders: tuple[str, ...]
     heads: tuple[tuple[str, ...], ...]
     """Names of the heads (L0H0, ...) in each order."""
     risk: Float[np.ndarray, "order size"]
-    """Excess risk with the first 0, 1, ..., all heads of the order masked, unit y^2."""
+    """Metric with the first 0, 1, ..., all heads of the order masked; y^2 for the excess risk."""
     risk_sem: Float[np.ndarray, "order size"]
     ratio: Float[np.ndarray, "order size"]
     """Risk divided by the risk of the full model."""
@@ -48,13 +48,13 @@ class PruningCurves(Result):
 
     def __repr__(self) -> str:
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
-        return f"PruningCurves(heads needed for at most twice the excess risk: {needed} of {len(self.heads[0])})"
+        return f"PruningCurves(heads needed for at most twice the {self.metric}: {needed} of {len(self.heads[0])})"
 
     @property
     def sentence(self) -> str:
         """Number of heads that each order needs."""
         counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
-        return f"Heads needed to keep the excess risk within twice the full model's, of {len(self.heads[0])}: {counts}."
+        return f"Heads needed to keep the {self.metric} within twice the full model's, of {len(self.heads[0])}: {counts}."
 
     def needed(self, order: str) -> int:
         """Smallest number of heads of an order with which the excess risk is at most twice that of
@@ -73,9 +73,9 @@ class PruningCurves(Result):
         return figures.lines(
             self.n_kept,
             figures.named(self.orders, self.risk, self.risk_sem),
-            title="Excess risk against the number of kept heads",
+            title=f"{self.metric.capitalize()} against the number of kept heads",
             x_title="heads kept",
-            y_title="excess risk (y²)",
+            y_title=f"{self.metric} {unit_of(self.metric, '({})')}".strip(),
             log_y=True,
         )
 
@@ -84,10 +84,10 @@ def pruning_curves(
     source: Source,
     prompts: Prompts,
     orders: Mapping[str, Sequence[Head]],
-    *,
+    how: How = EXCESS,
     progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
-    """Excess risk with the first 0, 1, ..., all heads of each order masked.
+    """Excess risk, or another metric, with the first 0, 1, ..., all heads of each order masked.
 
     Args:
         orders: All heads of the model in the order of masking, by name; chosen on other prompts.
@@ -95,12 +95,10 @@ def pruning_curves(
     Raises:
         ValueError: If there is no order, or an order does not name every head once.
     Example:
-        >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
-        >>> model = load("checkpoints/softmax-h2-s0").model
-        >>> pruning_curves(model, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
+        >>> from mechinterp import load, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 64)
+        >>> pruning_curves(checkpoint, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
         np.float64(1.0)
     """
     if not orders:
@@ -112,64 +110,26 @@ def pruning_curves(
                 f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
             )
     masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_errors(source, prompts, masks, progress=progress)
+    errors = masked_values(source, prompts, masks, how, progress=progress)
     shape = (len(orders), len(every) + 1)
     risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
-    return PruningCurves(tuple(orders), names, *(values.reshape(shape) for values in risks))
-
-
-def greedy_order(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
-) -> PruningCurves:
-    """Greedy order of the heads: the next head is the one whose masking leaves the smallest excess
-    risk.
-
-    The order is chosen on the first half of the prompts; the risks are measured on the second half.
-
-    Args:
-        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
-            stream need more.
-        progress: Optional progress callback.
-    Raises:
-        ValueError: If there are fewer than 8 prompts.
-    Source:
-        Backward elimination, a textbook method; that half of the prompts chooses and the other
-        half measures is a choice made here.
-    See also:
-        `ablate_pairs`, `prune`.
-    Example:
-        >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
-        >>> greedy_order(load("checkpoints/softmax-h2-s0").model, prompts).risk.shape
-        (1, 3)
-    """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=1)
-    chosen_on, measured_on = halves(prompts)
-    order = greedy_heads(source, chosen_on, progress=progress)
-    return pruning_curves(source, measured_on, {"greedy": order}, progress=progress)
+    return PruningCurves(
+        how.name, tuple(orders), names, *(values.reshape(shape) for values in risks)
+    )
 
 
 def greedy_heads(
     source: Source,
     prompts: Prompts,
-    *,
+    how: How = EXCESS,
     progress: ProgressCallback = no_progress,
 ) -> list[Head]:
-    """All heads in greedy order: each leaves the smallest excess risk when masked together with
-    those before it."""
+    """All heads in greedy order: each leaves the smallest metric when masked together with those before it."""
     gone: list[Head] = []
     left = predictor_of(source).heads
     for _ in progress(range(len(left)), "greedy order of heads"):
-        errors = masked_errors(source, prompts, [[*gone, head] for head in left])
+        errors = masked_values(source, prompts, [[*gone, head] for head in left], how)
         gone.append(left.pop(int(errors.mean(0).argmin())))
     return gone
 
@@ -178,11 +138,13 @@ def greedy_heads(
 class PairAblation(Result):
     """Extra cost of masking two heads together, compared with the sum of their single costs."""
 
+    metric: str
+    """Name of the metric."""
     names: tuple[str, ...]
     """Names of the heads along both axes: L0H0, L0H1, ..."""
     rise: Float[np.ndarray, "head head"]
-    """Excess risk with both heads masked minus that of the full model, unit y^2; a single head on
-    the diagonal."""
+    """Metric with both heads masked minus that of the full model, y^2 for the excess risk; a single
+    head on the diagonal."""
     rise_sem: Float[np.ndarray, "head head"]
     interaction: Float[np.ndarray, "head head"]
     """rise(a, b) - rise(a) - rise(b): positive for heads that replace each other, negative for
@@ -209,41 +171,17 @@ class PairAblation(Result):
             title="Interaction: rise with both heads masked minus the sum of their rises",
             rows=self.names,
             columns=self.names,
-            unit="y²",
+            unit=unit_of(self.metric),
         )
 
 
-def ablate_pairs(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
+def pairs_of(
+    predictor: Predictor, prompts: Prompts, how: How, progress: ProgressCallback
 ) -> PairAblation:
-    """Rise of the excess risk when every pair of heads is masked together, and the interaction of
-    each pair.
-
-    Args:
-        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
-            stream need more.
-    Source:
-        Derived here: the interaction is the rise of both heads minus the sum of their single
-        rises.
-    See also:
-        `ablate_heads`, `ablate_subsets`, `greedy_order`.
-    Example:
-        >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
-        >>> ablate_pairs(load("checkpoints/softmax-h2-s0").model, prompts).names
-        ('L0H0', 'L0H1')
-    """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    heads = predictor_of(source).heads
+    """Rise of a metric when every pair of heads is masked together, and the interaction of each pair."""
+    heads = predictor.heads
     masks = [[], *map(list, combinations_with_replacement(heads, 2))]
-    errors = masked_errors(source, prompts, masks)
+    errors = masked_values(predictor, prompts, masks, how, progress=progress)
     one, other = np.triu_indices(len(heads))
     rises = np.zeros((len(errors), len(heads), len(heads)))
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
@@ -252,4 +190,4 @@ def ablate_pairs(
     apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
     apart += alone[:, :, None] * np.eye(len(heads))
     names = tuple(f"L{layer}H{head}" for layer, head in heads)
-    return PairAblation(names, *mean_and_sem(rises), *mean_and_sem(rises - apart))
+    return PairAblation(how.name, names, *mean_and_sem(rises), *mean_and_sem(rises - apart))

@@ -108,7 +108,7 @@ def prune(
         the best head of
         each later layer. The scores and the read-out are choices made here.
     See also:
-        `ablate_heads`, `greedy_order`, `fine_tune`.
+        `ablate_heads`, `fine_tune`.
     Example:
         >>> from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
         >>> prune(preprocess_then_optimise_model([0.5], d_x=4), n_prompts=64).ratio

@@ -48,7 +48,7 @@ def prune_by_rules_and_orders(
     Raises:
         ValueError: If there are fewer than 8 prompts, or too few for a read-out.
     See also:
-        `prune`, `greedy_order`.
+        `prune`, `ablate_heads`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> found = prune_by_rules_and_orders(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=64)

@@ -1,22 +1,50 @@
-"""Rise of the excess risk when single heads are masked."""
+"""Rise of the excess risk, or of another metric, when heads or MLPs are masked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
+from mechinterp.analysis.ablation.masked_risk import (
+    EXCESS_RISK,
+    How,
+    Metric,
+    layer_shares,
+    masked_values,
+    single_masks,
+    squared_error,
+    unit_of,
+)
+from mechinterp.analysis.ablation.orders import (
+    PairAblation,
+    PruningCurves,
+    greedy_heads,
+    pairs_of,
+    pruning_curves,
+)
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem, resampled
+from mechinterp.analysis.stats import (
+    carried_by_few,
+    estimates,
+    halves,
+    mean_and_sem,
+    resampled,
+)
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
+
+SETS = ("single", "pairs", "greedy")
+AT_POSITIONS = 256
+"""Default number of prompts with positions; every head and position needs a run on them."""
 
 
 class LayerShares:
@@ -46,28 +74,26 @@ class LayerShares:
         return self.rise.max(-1)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class HeadAblation(LayerShares, Result):
-    """Rise of the excess risk when one head is masked, and its distribution over the heads of each
+    """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
     method: str
     """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
     "resample": its z is that of another prompt."""
+    metric: str = EXCESS_RISK
+    """Name of the metric. Without another one: the excess risk, mean (y_hat - y_query_clean)^2, unit y^2."""
     rise: Float[np.ndarray, "layer head"]
-    """Excess risk of the masked model minus that of the full model, unit y^2."""
+    """Metric of the masked model minus that of the full model."""
     rise_sem: Float[np.ndarray, "layer head"]
     """Standard error of `rise`, paired: the same prompts for every mask. Often underestimated when
     few prompts dominate, as for a head without which later layers break."""
     median_rise: Float[np.ndarray, "layer head"]
-    """Median over prompts of the rise, unit y^2; it is insensitive to a few prompts."""
+    """Median over prompts of the rise; it is insensitive to a few prompts."""
     carried_by_few: Bool[np.ndarray, "layer head"]
     """True if 1% of the prompts make up more than half of the mean size of the rise; the median is
     then more informative."""
-    p_value: Float[np.ndarray, "layer head"]
-    """P-value of Wilcoxon's signed-rank test that errors rise and fall alike. It is corrected for
-    all heads (Benjamini and Hochberg): among the heads with p_value < q, an expected share of at
-    most q has no effect."""
     effective_heads: Float[np.ndarray, " layer"]
     """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count equally, 0 if
     none counts."""
@@ -79,10 +105,13 @@ class HeadAblation(LayerShares, Result):
     from the maximum is 0.7, 0.9 and 1.2 of it for 2, 4 and 8 heads. If `rise_sem` is too small, so
     is this error."""
     full_risk: float
-    """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
+    """Metric of the full model."""
     full_risk_sem: float
     null_risk: float
-    """Excess risk of predicting 0, unit y^2."""
+    """Metric of predicting 0."""
+    mlp_rise: Float[np.ndarray, " layer"] | None = None
+    """Rise when the MLP of a layer is masked; None unless asked for."""
+    mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
@@ -90,7 +119,8 @@ class HeadAblation(LayerShares, Result):
         rise = rise if rise.startswith("-") else f"+{rise}"
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, dominated by few prompts,"
-        return f"HeadAblation({self.method}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
+        what = "" if self.metric == EXCESS_RISK else f", {self.metric}"
+        return f"HeadAblation({self.method}{what}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
 
     @property
     def headline(self) -> str:
@@ -130,8 +160,12 @@ class HeadAblation(LayerShares, Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head; the median comes first if few prompts dominate a rise."""
-        names = (*self._first_of("rise", "median_rise"), "carried_by_few", "p_value", "importance")
+        names = (*self._first_of("rise", "median_rise"), "carried_by_few", "importance")
         frame = frame_of(self, *names, **head_axes(self.rise))
+        if self.mlp_rise is not None:
+            rows = {"rise": self.mlp_rise, "rise_sem": self.mlp_rise_sem, "head": "MLP"}
+            mlps = pd.DataFrame(rows | {"layer": range(len(self.rise))})
+            frame = pd.concat([frame.astype({"head": object}), mlps], ignore_index=True)
         frame.insert(0, "method", self.method)
         return frame
 
@@ -151,23 +185,19 @@ class HeadAblation(LayerShares, Result):
         return (median, *means) if self.carried_by_few.any() else (*means, median)
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk: layers by heads, or one bar per head for one layer."""
-        title = f"Rise of the excess risk when a head is masked ({self.method} ablation)"
-        if len(self.rise) > 1:
-            return heatmaps.layers_by_heads(self.rise, title=title, unit="y²")
-        return rises_by_method([self], title)
-
-    def plot_factor(self) -> go.Figure:
-        """Excess risk with a head masked divided by that of the full model, on a logarithmic scale.
-
-        Colours end at the risk of predicting 0, or earlier."""
-        if not 0 < self.full_risk < self.null_risk:
-            return self.plot()
-        factor = np.log10(np.maximum(1 + self.rise / self.full_risk, 1e-6))
-        title = "Excess risk with a head masked / full model's, log₁₀"
-        bound = np.log10(self.null_risk / self.full_risk)
-        limit = float(min(np.abs(factor).max(), bound)) or float(bound)
-        return heatmaps.layers_by_heads(factor, title=title, unit="log₁₀", limit=limit)
+        """Rise of the metric: layers by heads, or one bar per head for one layer."""
+        title = f"Rise of the {self.metric} when a head is masked ({self.method} ablation)"
+        if len(self.rise) == 1 and self.mlp_rise is None:
+            return rises_by_method([self], title)
+        if self.mlp_rise is None:
+            return heatmaps.layers_by_heads(self.rise, title=title, unit=unit_of(self.metric))
+        return heatmaps.heatmap(
+            np.column_stack([self.rise, self.mlp_rise]),
+            title=f"Rise of the {self.metric} when a head or MLP is masked ({self.method} ablation)",
+            rows=[f"L{layer}" for layer in range(len(self.rise))],
+            columns=[*(f"H{head}" for head in range(self.rise.shape[1])), "MLP"],
+            unit=unit_of(self.metric),
+        )
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
@@ -175,68 +205,209 @@ class HeadAblation(LayerShares, Result):
         return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PositionAblation(Result):
+    """Rise of the excess risk, or of another metric, when one head is masked at one position of the prompt."""
+
+    method: str
+    metric: str = EXCESS_RISK
+    positions: tuple[str, ...]
+    """Names of the positions: x1, y1, ... for tokens in turn, 1, 2, ... for pairs; the last is the query."""
+    rise: Float[np.ndarray, "layer head pos"]
+    """Metric with the head masked at this position minus that of the full model."""
+    rise_sem: Float[np.ndarray, "layer head pos"]
+    """Standard error of `rise`, paired: the same prompts for every mask."""
+
+    def __repr__(self) -> str:
+        at = layer, head, pos = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
+        rise = with_error(self.rise[at], self.rise_sem[at])
+        return f"PositionAblation({self.method}: L{layer}H{head} at {self.positions[pos]} {rise})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head and position."""
+        return frame_of(self, *with_sem("rise"), **head_axes(self.rise[..., 0]), pos=self.positions)
+
+    def plot(self) -> go.Figure:
+        """Heads by positions."""
+        return heatmaps.heatmap(
+            self.rise.reshape(-1, len(self.positions)),
+            title=f"Rise of the {self.metric} when a head is masked at one position",
+            rows=head_names(self.rise.shape[:2]),
+            columns=self.positions,
+            unit=unit_of(self.metric),
+        )
+
+
 def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
-    """Rise of the excess risk when a head is masked, one group of bars per head."""
+    """Rise of the metric when a head is masked, one group of bars per head."""
+    metric = methods[0].metric
     return figures.bars(
         methods[0].head_names,
         {f"{one.method} ablation": (one.rise.ravel(), one.rise_sem.ravel()) for one in methods},
         title=title,
-        y_title="rise of excess risk (y²)",
+        y_title=f"rise of {metric} {unit_of(metric, '({})')}".strip(),
     )
+
+
+Ablation = HeadAblation | PositionAblation | PairAblation | PruningCurves
 
 
 def ablate_heads(
     source: Source,
     prompts: Prompts | None = None,
     *,
+    metric: Metric | None = None,
+    sets: str = "single",
+    positions: str | None = None,
+    mlps: bool = False,
     method: str = "zero",
     runs: str = "one",
     n_prompts: int | None = None,
     seed: int = 0,
     progress: ProgressCallback = no_progress,
-) -> HeadAblation:
-    """Rise of the excess risk when each head of a hooked model is masked, one at a time.
+) -> Ablation:
+    """Rise of the excess risk when heads are masked: one at a time, position by position, in pairs, or one after another.
 
     Args:
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
-            stream need more.
+            stream need more. With positions: 256.
+        metric: Function from predictions [batch, d_y] and prompts to one number per prompt. None: the
+            squared error against the target without noise, whose mean is the excess risk.
+        sets: "single": each head alone; "pairs": every two heads together, with their interaction;
+            "greedy": one head after another, next the one whose masking leaves the smallest metric
+            (the order is chosen on half of the prompts, the metric measured on the other half).
+        positions: "all" masks each head at one position at a time; None at all positions.
+        mlps: True: the MLP of each layer is masked, too.
         method: "zero"; "mean" over the given prompts at each position; or "resample", the value of
             another prompt.
         runs: "one" masks a head in one layer. "all" masks it in all runs of its block if blocks run
             several times; rows are then blocks.
         progress: Optional progress callback.
+    Returns:
+        A `HeadAblation`; with positions a `PositionAblation`, for pairs a `PairAblation`, for the greedy
+        order `PruningCurves`.
     Raises:
-        ValueError: If the method or `runs` is unknown, there are fewer than two prompts (four for
-            resample), or the number of prompts is odd for resample.
+        ValueError: If an option is unknown or two do not go together, there are fewer than two prompts
+            (four for resample, eight for the greedy order), the number of prompts is odd for resample,
+            the metric does not give one number per prompt, or an MLP is missing or has no hook.
     Source:
-        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The
-        importance, normalised
-        within a layer, and its estimate are choices made here.
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The importance,
+        normalised within a layer, and its estimate are choices made here, and so is the interaction:
+        the rise of both heads minus the sum of their single rises. The greedy order is backward
+        elimination.
     See also:
-        `ablate_pairs`, `ablate_subsets`, `classify_layers`.
+        `ablate_subsets`, `prune`, `classify`.
     Example:
-        >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
-        >>> ablate_heads(load("checkpoints/softmax-h2-s0").model, prompts).rise.shape
+        >>> from mechinterp import load, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 512)
+        >>> ablate_heads(checkpoint, prompts).rise.shape
         (1, 2)
+        >>> ablate_heads(checkpoint, prompts, sets="pairs").names
+        ('L0H0', 'L0H1')
     """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    full, rises = single_masks(source, prompts, method=method, runs=runs, progress=progress)
+    _require_options(sets, positions, mlps=mlps, runs=runs)
+    n_prompts = AT_POSITIONS if positions and n_prompts is None else n_prompts
+    fitted = 1 if sets == "greedy" else 0
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
+    how = How(squared_error if metric is None else metric, method)
+    predictor = predictor_of(source)
+    if mlps and predictor.attention_only:
+        raise ValueError("mlps=True needs a model with MLPs, got one of attention alone.")
+    if positions:
+        return _by_position(predictor, prompts, how, progress)
+    if sets == "pairs":
+        return pairs_of(predictor, prompts, how, progress)
+    if sets == "greedy":
+        chosen_on, measured_on = halves(prompts)
+        order = greedy_heads(predictor, chosen_on, how, progress)
+        return pruning_curves(predictor, measured_on, {"greedy": order}, how, progress)
+    found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
+    return _with_mlps(found, predictor, prompts, how, progress) if mlps else found
+
+
+def single_ablation(
+    predictor: Predictor,
+    prompts: Prompts,
+    how: How,
+    *,
+    runs: str = "one",
+    progress: ProgressCallback = no_progress,
+) -> HeadAblation:
+    """Rise of a metric when each head is masked, one at a time."""
+    full, rises = single_masks(predictor, prompts, how, runs=runs, progress=progress)
+    nothing = torch.zeros_like(prompts.y_query_clean)
     return HeadAblation(
-        method=method,
+        method=how.method,
+        metric=how.name,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
-        p_value=_corrected_p_values(rises),
-        null_risk=prompts.y_query_clean.double().square().mean().item(),
+        null_risk=how.of(nothing, prompts).mean().item(),
         **estimates(
             rise=mean_and_sem(rises),
             effective_heads=_effective_heads(rises),
             full_risk=mean_and_sem(full),
         ),
     )
+
+
+def _with_mlps(
+    found: HeadAblation,
+    predictor: Predictor,
+    prompts: Prompts,
+    how: How,
+    progress: ProgressCallback,
+) -> HeadAblation:
+    gone = [(), *((layer,) for layer in range(predictor.n_layers))]
+    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
+    rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
+    return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
+
+
+def _by_position(
+    predictor: Predictor, prompts: Prompts, how: How, progress: ProgressCallback
+) -> PositionAblation:
+    """Masks at one position after another. Where a model of this package reads its last layer at the query alone, heads of
+    that layer have no effect elsewhere, and are not run."""
+    hooked, last = predictor.hooked, predictor.n_layers - 1
+    _, (z,) = hooked.activations(prompts[:2], [z_name(0)])
+    shape = (predictor.n_layers, predictor.n_heads, n_pos := z.shape[1])
+    rise, sem = np.zeros(shape), np.zeros(shape)
+    for at in progress(range(n_pos), "masking heads at each position"):
+        idle = predictor.weights is not None and at < n_pos - 1
+        heads = [head for head in predictor.heads if not (idle and head[0] == last)]
+        if heads:
+            values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
+            place = (*np.transpose(heads), at)
+            rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
+    names = _positions(n_pos, prompts.x.shape[1])
+    return PositionAblation(
+        method=how.method, metric=how.name, positions=names, rise=rise, rise_sem=sem
+    )
+
+
+def _positions(n_pos: int, n_pairs: int) -> tuple[str, ...]:
+    """Names of the positions: pairs, or x and y in turn; numbers for anything else."""
+    if n_pos == n_pairs + 1:
+        return (*(str(n + 1) for n in range(n_pairs)), "query")
+    if n_pos in (2 * n_pairs + 1, 2 * n_pairs + 2):
+        return tuple(f"{'xy'[n % 2]}{n // 2 + 1}" for n in range(n_pos))
+    return tuple(map(str, range(n_pos)))
+
+
+def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str) -> None:
+    """Refuse unknown values, and options that do not go together."""
+    if sets not in SETS:
+        raise ValueError(f"sets must be one of {', '.join(SETS)}, got {sets!r}.")
+    if positions not in (None, "all"):
+        raise ValueError(f"positions must be 'all' or None, got {positions!r}.")
+    others = {"positions": positions is not None, "mlps": mlps, "runs": runs != "one"}
+    asked = [name for name, changed in others.items() if changed]
+    if sets != "single" and asked:
+        raise ValueError(f"{asked[0]} goes with sets='single', got sets={sets!r}.")
+    if positions and len(asked) > 1:
+        raise ValueError(f"positions='all' masks heads alone, got {asked[1]} as well.")
 
 
 def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
@@ -253,16 +424,3 @@ def _effective_heads(
     means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
     again = np.array([_effective_number(mean) for mean in means])
     return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
-
-
-def _corrected_p_values(
-    rises: Float[np.ndarray, "unit layer head"],
-) -> Float[np.ndarray, "layer head"]:
-    # Imported here because `classify` reads this file and scipy.stats is slow to import.
-    import scipy.stats
-
-    p_values = np.ones(rises.shape[1:])
-    live = rises.any(0)  # a head that changes no prediction keeps p = 1
-    if live.any():
-        p_values[live] = scipy.stats.wilcoxon(rises[:, live]).pvalue
-    return scipy.stats.false_discovery_control(p_values.ravel()).reshape(p_values.shape)

@@ -96,7 +96,7 @@ def ablate_subsets(
     Source:
         Shapley value of a quadratic game; derived here.
     See also:
-        `ablate_heads`, `ablate_pairs`.
+        `ablate_heads`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.config import TaskConfig

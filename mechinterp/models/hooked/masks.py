@@ -1,4 +1,4 @@
-"""Masks of heads as hooks."""
+"""Masks of heads and MLPs as hooks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,12 +17,15 @@ Values = Sequence[Tensor] | Tensor
 """Replacement for z by layer, [pos, head, d_head], optionally with a leading axis of prompts."""
 
 
-def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
+def mask_heads(
+    heads: Sequence[Head], *, values: Values | None = None, at: int | None = None
+) -> Hooks:
     """Forward hooks that mask heads at hook_z, for `model.run_with_hooks` or `model.hooks`.
 
     Args:
         heads: (layer, head) pairs, counted from 0.
         values: Replacement for z of the masked heads, [layer, pos, head, d_head]; None: zeros.
+        at: Position at which the heads are masked; None: at all.
     Raises:
         ValueError: If a number is negative; when the model runs, if a layer has no such head.
     See also:
@@ -37,18 +40,44 @@ def mask_heads(heads: Sequence[Head], *, values: Values | None = None) -> Hooks:
     hooks: Hooks = []
     for layer, masked in by_layers(heads).items():
         value = None if values is None else values[layer]
-        hooks.append((z_name(layer), partial(mask_z, heads=masked, value=value)))
+        hooks.append((z_name(layer), partial(mask_z, heads=masked, value=value, at=at)))
     return hooks
 
 
-def mask_z(z: Tensor, hook: object = None, *, heads: list[int], value: Tensor | None) -> Tensor:
-    """Copy of z in which the given heads are zero or replaced by `value`."""
+def mask_z(
+    z: Tensor,
+    hook: object = None,
+    *,
+    heads: list[int],
+    value: Tensor | None,
+    at: int | None = None,
+) -> Tensor:
+    """Copy of z in which the given heads are zero or replaced by `value`, at all positions or at one."""
     if heads and max(heads) >= z.shape[2]:
         name, n_heads = getattr(hook, "name", "z"), z.shape[2]
         raise ValueError(f"heads of {name} must lie in 0 to {n_heads - 1}, got {max(heads)}.")
-    z = z.clone()
-    z[:, :, heads] = 0 if value is None else value[..., heads, :].to(z)
+    z, rows = z.clone(), slice(None) if at is None else slice(at, at + 1)
+    z[:, rows, heads] = 0 if value is None else value[..., rows, heads, :].to(z)
     return z
+
+
+def mask_mlps(
+    layers: Sequence[int], *, values: Values | None = None, at: int | None = None
+) -> Hooks:
+    """Forward hooks that replace the outputs of MLPs at hook_mlp_out by zeros or by values, [layer, pos, d_model]."""
+    return [
+        (
+            mlp_name(layer),
+            partial(_mask_mlp, value=None if values is None else values[layer], at=at),
+        )
+        for layer in layers
+    ]
+
+
+def _mask_mlp(out: Tensor, hook: object, *, value: Tensor | None, at: int | None) -> Tensor:
+    out, rows = out.clone(), slice(None) if at is None else slice(at, at + 1)
+    out[:, rows] = 0 if value is None else value[..., rows, :].to(out)
+    return out
 
 
 def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:
@@ -103,6 +132,11 @@ def require_method(method: str, prompts: Prompts) -> None:
 def z_name(layer: int) -> str:
     """Name of the hook on z, the heads' weighted averages of values, [batch, pos, head, d_head]."""
     return f"blocks.{layer}.attn.hook_z"
+
+
+def mlp_name(layer: int) -> str:
+    """Name of the hook on the output of a layer's MLP, [batch, pos, d_model]."""
+    return f"blocks.{layer}.hook_mlp_out"
 
 
 def resid_name(layer: int) -> str:

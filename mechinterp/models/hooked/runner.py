@@ -23,6 +23,8 @@ from mechinterp.models.hooked.masks import (
     Values,
     by_layers,
     mask_heads,
+    mask_mlps,
+    mlp_name,
     require_heads,
     resid_name,
     z_name,
@@ -231,16 +233,22 @@ def masked(
     heads: Sequence[Head],
     *,
     values: Values | None = None,
+    mlps: Sequence[int] = (),
+    mlp_values: Values | None = None,
+    at: int | None = None,
     runs: str = "one",
 ) -> Iterator[None]:
     """Context in which the model runs with these heads masked; raises if a mask never took effect.
 
     Args:
         values: As in `mask_heads`.
+        mlps: Layers whose MLPs are masked, too.
+        mlp_values: Replacement for the outputs of these MLPs, [layer, pos, d_model]; None: zeros.
+        at: Position at which heads and MLPs are masked; None: at all.
         runs: "one": mask a head in its layer alone; "all": mask it in every run of its block.
     Raises:
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
-            if a layer with masked heads never ran.
+            if a layer with masked heads never ran; if the model has no hook on an MLP that is masked.
     See also:
         `mask_heads`, `ablate_heads`.
     Example:
@@ -265,7 +273,13 @@ def masked(
 
     notes = [(z_name(layer), partial(note, layer)) for layer in by_layer]
     hooked = predictor.model
-    with lock_of(hooked), hooked.hooks(fwd_hooks=[*notes, *mask_heads(heads, values=values)]):
+    for layer in mlps:
+        if mlp_name(layer) not in hooked.hook_dict:
+            raise ValueError(
+                f"An MLP is masked at the hook {mlp_name(layer)}, got a {type(hooked).__name__} without it."
+            )
+    masks = mask_heads(heads, values=values, at=at) + mask_mlps(mlps, values=mlp_values, at=at)
+    with lock_of(hooked), hooked.hooks(fwd_hooks=[*notes, *masks]):
         yield
     idle = [(layer, head) for layer, head in heads if layer not in fired]
     if idle:

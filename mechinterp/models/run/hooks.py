@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Head, mean_z, pattern_name, swapped, z_name
+from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, pattern_name, swapped, z_name
 from mechinterp.models.hooked.query_position import NoStreamError, query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.progress import ProgressCallback
@@ -48,27 +48,32 @@ class ByHooks:
         *,
         method: str,
         progress: ProgressCallback,
+        mlps: Sequence[Sequence[int]] | None = None,
+        at: int | None = None,
     ) -> Float[Tensor, "mask batch d_y"]:
         """Predictions under each mask, equal to a separate hooked run for each."""
-        hooked, numbers = self.build(), range(self.build().n_layers)
-        names = [*map(hooked.stream_name, numbers), *map(z_name, numbers)]
+        hooked, n = self.build(), self.build().n_layers
+        names = [name(layer) for name in (hooked.stream_name, z_name) for layer in range(n)]
+        names += [] if mlps is None else [mlp_name(layer) for layer in range(n)]
+        mlps_of = [()] * len(masks) if mlps is None else mlps
         chunks = hooked.chunks(prompts, CHUNK)
         means, parts = None, []
         if method == "mean":
-            every_z = (hooked.activations(prompts[rows], names)[1] for rows in chunks)
-            means = mean_z((each[len(numbers) :] for each in every_z), len(prompts))
+            written = (hooked.activations(prompts[rows], names)[1] for rows in chunks)
+            means = mean_z((each[n:] for each in written), len(prompts))
         for rows in progress(chunks, f"masking heads ({method})"):
             chunk = prompts[rows]
             full, activations = hooked.activations(chunk, names)
-            resid, z = activations[: len(numbers)], activations[len(numbers) :]
-            values = [swapped(each) for each in z] if method == "resample" else means
+            resid, own = activations[:n], activations[n:]
+            values = [swapped(each) for each in own] if method == "resample" else means
+            z, out = (None, None) if values is None else (values[:n], values[n:])
             predictions = []
-            for heads in masks:
-                with masked(hooked, heads, values=values):
-                    if not heads:
+            for heads, gone in zip(masks, mlps_of, strict=True):
+                with masked(hooked, heads, values=z, mlps=gone, mlp_values=out, at=at):
+                    if not heads and not gone:
                         output = full
                     elif hooked.restarts:
-                        first = min(heads)[0]
+                        first = min(*gone, *(layer for layer, _ in heads), n)
                         output = hooked.model(resid[first], start_at_layer=first)
                     else:
                         output = hooked.model(hooked.inputs(chunk))

@@ -149,6 +149,8 @@ class Predictor:
         prompts: Prompts,
         masks: Sequence[Sequence[Head]] = ((),),
         *,
+        mlps: Sequence[Sequence[int]] | None = None,
+        at: int | None = None,
         method: str = "zero",
         progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "mask batch d_y"]:
@@ -156,12 +158,14 @@ class Predictor:
 
         Args:
             masks: Lists of heads that are masked together; an empty list is the full model.
+            mlps: Lists of layers, one per mask, whose MLPs are masked, too; None: no MLP.
+            at: Position at which heads and MLPs are masked, counted from 0; None: at all.
             method: Replacement for z of a masked head. "zero": 0; "mean": its mean over the prompts, by position;
                 "resample": its value in another prompt (prompts 2i and 2i + 1 swap).
             progress: Optional progress callback.
         Raises:
-            ValueError: If there is no such head, the method is unknown, "resample" gets an odd number of prompts, or the
-                prompts do not fit the model.
+            ValueError: If there is no such head or no hook on an MLP, the method is unknown, "resample" gets an odd number
+                of prompts, or the prompts do not fit the model.
         Example:
             >>> from mechinterp.icl.prompts import sample_prompts
             >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -173,7 +177,9 @@ class Predictor:
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        predictions = self._way.run(prompts, masks, method=method, progress=progress)
+        predictions = self._way.run(
+            prompts, masks, method=method, progress=progress, mlps=mlps, at=at
+        )
         return predictions.to(prompts.x.device)
 
     @torch.no_grad()

@@ -36,8 +36,12 @@ class ByWeights(ByHooks):
         *,
         method: str = "zero",
         progress: ProgressCallback = no_progress,
+        mlps: Sequence[Sequence[int]] | None = None,
+        at: int | None = None,
     ) -> Float[Tensor, "mask batch d_y"]:
         weights, fitting = self.weights, self._fitting(prompts)
+        if mlps is not None or at is not None:
+            return super().run(fitting, masks, method=method, progress=progress, mlps=mlps, at=at)
         if why_no_circuits(weights.model) is None:
             return one_layer.masked_predictions(
                 weights.circuits, fitting, masks, method=method, progress=progress

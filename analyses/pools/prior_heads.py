@@ -140,8 +140,6 @@ def prior_heads(
         ValueError: If the source is no model, and as in `compare_priors`.
     Source:
         Derived here: the regression and the distances of `compare_priors`, under masks.
-    See also:
-        `compare_priors`, `ablate_heads`.
     """
     predictor = predictor_of(source)
     setting = setting_of(source, task, pool, "prior_heads")

@@ -1,0 +1,180 @@
+"""Masks at one position, of MLPs, and under a metric of one's own: against weights of zero and hooks written by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mechinterp import hook_module
+from mechinterp.analysis.ablation.single import HeadAblation, PositionAblation, ablate_heads
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import METHODS, mask_heads
+from mechinterp.models.hooked.transformer import ICLTransformer
+from tests.deep_models import GPT2, random_gpt2, random_model
+
+
+def own_gpt2() -> ICLTransformer:
+    return random_model(3, 2, **GPT2)
+
+
+def task_of(prompts: Prompts) -> TaskConfig:
+    return TaskConfig(d_x=prompts.x.shape[2], context_length=prompts.x.shape[1])
+
+
+def squares(predictions: Tensor, prompts: Prompts) -> Tensor:
+    return (predictions - prompts.y_query_clean).square().mean(1)
+
+
+def without_mlp(model: ICLTransformer, layer: int, task: TaskConfig) -> ICLTransformer:
+    """The model with an MLP that writes nothing."""
+    weights = model.weights
+    tensors = {name: each.clone() for name, each in weights.tensors.items()}
+    for name in ("mlp.W_out", "mlp.b_out"):
+        tensors[name][layer] = 0
+    return ICLTransformer.from_weights(replace(weights, tensors=tensors), task=task)
+
+
+def test_a_masked_mlp_is_an_mlp_of_zeros(few):
+    model = own_gpt2()
+    found = ablate_heads(model, few, mlps=True)
+    full = squares(model.predict(few), few)
+    for layer in range(len(model.blocks)):
+        rise = (squares(without_mlp(model, layer, task_of(few)).predict(few), few) - full).detach()
+        assert found.mlp_rise[layer] == pytest.approx(rise.mean().item(), rel=1e-9)
+        assert found.mlp_rise_sem[layer] == pytest.approx(
+            rise.std().item() / len(few) ** 0.5, rel=1e-9
+        )
+    heads = ablate_heads(model, few)
+    np.testing.assert_array_equal(found.rise, heads.rise)
+    mlps = found.to_frame().query("head == 'MLP'")
+    assert mlps["rise"].tolist() == found.mlp_rise.tolist()
+    n_layers, n_heads = found.rise.shape
+    assert found.plot().data[0].z.shape == (n_layers, n_heads + 1)
+
+
+def test_the_mean_output_of_an_mlp_is_that_over_prompts(few):
+    model = own_gpt2()
+    name = "blocks.0.hook_mlp_out"
+    _, cache = model.run_with_cache(few)
+    mean = cache[name].mean(0)
+    masked = model.run_with_hooks(
+        model.tokens(few), fwd_hooks=[(name, lambda out, hook: mean.expand_as(out))]
+    )[:, -1]
+    rise = squares(masked, few) - squares(model.predict(few), few)
+    found = ablate_heads(model, few, mlps=True, method="mean")
+    assert found.mlp_rise[0] == pytest.approx(rise.mean().item(), rel=1e-9)
+
+
+def test_mlps_of_somebody_elses_model(few):
+    hooked = random_gpt2()
+    found = ablate_heads(hooked, few, mlps=True)
+    masked = hooked.model.run_with_hooks(
+        hooked.inputs(few), fwd_hooks=[("blocks.1.hook_mlp_out", lambda out, hook: 0 * out)]
+    )
+    rise = squares(hooked.read(masked), few) - squares(hooked.predict(few), few)
+    assert found.mlp_rise[1] == pytest.approx(rise.mean().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", [random_model, own_gpt2])
+def test_a_head_is_masked_at_one_position(make, method, few):
+    model, even = make(), few[: len(few) // 2 * 2]
+    found = ablate_heads(model, even, positions="all", method=method)
+    assert isinstance(found, PositionAblation)
+    n_layers, n_heads, n_pos = found.rise.shape
+    assert len(found.positions) == n_pos == model.tokens(even).shape[1]
+    _, cache = model.run_with_cache(even)
+    full = squares(model.predict(even), even)
+    for layer, head, at in ((0, 1, 2), (1, 0, n_pos - 1), (n_layers - 1, n_heads - 1, n_pos - 1)):
+        name = f"blocks.{layer}.attn.hook_z"
+        z = cache[name]
+        values = {"zero": torch.zeros_like(z), "mean": z.mean(0).expand_as(z)}
+        values["resample"] = z.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+        def put(own: Tensor, hook: object, value=values[method], head=head, at=at) -> Tensor:
+            own = own.clone()
+            own[:, at, head] = value[:, at, head]
+            return own
+
+        masked = model.run_with_hooks(model.tokens(even), fwd_hooks=[(name, put)])[:, -1]
+        rise = (squares(masked, even) - full).mean().item()
+        assert found.rise[layer, head, at] == pytest.approx(rise, rel=1e-8, abs=1e-12)
+    # Nothing reads the last layer but the query.
+    assert not found.rise[-1, :, :-1].any()
+    assert found.rise[:-1].any()
+    frame = found.to_frame()
+    assert len(frame) == found.rise.size
+    assert found.plot().data[0].z.shape == (n_layers * n_heads, n_pos)
+
+
+def test_in_one_layer_the_query_alone_counts(few):
+    model = random_model(1)
+    by_position = ablate_heads(model, few, positions="all")
+    np.testing.assert_allclose(by_position.rise[..., -1], ablate_heads(model, few).rise, rtol=1e-9)
+    assert not by_position.rise[..., :-1].any()
+
+
+def test_positions_of_a_plain_module(few):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    read = torch.nn.Sequential(
+        torch.nn.Linear(5, 8),
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        torch.nn.Linear(8, 1),
+    ).double()
+    hooked = hook_module(read, task=task_of(few))
+    found = ablate_heads(hooked, few, positions="all")
+    assert found.rise.shape == (2, 2, few.x.shape[1] + 1)
+    assert found.rise[0].all()  # every position is read by the next layer
+    np.testing.assert_allclose(found.rise[1, :, :-1], 0, atol=1e-15)
+
+
+def test_a_metric_of_ones_own(few):
+    model = random_model(2)
+
+    def distance_to_one(predictions: Tensor, prompts: Prompts) -> Tensor:
+        return (predictions[:, 0] - 1).abs()
+
+    found = ablate_heads(model, few, metric=distance_to_one)
+    full = distance_to_one(model.predict(few), few)
+    assert found.full_risk == pytest.approx(full.mean().item(), rel=1e-12)
+    assert found.null_risk == 1
+    with torch.no_grad(), model.hooks(fwd_hooks=mask_heads([(1, 2)])):
+        rise = distance_to_one(model.predict(few), few) - full.detach()
+    assert found.rise[1, 2] == pytest.approx(rise.mean().item(), rel=1e-9)
+    assert found.rise_sem[1, 2] == pytest.approx(rise.std().item() / len(few) ** 0.5, rel=1e-9)
+    assert found.metric == "distance to one"
+    assert "distance to one" in found.plot().layout.title.text
+    pairs = ablate_heads(model, few, metric=distance_to_one, sets="pairs")
+    np.testing.assert_allclose(pairs.rise.diagonal(), found.rise.ravel(), rtol=1e-9)
+    greedy = ablate_heads(model, few, metric=distance_to_one, sets="greedy")
+    assert greedy.risk[0, -1] == pytest.approx(1)  # nothing is left: 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sets": "triples"}, ("sets", "greedy", "'triples'")),
+        ({"positions": "first"}, ("positions", "'all'", "'first'")),
+        ({"sets": "pairs", "mlps": True}, ("mlps", "'single'", "'pairs'")),
+        ({"positions": "all", "mlps": True}, ("positions", "mlps")),
+        ({"positions": "all", "runs": "all"}, ("positions", "runs")),
+        ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
+        ({"mlps": True}, ("mlps", "MLPs", "attention")),
+    ],
+)
+def test_options_that_do_not_go_together(options, words, few):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        ablate_heads(random_model(2), few, **options)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_without_options_it_is_the_excess_risk(few):
+    found = ablate_heads(random_model(2), few)
+    assert isinstance(found, HeadAblation)
+    assert found.metric == "excess risk"
+    assert found.mlp_rise is None
