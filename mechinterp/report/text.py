@@ -83,7 +83,8 @@ def narrow(frame: pd.DataFrame) -> pd.DataFrame:
     """Table with layer and head in one column, and standard errors beside their values."""
     frame = frame.copy()
     if {"layer", "head"} <= set(frame.columns):
-        names = [f"L{x}H{h}" for x, h in zip(frame["layer"], frame["head"], strict=True)]
+        pairs = zip(frame["layer"], frame["head"], strict=True)
+        names = [f"L{x} {h}" if isinstance(h, str) else f"L{x}H{h}" for x, h in pairs]
         frame = frame.assign(head=names).drop(columns=["layer"])
     if "sem" in frame:  # standard error of the column before it
         of = frame.columns[frame.columns.get_loc("sem") - 1]

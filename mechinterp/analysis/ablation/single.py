@@ -28,6 +28,7 @@ from mechinterp.analysis.ablation.orders import (
     pruning_curves,
 )
 from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import (
     carried_by_few,
     estimates,
@@ -226,6 +227,11 @@ class PositionAblation(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per head and position."""
         return frame_of(self, *with_sem("rise"), **head_axes(self.rise[..., 0]), pos=self.positions)
+
+    def tables(self) -> dict[str, Table]:
+        """The rises; a short table has the largest."""
+        title = f"Rise of the {self.metric} when a head is masked at one position"
+        return {"ablate_heads": Table(self.to_frame(), title, by="rise")}
 
     def plot(self) -> go.Figure:
         """Heads by positions."""
