@@ -258,7 +258,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
 }
 FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
-LONG = {"write_report", "info_document"}
+LONG = {"write_report", "info_document", "local_learning_coefficient"}
 FEW = ("softmax", "deep-linear", "deep-softmax", "gpt2", "bare-model")
 """Sources of which `make test` asks the long analyses; of the others `make test-all`."""
 

@@ -15,6 +15,7 @@ from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.predictor import predictions_kept
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
@@ -75,7 +76,7 @@ def write_report(
         >>> import tempfile
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, n_prompts=256)
+        ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, analyses=["circuits"])
         ...     report.page.name
         'index.html'
     """
@@ -84,14 +85,15 @@ def write_report(
     require_free(Path(out), overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
-    verdict, loss, sections = contents_of(
-        checkpoint,
-        prompts=prompts,
-        n_prompts=n_prompts,
-        seed=seed,
-        analyses=analyses,
-        progress=progress,
-    )
+    with predictions_kept():
+        verdict, loss, sections = contents_of(
+            checkpoint,
+            prompts=prompts,
+            n_prompts=n_prompts,
+            seed=seed,
+            analyses=analyses,
+            progress=progress,
+        )
     return write_page(
         Path(out),
         checkpoint.name,

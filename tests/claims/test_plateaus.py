@@ -69,6 +69,7 @@ def test_plateaus_are_principal_component_regression(runs, std, median, worst):
     assert distance.max() < worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("std", "median"), [(1e-2, 2e-2), (1e-3, 5e-3)])
 def test_jumps_come_when_foretold(runs, std, median):
     errors = []
@@ -81,6 +82,7 @@ def test_jumps_come_when_foretold(runs, std, median):
     assert np.max(errors, axis=0)[0] < 1e-3
 
 
+@pytest.mark.slow
 def test_plateaus_last_longer_with_smaller_weights(runs):
     for (_, large), (_, small) in zip(runs[1e-2], runs[1e-3], strict=True):
         assert abs(small.crossing_time[0] / large.crossing_time[0] / 10 - 1) < 0.04
@@ -154,6 +156,7 @@ def test_runs_without_drops_are_refused():
             drops(run)
 
 
+@pytest.mark.slow
 def test_pcr_distance_is_that_of_the_predictors(runs):
     run, found = runs[1e-2][0]
     rows = np.searchsorted(run.time, found.time)
@@ -163,6 +166,7 @@ def test_pcr_distance_is_that_of_the_predictors(runs):
         np.testing.assert_allclose(found.pcr_distance[row], expected, rtol=1e-9, atol=1e-18)
 
 
+@pytest.mark.slow
 def test_frames_and_figures(runs):
     _, found = runs[1e-2][0]
     frame = found.to_frame()

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mechinterp import hook_module
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.models.hooked import runner
 from mechinterp.models.hooked.masks import METHODS, Head
 from mechinterp.models.hooked.runner import hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run import one_layer
-from mechinterp.models.run.predictor import Predictor, predictor_of
+from mechinterp.models.run.predictor import Predictor, predictions_kept, predictor_of
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding, sampled
 from tests.deep_models import GPT2
@@ -313,3 +315,48 @@ def test_what_does_not_exist_is_refused():
         predictor.run(prompts, [[]], method="noise")
     with pytest.raises(ValueError, match="swap in pairs: there must be an even number, got 3"):
         predictor.run(prompts, [[]], method="resample")
+
+
+class Counted(nn.Module):
+    """A step of gradient descent that counts its calls."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.read_in, self.read_out = nn.Linear(5, 8), nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        Counted.calls += 1
+        return self.read_out(self.inner(self.read_in(tokens)))
+
+
+def test_equal_prompts_are_predicted_once_while_predictions_are_kept():
+    task = TaskConfig(d_x=4, context_length=6)
+    hooked = hook_module(Counted(), task=task)
+    one, same, other = (sample_prompts(task, 8, seed=seed) for seed in (0, 0, 1))
+
+    def calls(*prompts: Prompts) -> int:
+        before = Counted.calls
+        for each in prompts:
+            hooked.predictor.predict(each)
+        return Counted.calls - before
+
+    assert calls(one, same) == 2
+    expected = hooked.predictor.predict(one)
+    with predictions_kept():
+        assert calls(one, same, one) == 1
+        kept = hooked.predictor.predict(same)
+        assert torch.equal(kept, expected)
+        kept.zero_()
+        assert torch.equal(hooked.predictor.predict(one), expected)
+        assert calls(other) == 1
+        masks = [[], [(0, 1)]]
+        assert not torch.equal(*hooked.predictor.run(one, masks))
+        # A mask that is on the model itself is not missed.
+        with runner.masked(hooked, [(0, 0), (0, 1)]):
+            assert not torch.equal(hooked.predictor.predict(one), hooked.predictor.predict(other))
+            without = hooked.predictor.predict(one)
+        assert not torch.equal(without, hooked.predictor.predict(one))
+    assert calls(one) == 1

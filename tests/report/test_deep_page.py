@@ -26,6 +26,7 @@ from tests.deep_models import WIDE, random_model
 from tests.models.test_layered_models import garg
 from tests.report.test_page import EVIL, opened, unexplained_columns
 
+pytestmark = pytest.mark.slow
 N_PROMPTS = 160
 TASK = TaskConfig(d_x=4, context_length=9)
 MODEL = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
@@ -55,7 +56,6 @@ def written(deep: Path) -> Report:
     return write_report(load(deep), deep.parent / "page", n_prompts=N_PROMPTS)
 
 
-@pytest.mark.slow
 def test_the_page_is_whole_and_says_what_it_found(written: Report):
     page = opened(written)
     assert page.open == []
@@ -71,7 +71,6 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert sizes in page.text
 
 
-@pytest.mark.slow
 def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     checkpoint = load(deep)
     generator = generator_for(0, "eval", 0)
@@ -102,7 +101,6 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert by_rise == [scored.head_names[index] for index in scored.rise.ravel().argsort()]
 
 
-@pytest.mark.slow
 def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
     checkpoint = load(deep)
     found = attribute_edges(checkpoint)
@@ -129,7 +127,6 @@ def test_every_column_is_explained(written: Report):
     assert unexplained_columns(written.page) == set()
 
 
-@pytest.mark.slow
 def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
     weights = random_model(**WIDE).weights
@@ -148,7 +145,6 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]
 
 
-@pytest.mark.slow
 def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     model = replace(MODEL, n_layers=2, n_heads=2, score="linear/L")
     train = TrainConfig(steps=40, log_every=10, batch_size=8, n_eval_prompts=16)
@@ -178,7 +174,6 @@ def layered(file: Path, model: torch.nn.Module, n_heads: int) -> Checkpoint:
     return load(file, n_heads=n_heads, anyway=True)
 
 
-@pytest.mark.slow
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = layered(tmp_path / "garg.pt", garg(), 4)
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
@@ -203,7 +198,6 @@ def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     assert "times that of ridge" not in page.text
 
 
-@pytest.mark.slow
 def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -216,7 +210,6 @@ def test_a_single_encoder_layer_has_a_page(tmp_path: Path):
     assert rules == ["full model", "best-first"]
 
 
-@pytest.mark.slow
 def test_a_model_of_one_head_per_layer_is_not_pruned_by_rule(tmp_path: Path):
     model = replace(MODEL, n_layers=2, n_heads=1)
     weights = random_model(2, 1, **WIDE).weights
@@ -231,7 +224,6 @@ def test_too_few_prompts_are_refused(deep: Path, tmp_path: Path):
     assert not (tmp_path / "page").exists()
 
 
-@pytest.mark.slow
 def test_progress_is_told(deep: Path, tmp_path: Path):
     told: list[str] = []
 

@@ -30,6 +30,7 @@ from mechinterp.icl.prompts import prompt_chunks, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.heads import predict
 from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from tests.conftest import sampled
 
 SETTINGS = [
     {"d_x": 5, "context_length": 40, "noise_var": 0.1},
@@ -45,7 +46,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("eta", [0.3, 0.9])
+@pytest.mark.parametrize("eta", sampled([0.3, 0.9], keep=(0.3).__eq__))
 @pytest.mark.parametrize("kind", KINDS)
 def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, kind):
     learner, risk, _ = KINDS[kind]
@@ -170,7 +171,10 @@ def test_the_single_head_is_a_minimum():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("omega", "mu"), [(0.05, 8.0), (0.1, 4.0), (0.13, 3.39), (0.15, 2.0)])
+@pytest.mark.parametrize(
+    ("omega", "mu"),
+    sampled([(0.05, 8.0), (0.1, 4.0), (0.13, 3.39), (0.15, 2.0)], keep=(0.13, 3.39).__eq__),
+)
 def test_the_corrected_loss_is_within_a_hundredth_of_the_true_one(omega: float, mu: float):
     heads = np.array([omega, -omega]), np.array([mu, -mu])
     true, sem = true_loss([omega, -omega], [mu, -mu], 400_000)
@@ -180,6 +184,7 @@ def test_the_corrected_loss_is_within_a_hundredth_of_the_true_one(omega: float, 
     assert abs(plain - true) > 3 * abs(corrected - true)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_approximation_is_off_for_a_single_head():
     omega, mu = single_head(**SETTING)

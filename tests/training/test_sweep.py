@@ -429,7 +429,7 @@ LONG = {
     "grid": {"task.noise_var": [0.1, 0.3], "model.n_heads": [1, 2]},
     "name": "n{task.noise_var}-h{model.n_heads}",
 }
-KILLS = 12
+KILLS = 6
 # Processes are forked from one that has imported everything, so that their time goes into training. Every other one is
 # killed a while after it has saved something, however long that took, so that the work goes on between the kills. Where
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.

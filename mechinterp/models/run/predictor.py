@@ -5,7 +5,9 @@ needs to know the kind of its model.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
@@ -31,6 +33,19 @@ if TYPE_CHECKING:
 
 PREFIX_CHECK = 1e-5
 """Largest relative difference between a model's output at an x and its prediction for a prompt that ends there."""
+
+
+_KEPT: ContextVar[dict[tuple, tuple[object, Tensor]] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def predictions_kept() -> Iterator[None]:
+    """Context in which a model predicts equal prompts once, for the analyses of one page."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +130,23 @@ class Predictor:
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
-        return self._way.predict(prompts).to(prompts.x.device)
+        found = self._once(("predict",), prompts, lambda: self._way.predict(prompts))
+        return found.to(prompts.x.device)
+
+    def _once(
+        self, what: tuple[object, ...], prompts: Prompts, compute: Callable[[], Tensor]
+    ) -> Tensor:
+        """The result of `compute`; inside `predictions_kept` that of an earlier call for the same model and equal prompts."""
+        kept, weights = _KEPT.get(), self.own_weights()
+        if kept is None or self.is_hooked() or (weights is None and self.hooked.is_hooked):
+            return compute()
+        owner = self.hooked if weights is None else weights
+        parts = (prompts.x, prompts.y, prompts.x_query)
+        read = (each.contiguous().numpy(force=True).tobytes() for each in parts)
+        key = (id(owner), what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
+        if key not in kept:
+            kept[key] = owner, compute()  # the owner stays, so that no other object gets its id
+        return kept[key][1].clone()
 
     @torch.no_grad()
     def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
@@ -177,8 +208,12 @@ class Predictor:
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        predictions = self._way.run(
-            prompts, masks, method=method, progress=progress, mlps=mlps, at=at
+        predictions = self._once(
+            ("run", repr((masks, method, mlps, at))),
+            prompts,
+            lambda: self._way.run(
+                prompts, masks, method=method, progress=progress, mlps=mlps, at=at
+            ),
         )
         return predictions.to(prompts.x.device)
 
@@ -196,7 +231,9 @@ class Predictor:
                 unknown, or positions other than the query's are given and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
-        return self._way.streams(prompts, heads, positions).to(prompts.x.device)
+        what = ("streams", repr((heads, positions)))
+        found = self._once(what, prompts, lambda: self._way.streams(prompts, heads, positions))
+        return found.to(prompts.x.device)
 
     @torch.no_grad()
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
