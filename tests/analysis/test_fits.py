@@ -25,9 +25,10 @@ from mechinterp.icl.predictors import (
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.predictor import learner_of
+from mechinterp.models.run.predictor import learner_of, predictor_of
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import CHECKPOINTS
+from tests.deep_models import GPT2, random_model
 
 TASK = TaskConfig()
 BAYES = TASK.noise_var / TASK.beta_variance
@@ -226,3 +227,28 @@ def test_a_module_predicts_each_prompt_once_and_few_at_a_time():
     fit_learners(hooked, context_lengths=[10, 40], n_prompts=1000)
     assert sum(Counted.sizes) <= 2 * 1000 + 16  # a few more to follow the module
     assert max(Counted.sizes) <= 256
+
+
+def test_a_causal_model_is_fitted_at_all_lengths_from_one_run():
+    """The numbers are those of a function that is run length by length on the same prompts."""
+    task = TaskConfig(d_x=4, context_length=8)
+    model = random_model(2, 2, **GPT2)
+    drawn = sample_prompts(task, 64, seed=0, dtype=torch.float64)
+    predictor = predictor_of(model)
+    assert predictor.predict_at_every(drawn) is not None
+    found = fit_learners(model, context_lengths=[3], prompts=drawn, task=task)
+    for row, length in enumerate((3, 8)):
+        alone = fit_learners(
+            torch.no_grad()(lambda prompts: model.predict(prompts)),
+            context_lengths=[],
+            prompts=drawn.prefix(length),
+            task=replace(task, context_length=length),
+        )
+        for name in ("factor", "r2", "rms", "loss", "loss_gap", "r2_sem", "factor_sem"):
+            np.testing.assert_allclose(
+                getattr(found, name)[row],
+                getattr(alone, name)[0],
+                rtol=1e-6,
+                atol=1e-9,
+                err_msg=name,
+            )

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import numpy as np
@@ -223,7 +224,7 @@ def fit_learners(
             (which needs a task). Of a function with predictions after every layer, the last ones
             are used.
         context_lengths: Numbers of pairs; the task's own is added. The default lengths are cut to
-            the model's positions.
+            the model's positions. A causal model whose tokens come in turn is run once for all.
         task: Law of the prompts; None means the model's own. With given prompts the law is then
             unknown, and ridge has the penalty that is best on them.
         prompts: Given prompts, whose length is the longest; None draws them.
@@ -255,10 +256,17 @@ def fit_learners(
         predictor = predictor_of(source)
         context_lengths = [n for n in CONTEXT_LENGTHS if _has_room(predictor, task, n)]
     lengths = sorted({*context_lengths, task.context_length})
-    rows = [
-        _fit_at(model, task, length, n_prompts, seed)
-        for length in progress(lengths, "fitting learners at each context length")
-    ]
+    draw = partial(_drawn, task, n_prompts, seed)
+    whole = _in_one_pass(source, draw(lengths[-1]))
+    rows = []
+    for length in progress(lengths, "fitting learners at each context length"):
+        if whole is None:
+            chunks = partial(draw, length)
+            predicted = torch.cat([model(prompts).double() for prompts in chunks()])
+        else:
+            chunks = partial(map, methodcaller("prefix", length), [each for each, _ in whole])
+            predicted = torch.cat([every[:, length].double() for _, every in whole])
+        rows.append(_fit_at(predicted, chunks, task))
     at = lengths.index(task.context_length)
     squares = [row.pop("squares") for row in rows][at]
     best, runner_up = np.argsort(squares.mean(0))[:2]
@@ -288,20 +296,35 @@ def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
     return True
 
 
+def _drawn(task: TaskConfig, n_prompts: int, seed: int, length: int) -> Iterator[Prompts]:
+    """Prompts of this many pairs, in chunks."""
+    if isinstance(task, PromptsTask):
+        return iter([task.prompts.shortened(length)])
+    return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
+
+
+def _in_one_pass(
+    source: Source | Learner, chunks: Iterator[Prompts]
+) -> list[tuple[Prompts, Float[Tensor, "batch n_pairs d_y"]]] | None:
+    """Chunks of prompts with the predictions at every x; None if one pass does not give them."""
+    whole = []
+    for prompts in () if is_learner(source) else chunks:
+        every = predictor_of(source).predict_at_every(prompts)
+        if every is None:
+            return None
+        whole.append((prompts, every))
+    return whole or None
+
+
 def _fit_at(
-    model: Callable[[Prompts], Tensor], task: TaskConfig, length: int, n_prompts: int, seed: int
+    predicted: Float[Tensor, "prompt d_y"],
+    chunks: Callable[[], Iterator[Prompts]],
+    task: TaskConfig,
 ) -> dict:
     """All columns of one context length, and the squared distances per prompt and learner."""
-
-    def chunks() -> Iterator[Prompts]:
-        if isinstance(task, PromptsTask):
-            return iter([task.prompts.shortened(length)])
-        return prompt_chunks(task, n_prompts, seed=seed, context_length=length)
-
-    predicted = torch.cat([model(prompts).double() for prompts in chunks()])
     require_moderate(predicted)
-    prediction = predicted.numpy(force=True)  # [prompt, d_y]
-    first = next(iter(chunks()))[: min(n_prompts, KERNEL_PROMPTS)]
+    prediction = predicted.numpy(force=True)
+    first = next(iter(chunks()))[:KERNEL_PROMPTS]
     omega, through_omega = _kernel_omega(prediction[: len(first)], first)
     shapes, targets = [], []
     for prompts in chunks():
