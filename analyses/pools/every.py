@@ -1,16 +1,20 @@
 """The second map of plan.md: GPT-2 on pools of tasks, trained on the loss at every position.
 
     python -m analyses.pools.every train map --out RUNS [--device cuda] [--seconds N]
+    python -m analyses.pools.every finished FOLDER... [--out DIR]
     python -m analyses.pools.every tables RUNS [--out DIR]
 
 `train` takes map, long or garg: the models of the plan, M = 16 with more steps, and the smallest
 GPT-2 of Garg et al. on d_x 5. All models of a set train side by side; --seconds stops them early.
-RUNS/NAME.npz has sums over prompts at a grid of steps, RUNS/NAME/MODEL the checkpoints. `tables`
+RUNS/NAME.npz has sums over prompts at a grid of steps, RUNS/NAME/MODEL the checkpoints. `finished`
+measures models of the set "long" that `mechinterp train` trained to the end (folders m16-long-sSEED,
+a snapshot every 10,000 steps) and adds them to the table as the set "long alone". `tables`
 writes results/pools/pool_every.csv (losses and distances at every measured step) and
 pool_every_law.csv (the law of two strategies)."""
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +26,7 @@ from scipy.optimize import least_squares
 from torch import Tensor
 
 from analyses.lib import RESULTS
-from mechinterp import override, preset, sample_prompts, task_pool
+from mechinterp import load, override, preset, sample_prompts, task_pool
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.pools import dmmse_at_every
 from mechinterp.icl.predictors import ridge_at_every
@@ -36,9 +40,12 @@ N_PROMPTS, BLOCKS = 4096, 32
 GRID = {*range(0, 2000, 250), *range(2000, 4000, 500), *range(4000, 10_000, 1000)}
 GRID |= {*range(10_000, 20_001, 2000)}
 LONG_GRID = {*range(0, 10_000, 1000), *range(10_000, 200_001, 10_000)}
+ALONE = "long alone"
+"""Name of the set of models that `mechinterp train` trained."""
 COLUMNS = ("to_dmmse", "to_ridge", "inner", "gap", "norm")
 """Sums for distances: |f - dMMSE|^2 / d_x, |f - ridge|^2 / d_x, <f - ridge, dMMSE - ridge>,
 |dMMSE - ridge|^2, |f - ridge|^2."""
+FIT_LOSSES = ("fit_loss", "fit_dmmse", "fit_ridge")
 PREDICTORS = ("model", "dmmse", "ridge")
 FITTED, TESTED = (1, 4, 64, 1024), (16, 256)
 """Numbers of tasks on which the law is fitted and tested."""
@@ -131,12 +138,45 @@ def rows_of(name: str, file: Path) -> pd.DataFrame:
         for index, model in enumerate(stored["models"]):
             config = configs[str(model)]
             for kind, blocks in zip(("pool", "new"), stored["records"][at, index], strict=True):
-                about = {"set": name, "model": model, "n_tasks": config.task.n_tasks}
-                about |= {"seed": config.seed, "step": step, "tasks": kind}
-                rows.append(about | estimates(blocks[:, 1:].mean(1).astype(float)))
-                every = blocks.mean((0, 1))[len(COLUMNS) + 3 :]
-                rows[-1] |= dict(zip(("fit_loss", "fit_dmmse", "fit_ridge"), every, strict=True))
+                rows.append(row_of(name, str(model), config, step, kind, blocks))
     return pd.DataFrame(rows)
+
+
+def row_of(
+    name: str,
+    model: str,
+    config: ExperimentConfig,
+    step: int,
+    kind: str,
+    blocks: Float[np.ndarray, "block n column"],
+) -> dict[str, object]:
+    """Numbers of a model at a step, on tasks of the pool or on new ones."""
+    about = {"set": name, "model": model, "n_tasks": config.task.n_tasks}
+    about |= {"seed": config.seed, "step": step, "tasks": kind}
+    every = blocks.mean((0, 1))[len(COLUMNS) + 3 :]
+    losses = dict(zip(FIT_LOSSES, every, strict=True))
+    return about | estimates(blocks[:, 1:].mean(1).astype(float)) | losses
+
+
+def finished(folders: Sequence[Path], out: Path) -> None:
+    """Add the snapshots of models that were trained alone to the table."""
+    rows = []
+    for folder in folders:
+        trained = load(folder)
+        train = replace(trained.config.train, snapshot_every=None)
+        assert replace(trained.config, train=train) == sets("long")[folder.name], folder
+        for kind in ("pool", "new"):
+            of = Reference(trained.config, kind, "cpu")
+            for step, weights in {**trained.snapshots, trained.step: trained.weights}.items():
+                with torch.no_grad():
+                    f = predict_at_every(weights, of.prompts.to(torch.float32)).double()
+                rows.append(row_of(ALONE, folder.name, trained.config, step, kind, of.sums(f)))
+    table = out / "pool_every.csv"
+    kept = [line for line in table.read_text().splitlines(True) if not line.startswith(ALONE)]
+    found = pd.DataFrame(rows).drop(columns=list(FIT_LOSSES))
+    found = found.sort_values(["seed", "step"], kind="stable")
+    new = found.to_csv(index=False, header=False, float_format="%.4g", lineterminator="\n")
+    table.write_text("".join(kept) + new)
 
 
 def estimates(blocks: Float[np.ndarray, "block column"]) -> dict[str, float]:
@@ -199,7 +239,7 @@ def tables(runs: Path, out: Path) -> None:
     found = [rows_of(file.stem, file) for file in sorted(runs.glob("*.npz"))]
     rows = pd.concat(found, ignore_index=True)
     of_law = law(rows)
-    kept = rows.drop(columns=["fit_loss", "fit_dmmse", "fit_ridge"])
+    kept = rows.drop(columns=list(FIT_LOSSES))
     kept.to_csv(out / "pool_every.csv", index=False, float_format="%.4g")
     of_law.to_csv(out / "pool_every_law.csv", index=False, float_format="%.4g")
     tested = of_law[of_law.n_tasks.isin(TESTED)]
@@ -215,12 +255,17 @@ def main() -> None:
     of_train.add_argument("--out", type=Path, required=True)
     of_train.add_argument("--device", default="cpu")
     of_train.add_argument("--seconds", type=float, default=float("inf"))
+    of_finished = commands.add_parser("finished")
+    of_finished.add_argument("folders", type=Path, nargs="+")
+    of_finished.add_argument("--out", type=Path, default=RESULTS / "pools")
     of_tables = commands.add_parser("tables")
     of_tables.add_argument("runs", type=Path)
     of_tables.add_argument("--out", type=Path, default=RESULTS / "pools")
     given = parser.parse_args()
     if given.command == "train":
         train(given.name, given.out, given.device, given.seconds)
+    elif given.command == "finished":
+        finished(given.folders, given.out)
     else:
         tables(given.runs, given.out)
 

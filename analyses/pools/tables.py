@@ -46,7 +46,7 @@ def every(results: Path) -> str:
     """GPT-2s trained on the loss at every position, one line per pool: ranges over the seeds at the
     last step."""
     found = pd.read_csv(results / "pools" / "pool_every.csv")
-    found = found[found.set.isin(["map", "long"])]
+    found = found[found.set.isin(["map", "long", "long alone"])]
     last = found[found.step == found.groupby("set").step.transform("max")]
     last = last.sort_values(["n_tasks", "step"], kind="stable")
     header = ("M", "steps", "loss / dMMSE's, pool", "loss / ridge's, new", "relative, pool")
@@ -61,7 +61,7 @@ def every(results: Path) -> str:
         rows.append(
             (
                 "none" if pd.isna(n_tasks) else f"{n_tasks:,.0f}",
-                f"{one.step.iloc[0]:,}" + (" of 64 prompts" if name == "long" else ""),
+                f"{one.step.iloc[0]:,}" + (" of 64 prompts" if name != "map" else ""),
                 *(_range(each) for each in (pool.loss_over_dmmse, new.loss_over_ridge)),
                 *(_range(each) for each in (pool.relative, new.relative)),
                 f"{means.max():.2f}, {means.idxmax():,}",

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.folder import Outline
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
 

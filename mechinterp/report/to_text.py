@@ -10,6 +10,9 @@ from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
 from mechinterp.report.text import ROWS, frame_text, wrapped
 
+HEADS = 8
+"""Most heads that a classification lists."""
+
 
 def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
     """Sentences and tables of a result.
@@ -54,7 +57,7 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
         notes = [wrapped(f"\n{text}", "  ") for text in result.notes]
         return "\n".join([result.pattern, to_text("classify", result, wide=True), *notes])
     told = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
-    return "\n".join([told, "", result.heads_title, *result.head_lines(ROWS)])
+    return "\n".join([told, "", result.heads_title, *result.head_lines(HEADS)])
 
 
 def brief_text(result: Classified) -> str:
@@ -66,4 +69,4 @@ def brief_text(result: Classified) -> str:
     )
     if result.task_doubt:
         line += f"; {result.task_doubt}"
-    return "\n".join([result.pattern, wrapped(line, "  "), *result.head_lines(ROWS)])
+    return "\n".join([result.pattern, wrapped(line, "  "), *result.head_lines(HEADS)])

@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def assert_header(document: dict, checkpoint: Checkpoint):
     assert list(document)[:8] == HEADER
-    expected = (2, str(checkpoint.path), "native", {}, *(1, 3, 5, 1))
+    expected = (3, str(checkpoint.path), "native", {}, *(1, 3, 5, 1))
     assert tuple(document[name] for name in HEADER) == expected
 
 

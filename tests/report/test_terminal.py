@@ -29,7 +29,7 @@ from mechinterp.models.constructions.one_layer import debiased_gradient_step, ze
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report import bars
 from mechinterp.report.text import ROWS, frame_text, wrapped
-from mechinterp.report.to_text import brief_text, classification_text, to_text
+from mechinterp.report.to_text import HEADS, brief_text, classification_text, to_text
 from mechinterp.training.trained import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
@@ -133,7 +133,13 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[0] == "Heads: what the excess risk rises by when one is masked"
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
-    assert (len(lines), lines[-1]) == (3 + ROWS, "  ... and 10 more heads, of less: --wide")
+    # Rises of 0 to 2 with errors of 1 are not clear; 27 are.
+    assert len(lines) == 2 + HEADS + 1
+    assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
+    # A rise of many prompts' errors that a few carry is no rise of nothing.
+    heavy = replace(many, increase_sem=np.full((1, 30), 40.0), excess_risk=20.0)
+    named = [line.split()[0] for line in heavy.head_lines(30)[:-1]]
+    assert named == [f"L0H{head}" for head in range(29, 20, -1)]
     rows = re.findall(r"^ +0 +\d+ +L0H", classification_text(many, wide=True), re.MULTILINE)
     assert len(rows) == 30
 

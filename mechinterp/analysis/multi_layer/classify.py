@@ -30,6 +30,8 @@ from mechinterp.display import frame_of, head_axes, head_names
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 
+LISTED = 8
+"""Most heads without a clear rise that are named."""
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
 
@@ -94,16 +96,24 @@ class LayeredClassification(Classified):
         return f", {explained(*self.algorithm.explained(self.algorithm.nearest))}"
 
     def head_lines(self, rows: int) -> list[str]:
-        """A line per head, in the columns of `heads_title`; of more than `rows` the heaviest."""
-        frame = self.to_frame()
-        if len(frame) > rows:
-            frame = frame.nlargest(rows, "excess_risk_increase")
+        """A line per head in the columns of `heads_title`, the largest rise first, and one for all within two standard
+        errors of 0 (few prompts may carry a rise above the full model's own excess risk: such heads get their line)."""
+        frame = self.to_frame().sort_values("excess_risk_increase", ascending=False)
+        size = frame["excess_risk_increase"].abs()
+        clear = (size > 2 * frame["sem"]) | (size > self.excess_risk)
+        shown = frame[clear].head(rows)
         lines = [
             f"  {row.label:<6}  {with_error(row.excess_risk_increase, row.sem):>25}  {digits(row.importance):>25}"
-            for row in frame.itertuples()
+            for row in shown.itertuples()
         ]
-        left = self.increase.size - len(frame)
-        return [*lines, f"  ... and {left} more heads, of less: --wide"] if left else lines
+        less, names = int(clear.sum()) - len(shown), sorted(frame[~clear]["label"])
+        rest = [f"{less} more heads, of less"] if less else []
+        if names:
+            listed = ", ".join(names) if len(names) <= LISTED else f"{len(names)} heads"
+            rest.append(f"within two standard errors of 0: {listed}")
+        if rest:
+            lines.append(f"  {'; '.join(rest)}{' (--wide)' if less else ''}")
+        return lines
 
     @property
     def heaviest(self) -> str:
