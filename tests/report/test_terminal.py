@@ -129,7 +129,8 @@ def test_a_classification_is_five_columns_below_the_verdict(pair, narrow, n_head
 def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     model = gradient_descent_model([0.5, 0.3], d_x=4)
     found = classify(model, n_prompts=16)
-    many = replace(found, increase=np.arange(30.0)[None], increase_sem=np.ones((1, 30)))
+    rises = {"increase": np.arange(30.0)[None], "increase_sem": np.ones((1, 30))}
+    many = replace(found, **rises, excess_risk=100.0)
     lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[0] == "Heads: what the excess risk rises by when one is masked"
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
