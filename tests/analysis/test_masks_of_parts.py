@@ -148,6 +148,8 @@ def test_a_metric_of_ones_own(few):
     assert found.rise_sem[1, 2] == pytest.approx(rise.std().item() / len(few) ** 0.5, rel=1e-9)
     assert found.metric == "distance to one"
     assert "distance to one" in found.plot().layout.title.text
+    nameless = ablate_heads(model, few, metric=lambda y_hat, prompts: y_hat[:, 0])
+    assert nameless.metric == "metric"
     pairs = ablate_heads(model, few, metric=distance_to_one, sets="pairs")
     np.testing.assert_allclose(pairs.rise.diagonal(), found.rise.ravel(), rtol=1e-9)
     greedy = ablate_heads(model, few, metric=distance_to_one, sets="greedy")
@@ -162,6 +164,7 @@ def test_a_metric_of_ones_own(few):
         ({"sets": "pairs", "mlps": True}, ("mlps", "'single'", "'pairs'")),
         ({"positions": "all", "mlps": True}, ("positions", "mlps")),
         ({"positions": "all", "runs": "all"}, ("positions", "runs")),
+        ({"mlps": True, "runs": "all"}, ("mlps", "runs")),
         ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
         ({"mlps": True}, ("mlps", "MLPs", "attention")),
     ],

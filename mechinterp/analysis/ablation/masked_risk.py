@@ -35,10 +35,11 @@ class How:
 
     @property
     def name(self) -> str:
-        """Name of the metric."""
+        """Name of the metric; "metric" for a function without a name."""
         if self.metric is squared_error:
             return EXCESS_RISK
-        return getattr(self.metric, "__name__", type(self.metric).__name__).replace("_", " ")
+        name = getattr(self.metric, "__name__", type(self.metric).__name__)
+        return "metric" if name == "<lambda>" else name.replace("_", " ")
 
     def of(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
         """The metric for each prompt.

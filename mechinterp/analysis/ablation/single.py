@@ -412,8 +412,8 @@ def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str)
     asked = [name for name, changed in others.items() if changed]
     if sets != "single" and asked:
         raise ValueError(f"{asked[0]} goes with sets='single', got sets={sets!r}.")
-    if positions and len(asked) > 1:
-        raise ValueError(f"positions='all' masks heads alone, got {asked[1]} as well.")
+    if len(asked) > 1:
+        raise ValueError(f"{asked[0]} and {asked[1]} do not go together; leave one of them out.")
 
 
 def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
