@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import hook_module
+from mechinterp import hook_module, masked
 from mechinterp.analysis.ablation.single import HeadAblation, PositionAblation, ablate_heads
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
@@ -166,6 +166,7 @@ def test_a_metric_of_ones_own(few):
         ({"positions": "all", "runs": "all"}, ("positions", "runs")),
         ({"mlps": True, "runs": "all"}, ("mlps", "runs")),
         ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
+        ({"metric": lambda y_hat, prompts: y_hat[:, 0] / 0}, ("metric", "finite", "inf")),
         ({"mlps": True}, ("mlps", "MLPs", "attention")),
     ],
 )
@@ -174,6 +175,22 @@ def test_options_that_do_not_go_together(options, words, few):
         ablate_heads(random_model(2), few, **options)
     assert all(word in str(refused.value) for word in words), refused.value
     assert "\n" not in str(refused.value)
+
+
+def test_a_position_or_an_mlp_that_is_not_there_is_refused(few):
+    model = own_gpt2()
+    n_pos = model.tokens(few).shape[1]
+    for options, words in (
+        ({"heads": [(0, 0)], "at": n_pos}, ("at", f"{n_pos - 1}", f"{n_pos}")),
+        ({"heads": [], "mlps": [0], "at": -1}, ("at", "-1")),
+        ({"heads": [], "mlps": [3]}, ("blocks.3.hook_mlp_out",)),
+    ):
+        with pytest.raises(ValueError) as refused, masked(model, **options):  # noqa: PT011
+            model.predict(few)
+        assert all(word in str(refused.value) for word in words), refused.value
+    with masked(model, [(0, 1)], mlps=[1], at=2):
+        both = model.predict(few)
+    assert not torch.equal(both, model.predict(few))
 
 
 def test_without_options_it_is_the_excess_risk(few):

@@ -45,13 +45,15 @@ class How:
         """The metric for each prompt.
 
         Raises:
-            ValueError: If it is not one number per prompt.
+            ValueError: If it is not one finite number per prompt.
         """
         values = torch.as_tensor(self.metric(predictions, prompts))
         if values.shape != (len(prompts),):
             raise ValueError(
                 f"metric must give one number per prompt, [{len(prompts)}], got {list(values.shape)}."
             )
+        if not values.isfinite().all():
+            raise ValueError(f"metric must be finite, got {values[~values.isfinite()][0]}.")
         return values.double()
 
 

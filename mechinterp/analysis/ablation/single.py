@@ -296,7 +296,7 @@ def ablate_heads(
     Raises:
         ValueError: If an option is unknown or two do not go together, there are fewer than two prompts
             (four for resample, eight for the greedy order), the number of prompts is odd for resample,
-            the metric does not give one number per prompt, or an MLP is missing or has no hook.
+            the metric does not give one finite number per prompt, or an MLP is missing or has no hook.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The importance,
         normalised within a layer, and its estimate are choices made here, and so is the interaction:
@@ -314,6 +314,8 @@ def ablate_heads(
         ('L0H0', 'L0H1')
     """
     _require_options(sets, positions, mlps=mlps, runs=runs)
+    if not (metric is None or callable(metric)):
+        raise ValueError(f"metric must be a function of predictions and prompts, got {metric!r}.")
     n_prompts = AT_POSITIONS if positions and n_prompts is None else n_prompts
     fitted = 1 if sets == "greedy" else 0
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
@@ -376,20 +378,29 @@ def _by_position(
 ) -> PositionAblation:
     """Masks at one position after another. Where a model of this package reads its last layer at the query alone, heads of
     that layer have no effect elsewhere, and are not run."""
-    hooked, last = predictor.hooked, predictor.n_layers - 1
-    _, (z,) = hooked.activations(prompts[:2], [z_name(0)])
-    shape = (predictor.n_layers, predictor.n_heads, n_pos := z.shape[1])
+    last = predictor.n_layers - 1
+    names = [z_name(layer) for layer in range(predictor.n_layers)]
+    _, every_z = predictor.hooked.activations(prompts[:2], names)
+    sizes = [z.shape[1] for z in every_z]
+    shape = (predictor.n_layers, predictor.n_heads, n_pos := max(sizes))
     rise, sem = np.zeros(shape), np.zeros(shape)
     for at in progress(range(n_pos), "masking heads at each position"):
         idle = predictor.weights is not None and at < n_pos - 1
-        heads = [head for head in predictor.heads if not (idle and head[0] == last)]
+        heads = [
+            (layer, head)
+            for layer, head in predictor.heads
+            if at < sizes[layer] and not (idle and layer == last)
+        ]
         if heads:
             values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
             place = (*np.transpose(heads), at)
             rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
-    names = _positions(n_pos, prompts.x.shape[1])
     return PositionAblation(
-        method=how.method, metric=how.name, positions=names, rise=rise, rise_sem=sem
+        method=how.method,
+        metric=how.name,
+        positions=_positions(n_pos, prompts.x.shape[1]),
+        rise=rise,
+        rise_sem=sem,
     )
 
 

@@ -27,7 +27,7 @@ def mask_heads(
         values: Replacement for z of the masked heads, [layer, pos, head, d_head]; None: zeros.
         at: Position at which the heads are masked; None: at all.
     Raises:
-        ValueError: If a number is negative; when the model runs, if a layer has no such head.
+        ValueError: If a number is negative; when the model runs, if a layer has no such head or position.
     See also:
         `masked`, `ablate_heads`.
     Example:
@@ -56,7 +56,7 @@ def mask_z(
     if heads and max(heads) >= z.shape[2]:
         name, n_heads = getattr(hook, "name", "z"), z.shape[2]
         raise ValueError(f"heads of {name} must lie in 0 to {n_heads - 1}, got {max(heads)}.")
-    z, rows = z.clone(), slice(None) if at is None else slice(at, at + 1)
+    z, rows = z.clone(), _rows(z, at)
     z[:, rows, heads] = 0 if value is None else value[..., rows, heads, :].to(z)
     return z
 
@@ -75,9 +75,18 @@ def mask_mlps(
 
 
 def _mask_mlp(out: Tensor, hook: object, *, value: Tensor | None, at: int | None) -> Tensor:
-    out, rows = out.clone(), slice(None) if at is None else slice(at, at + 1)
+    out, rows = out.clone(), _rows(out, at)
     out[:, rows] = 0 if value is None else value[..., rows, :].to(out)
     return out
+
+
+def _rows(values: Float[Tensor, "batch pos *axes"], at: int | None) -> slice:
+    """All positions, or one of them."""
+    if at is None:
+        return slice(None)
+    if not 0 <= at < values.shape[1]:
+        raise ValueError(f"at must be a position from 0 to {values.shape[1] - 1}, got {at}.")
+    return slice(at, at + 1)
 
 
 def by_layers(heads: Sequence[Head]) -> dict[int, list[int]]:

@@ -276,7 +276,7 @@ def masked(
     for layer in mlps:
         if mlp_name(layer) not in hooked.hook_dict:
             raise ValueError(
-                f"An MLP is masked at the hook {mlp_name(layer)}, got a {type(hooked).__name__} without it."
+                f"The model ({type(hooked).__name__}) has no hook {mlp_name(layer)}, where an MLP is masked."
             )
     masks = mask_heads(heads, values=values, at=at) + mask_mlps(mlps, values=mlp_values, at=at)
     with lock_of(hooked), hooked.hooks(fwd_hooks=[*notes, *masks]):
