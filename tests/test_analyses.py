@@ -140,7 +140,11 @@ LONG = (
         for name in ("6_initial_scale", "11_rank_structure", "12_other_ranks")
     ),
     *(f"linear/{name}" for name in ("ends", "fixed_points", "training_set")),
-    *(f"softmax/{name}" for name in ("figure_4_losses", "heads_needed")),
+    *(
+        f"softmax/{name}"
+        for name in ("figure_4_losses", "heads_needed", "table_1_and_figure_11_scores")
+    ),
+    "edges/methods",
     *(f"sparse/{name}" for name in ("choices", "construction", "fairness", "fine_tuning", "gates")),
     *(
         f"sparse/{name}"

@@ -83,13 +83,16 @@ KINDS = (
 )
 
 
+RARE = dict.fromkeys(MODELS, (pytest.mark.slow,)) | {
+    MODELS[3]: (pytest.mark.slow, pytest.mark.exhaustive)
+}
 LIGHT = {"softmax-h2-s0": (KINDS[0], KINDS[-1]), MODELS[2]: KINDS[:1]}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=() if layout in LIGHT.get(name, ()) else pytest.mark.slow)
+        pytest.param(name, layout, marks=() if layout in LIGHT.get(name, ()) else RARE[name])
         for name in MODELS
         for layout in KINDS
     ],

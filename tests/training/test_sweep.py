@@ -429,7 +429,7 @@ LONG = {
     "grid": {"task.noise_var": [0.1, 0.3], "model.n_heads": [1, 2]},
     "name": "n{task.noise_var}-h{model.n_heads}",
 }
-KILLS = 6
+KILLS = 12
 # Processes are forked from one that has imported everything, so that their time goes into training. Every other one is
 # killed a while after it has saved something, however long that took, so that the work goes on between the kills. Where
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.
@@ -483,6 +483,7 @@ assert end(start(root / f"killed-{folders}", *options)) == 0
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(tmp_path: Path):
     sweep = write(tmp_path, LONG)
