@@ -1,15 +1,17 @@
 """Masks at one position, of MLPs, and under a metric of one's own: against weights of zero and hooks written by hand."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import hook_module, masked
+from mechinterp import dmmse, hook_module, load, masked, sample_prompts, task_pool
 from mechinterp.analysis.ablation.single import HeadAblation, PositionAblation, ablate_heads
 from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -132,6 +134,25 @@ def test_positions_of_a_plain_module(few):
     np.testing.assert_allclose(found.rise[1, :, :-1], 0, atol=1e-15)
 
 
+def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
+    checkpoint = load("pool-linear-m4-s0")
+    task, prompts = checkpoint.task, sample_prompts(checkpoint.task, 64, dtype=torch.float64)
+    own = {
+        "ridge": partial(ridge, penalty=task.posterior_penalty),
+        "dmmse": partial(dmmse, pool=task_pool(task), noise_var=task.noise_var),
+    }
+    for name, learner in own.items():
+
+        def distance(y_hat: Tensor, prompts: Prompts, learner=learner) -> Tensor:
+            return (y_hat - learner(prompts)).square().mean(1)
+
+        found = ablate_heads(checkpoint, prompts, metric=name)
+        assert found.metric == f"distance to {name}"
+        np.testing.assert_allclose(
+            found.rise, ablate_heads(checkpoint, prompts, metric=distance).rise, rtol=1e-6
+        )
+
+
 def test_a_metric_of_ones_own(few):
     model = random_model(2)
 
@@ -166,6 +187,8 @@ def test_a_metric_of_ones_own(few):
         ({"positions": "all", "runs": "all"}, ("positions", "runs")),
         ({"mlps": True, "runs": "all"}, ("mlps", "runs")),
         ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
+        ({"metric": "dmmse"}, ("metric='dmmse'", "task")),
+        ({"metric": "loss"}, ("metric", "'ridge'", "'loss'")),
         ({"metric": lambda y_hat, prompts: y_hat[:, 0] / 0}, ("metric", "finite", "inf")),
         ({"mlps": True}, ("mlps", "MLPs", "attention")),
     ],

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import (
@@ -37,10 +39,13 @@ from mechinterp.analysis.stats import (
     resampled,
 )
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.pools import dmmse
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts, task_pool
 from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 SETS = ("single", "pairs", "greedy")
@@ -262,7 +267,7 @@ def ablate_heads(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    metric: Metric | None = None,
+    metric: Metric | str | None = None,
     sets: str = "single",
     positions: str | None = None,
     mlps: bool = False,
@@ -278,7 +283,8 @@ def ablate_heads(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more. With positions: 256.
-        metric: Function from predictions [batch, d_y] and prompts to one number per prompt. None: the
+        metric: Function from predictions [batch, d_y] and prompts to one number per prompt; or "ridge"
+            or "dmmse", the squared distance to this predictor of the model's task, y². None: the
             squared error against the target without noise, whose mean is the excess risk.
         sets: "single": each head alone; "pairs": every two heads together, with their interaction;
             "greedy": one head after another, next the one whose masking leaves the smallest metric
@@ -314,12 +320,10 @@ def ablate_heads(
         ('L0H0', 'L0H1')
     """
     _require_options(sets, positions, mlps=mlps, runs=runs)
-    if not (metric is None or callable(metric)):
-        raise ValueError(f"metric must be a function of predictions and prompts, got {metric!r}.")
     n_prompts = AT_POSITIONS if positions and n_prompts is None else n_prompts
     fitted = 1 if sets == "greedy" else 0
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
-    how = How(squared_error if metric is None else metric, method)
+    how = How(_metric_of(metric, source), method)
     predictor = predictor_of(source)
     if mlps and predictor.attention_only:
         raise ValueError("mlps=True needs a model with MLPs, got one of attention alone.")
@@ -333,6 +337,32 @@ def ablate_heads(
         return pruning_curves(predictor, measured_on, {"greedy": order}, how, progress)
     found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
     return _with_mlps(found, predictor, prompts, how, progress) if mlps else found
+
+
+def _metric_of(metric: Metric | str | None, source: Source) -> Metric:
+    """The metric that was asked for."""
+    if metric is None:
+        return squared_error
+    if callable(metric):
+        return metric
+    if metric not in ("ridge", "dmmse"):
+        raise ValueError(
+            f"metric must be a function of predictions and prompts, 'ridge' or 'dmmse', got {metric!r}."
+        )
+    task = task_for(source, None, f"metric={metric!r}")
+    if metric == "dmmse" and task.n_tasks is None:
+        raise ValueError("metric='dmmse' needs a task with a pool (n_tasks), got one without.")
+    learner = (
+        partial(ridge, penalty=task.posterior_penalty)
+        if metric == "ridge"
+        else partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
+    )
+
+    def distance(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
+        return (predictions - learner(prompts).to(predictions)).square().mean(1)
+
+    distance.__name__ = f"distance to {metric}"
+    return distance
 
 
 def single_ablation(
