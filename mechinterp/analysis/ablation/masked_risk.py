@@ -47,7 +47,9 @@ class How:
         Raises:
             ValueError: If it is not one finite number per prompt.
         """
-        values = torch.as_tensor(self.metric(predictions, prompts))
+        values = self.metric(predictions, prompts)
+        if not isinstance(values, Tensor):
+            values = torch.as_tensor(values, device="cpu")
         if values.shape != (len(prompts),):
             raise ValueError(
                 f"metric must give one number per prompt, [{len(prompts)}], got {list(values.shape)}."
