@@ -191,18 +191,25 @@ class HeadAblation(LayerShares, Result):
         return (median, *means) if self.carried_by_few.any() else (*means, median)
 
     def plot(self) -> go.Figure:
-        """Rise of the metric: layers by heads, or one bar per head for one layer."""
-        title = f"Rise of the {self.metric} when a head is masked ({self.method} ablation)"
-        if len(self.rise) == 1 and self.mlp_rise is None:
-            return rises_by_method([self], title)
-        if self.mlp_rise is None:
-            return heatmaps.layers_by_heads(self.rise, title=title, unit=unit_of(self.metric))
+        """Rise of the metric: layers by heads (colours end where the model is no better than predicting 0), or one bar per
+        head for one layer."""
+        mlps = [] if self.mlp_rise is None else [self.mlp_rise]
+        title = f"Rise of the {self.metric} when a head{' or MLP' if mlps else ''} is masked ({self.method} ablation"
+        if len(self.rise) == 1 and not mlps:
+            return rises_by_method([self], f"{title})")
+        rises = np.column_stack([self.rise, *mlps])
+        limit = self.null_risk - self.full_risk
+        ends = 0 < limit < np.abs(rises).max()
         return heatmaps.heatmap(
-            np.column_stack([self.rise, self.mlp_rise]),
-            title=f"Rise of the {self.metric} when a head or MLP is masked ({self.method} ablation)",
-            rows=[f"L{layer}" for layer in range(len(self.rise))],
-            columns=[*(f"H{head}" for head in range(self.rise.shape[1])), "MLP"],
+            rises,
+            title=f"{title}; full colour: no better than predicting 0)" if ends else f"{title})",
+            rows=[f"L{layer}" for layer in range(len(rises))],
+            columns=[
+                *(f"H{head}" for head in range(self.rise.shape[1])),
+                *(["MLP"] if mlps else []),
+            ],
             unit=unit_of(self.metric),
+            limit=limit if ends else None,
         )
 
     def plot_importance(self) -> go.Figure:
