@@ -12,6 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.presets import PRESETS
+from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import sampled
 from tests.golden import subjects
 from tests.golden.store import (
@@ -33,12 +37,14 @@ SUBJECTS = read_json("subjects")
 WIDE = "checkpoints/sparse-wide-s0"  # 256 heads
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 """Of predictions: rounding of each dtype, as a share of the largest prediction."""
-DOCUMENT = 5e-3
+DOCUMENT = 1e-3
 """Tolerance for numbers in documents, as a share of the largest in their column. Commands run in float32:
 predictions may differ by 1e-5 of the largest, a few times the typical one, a squared error by twice
 as much, and a share of a small rise in error by ten times that. A kernel's width, where an error is
-least, is known to the root of float32's rounding, 3e-4; the error of a factor at that width moves by
-several times as much. It was 1e-3 until another processor gave a difference of 1.2e-3."""
+least, is known to the root of float32's rounding, 3e-4."""
+LOOSER = {"factor_sem": 5.0}
+"""Multiples of this tolerance by column. The error of a factor at a fitted kernel width moves by several times as much as
+the width. It was 1 until another processor gave a difference of 1.2e-3."""
 TRAINED = 1e-5
 """Of weights after some steps in float32, in norm."""
 
@@ -132,7 +138,18 @@ def test_commands_answer_what_is_stored(asked: str):
     command, _, kind = asked.partition(" ")
     with subjects.at_the_root():
         found = subjects.answer(*command_line(command, kind))
-    assert differences(found, read_json("documents")[asked], DOCUMENT) == []
+    assert differences(found, read_json("documents")[asked], DOCUMENT, LOOSER) == []
+
+
+@pytest.mark.parametrize("preset", [n for n, c in PRESETS.items() if c.train.loss == "every"])
+def test_a_key_bias_has_no_gradient(preset: str):
+    config = PRESETS[preset]
+    prompts = sample_prompts(config.task, 4, dtype=torch.float64, context_length=6)
+    weights = initial_deep_weights(config)
+    weights = weights.with_tensors({n: t.double() for n, t in weights.tensors.items()})
+    _, gradients = loss_and_gradients(weights, prompts, first_counted=0)
+    assert gradients.tensors["attn.b_Q"].abs().max() > 1e-6
+    assert gradients.tensors["attn.b_K"].abs().max() < 1e-14
 
 
 RUNS = sampled(
@@ -152,12 +169,12 @@ def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str
     for key in keys:
         expected = stored("training", key)
         off = np.linalg.norm(found[key.removeprefix(prefix)].numpy() - expected)
+        if key.endswith("attn.b_K"):
+            # A softmax does not depend on it (test_a_key_bias_has_no_gradient): Adam moves it by rounding alone.
+            continue
         # Adam moves a weight whose gradient is nothing but rounding by up to a learning rate, on each
         # processor another way. A step more or less moves every weight so far.
         allowed = TRAINED * np.linalg.norm(expected) + subjects.learning_rate(preset)
-        if key.endswith("attn.b_K"):
-            # A softmax does not depend on it: its gradient is rounding at every step and in every entry.
-            allowed *= steps * expected.size**0.5
         assert off <= allowed, key
     if subjects.resumes(preset):
         resumed = subjects.trained_with_a_stop(preset, steps, tmp_path / "stopped")

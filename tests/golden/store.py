@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from safetensors.torch import load_file
@@ -92,12 +93,17 @@ def distance(found: np.ndarray, stored: np.ndarray, scale: float | np.ndarray) -
     return float((np.abs(found - stored) / scale).max())
 
 
-def differences(found: object, stored: object, tolerance: float) -> list[str]:
+def differences(
+    found: object,
+    stored: object,
+    tolerance: float,
+    looser: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
     """Where two JSON documents differ: a line each.
 
     Numbers with a decimal point may differ by a share of the largest in their column, which is the
     same field of all rows of a list; everything else is equal, but that a decimal within a text may
-    differ in its last digit.
+    differ in its last digit. `looser` multiplies the tolerance of a column.
     """
     ours, theirs = dict(_leaves(found)), dict(_leaves(stored))
     lines = [f"{'.'.join(p)}: new" for p in ours.keys() - theirs.keys()]
@@ -109,7 +115,8 @@ def differences(found: object, stored: object, tolerance: float) -> list[str]:
     for place in ours.keys() & theirs.keys():
         now, before = ours[place], theirs[place]
         if isinstance(now, float) and isinstance(before, float):
-            allowed = max(tolerance * largest[_column(place)], NOTHING if tolerance else 0)
+            share = tolerance * looser.get(place[-1], 1.0)
+            allowed = max(share * largest[_column(place)], NOTHING if tolerance else 0)
             same = abs(now - before) <= allowed
         elif isinstance(now, str) and isinstance(before, str):
             same = _same_text(now, before)
