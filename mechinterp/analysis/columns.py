@@ -8,6 +8,7 @@ from functools import cache
 from inspect import getsource
 from itertools import pairwise
 from textwrap import dedent
+from typing import Any
 
 COMMON = {
     "attention": "Attention weight of the query on the token.",
@@ -40,6 +41,7 @@ COMMON = {
     "value": "The number.",
 }
 """Columns that count rows or name what a row is about."""
+METRIC_UNIT = "unit of the metric"
 UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y)\b")
 
 
@@ -48,7 +50,7 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
     out.
 
     A column `mu_0` is an entry of the field `mu`. A column `rise_sem` without a docstring is the
-    standard error of `rise`.
+    standard error of `rise`. "unit of the metric" stands for the field `unit` of the result.
 
     Example:
         >>> from mechinterp.analysis.ablation.orders import PairAblation
@@ -56,8 +58,10 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
         'Number of the head, from 0.'
     """
     known = dict(COMMON)
-    for cls in reversed(list(_classes(result))):
-        known |= docstrings(cls)
+    for each in reversed(list(_results(result))):
+        unit = f"unit {each.unit}".replace("²", "^2") if getattr(each, "unit", "") else METRIC_UNIT
+        texts = docstrings(each if isinstance(each, type) else type(each))
+        known |= {name: text.replace(METRIC_UNIT, unit) for name, text in texts.items()}
     named = {str(column): _meaning(str(column), known) for column in columns}
     return {name: meaning for name, meaning in named.items() if meaning}
 
@@ -94,8 +98,8 @@ def docstrings(cls: type) -> Mapping[str, str]:
     return {name: " ".join(text.replace("`", "").split()) for name, text in texts.items()}
 
 
-def _classes(result: object) -> Iterator[type]:
-    """Classes of a result and of the results inside it."""
+def _results(result: Any) -> Iterator[Any]:
+    """A result and the results inside it, one of each class."""
     if isinstance(result, type):
         yield result
         return
@@ -103,13 +107,13 @@ def _classes(result: object) -> Iterator[type]:
         result = tuple(result.values())
     if isinstance(result, tuple):
         for each in {type(each): each for each in result}.values():
-            yield from _classes(each)
+            yield from _results(each)
         return
     if not is_dataclass(result):
         return
-    yield type(result)
+    yield result
     for each in fields(result):
-        yield from _classes(getattr(result, each.name))
+        yield from _results(getattr(result, each.name))
 
 
 def _meaning(column: str, known: Mapping[str, str]) -> str:

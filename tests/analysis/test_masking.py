@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.masked_risk import How, masked_errors, masked_values
+from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.run import general, hooks, one_layer
@@ -105,7 +105,7 @@ def test_errors_are_those_of_independent_units(few):
     for method, size in (("zero", 30), ("resample", 15)):
         predictions = predictor_of(model).run(few, masks, method=method)
         squares = (predictions - few.y_query_clean).square().mean(2)
-        errors = masked_values(model, few, masks, How(method=method))
+        errors = masked_values(model, few, masks, Masking(method=method))
         assert errors.shape == (size, 2)
         assert errors[:, 1].mean() == pytest.approx(squares[1].mean().item(), rel=1e-12)
     assert errors[3, 0] == pytest.approx(squares[0, 6:8].mean().item(), rel=1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from analyses.lib.gates import learn_gates
-from mechinterp.analysis.ablation.masked_risk import How, masked_errors, masked_values
+from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.analysis.probing.probing import p_probe
@@ -101,7 +101,9 @@ READS = [
 USES = [
     lambda predictor, prompts: predictor.predict(prompts),
     lambda predictor, prompts: masked_errors(predictor, prompts, [[], [(0, 1)]]),
-    lambda predictor, prompts: masked_values(predictor, prompts, [[(1, 0)]], How(method="mean")),
+    lambda predictor, prompts: masked_values(
+        predictor, prompts, [[(1, 0)]], Masking(method="mean")
+    ),
 ]
 
 

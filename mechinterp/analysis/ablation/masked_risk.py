@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp import heatmaps
 from mechinterp.analysis.stats import require_moderate
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
@@ -17,7 +19,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 
 Metric = Callable[[Tensor, Prompts], Tensor]
 """Function from predictions [batch, d_y] and prompts to one number per prompt."""
-EXCESS_RISK = "excess risk"
 
 
 def squared_error(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
@@ -26,28 +27,23 @@ def squared_error(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batc
 
 
 @dataclass(frozen=True)
-class How:
-    """What masks change, and how they mask."""
+class Masking:
+    """Method of masking, and the metric that is measured under it."""
 
-    metric: Metric = squared_error
     method: str = "zero"
     """"zero", "mean" or "resample"."""
+    function: Metric = squared_error
+    metric: str = "excess risk"
+    """Name of the metric."""
+    unit: str = "y²"
 
-    @property
-    def name(self) -> str:
-        """Name of the metric; "metric" for a function without a name."""
-        if self.metric is squared_error:
-            return EXCESS_RISK
-        name = getattr(self.metric, "__name__", type(self.metric).__name__)
-        return "metric" if name == "<lambda>" else name.replace("_", " ")
-
-    def of(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
+    def values(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
         """The metric for each prompt.
 
         Raises:
             ValueError: If it is not one finite number per prompt.
         """
-        values = self.metric(predictions, prompts)
+        values = self.function(predictions, prompts)
         if not isinstance(values, Tensor):
             values = torch.as_tensor(values, device="cpu")
         if values.shape != (len(prompts),):
@@ -59,20 +55,30 @@ class How:
         return values.double()
 
 
-EXCESS = How()
-"""The excess risk under zero ablation."""
+EXCESS = Masking()
+"""Zero ablation and the excess risk."""
 
 
-def unit_of(metric: str, form: str = "{}") -> str:
-    """Unit of a metric, y² for the excess risk; empty for others."""
-    return form.format("y²") if metric == EXCESS_RISK else ""
+@dataclass(frozen=True, kw_only=True)
+class OfMetric:
+    """Name and unit of the metric of a result."""
+
+    metric: str = EXCESS.metric
+    """Name of the metric. The excess risk is the mean of (y_hat - y_query_clean)^2."""
+    unit: str = EXCESS.unit
+    """Unit of the metric; empty if unknown."""
+
+    @property
+    def metric_in_unit(self) -> str:
+        """Name of the metric with its unit, for an axis."""
+        return f"{self.metric} ({self.unit})" if self.unit else self.metric
 
 
 def masked_values(
     source: object,
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
-    how: How,
+    how: Masking,
     *,
     mlps: Sequence[Sequence[int]] | None = None,
     at: int | None = None,
@@ -86,7 +92,7 @@ def masked_values(
         prompts, masks, method=how.method, mlps=mlps, at=at, progress=progress
     )
     require_moderate(predictions)
-    values = torch.stack([how.of(each, prompts) for each in predictions], 1)
+    values = torch.stack([how.values(each, prompts) for each in predictions], 1)
     values = values.unflatten(0, (-1, 2)).mean(1) if how.method == "resample" else values
     return values.numpy(force=True)
 
@@ -105,7 +111,7 @@ def masked_errors(
 def single_masks(
     source: object,
     prompts: Prompts,
-    how: How = EXCESS,
+    how: Masking = EXCESS,
     *,
     runs: str = "one",
     progress: ProgressCallback = no_progress,
@@ -144,3 +150,30 @@ def layer_shares(
     positive = rise.clip(min=0)
     total = positive.sum(-1, keepdims=True)
     return positive / np.where(total == 0, 1, total)
+
+
+def rise_heatmap(
+    rise: Float[np.ndarray, "layer head"],
+    title: str,
+    *,
+    end: float,
+    unit: str = EXCESS.unit,
+    mlp_rise: Float[np.ndarray, " layer"] | None = None,
+) -> go.Figure:
+    """Rises, layers by heads; colours end where a model is no better than predicting 0, if a rise is larger.
+
+    Args:
+        end: Rise at which the model is no better than predicting 0.
+        mlp_rise: Rise when the MLP of a layer is masked, as a last column.
+    """
+    mlps = [] if mlp_rise is None else [mlp_rise]
+    rises = np.column_stack([rise, *mlps])
+    ends = 0 < end < np.abs(rises).max()
+    return heatmaps.heatmap(
+        rises,
+        title=f"{title} (full colour: no better than predicting 0)" if ends else title,
+        rows=[f"L{layer}" for layer in range(len(rises))],
+        columns=[*(f"H{head}" for head in range(rise.shape[1])), *["MLP" for _ in mlps]],
+        unit=unit,
+        limit=end if ends else None,
+    )

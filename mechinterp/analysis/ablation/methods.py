@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.ablation.masked_risk import How, masked_errors
+from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation, rises_by_method, single_ablation
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.number_format import digits, with_error
@@ -256,7 +256,7 @@ def ablate(
     predictor = predictor_of(source)
     methods = [
         single_ablation(
-            predictor, even if how == "resample" else prompts, How(method=how), progress=progress
+            predictor, even if how == "resample" else prompts, Masking(how), progress=progress
         )
         for how in METHODS
     ]

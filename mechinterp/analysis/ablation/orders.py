@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.masked_risk import EXCESS, How, masked_values, unit_of
-from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem
+from mechinterp.analysis.ablation.masked_risk import EXCESS, Masking, OfMetric, masked_values
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
@@ -19,20 +19,18 @@ from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PruningCurves(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PruningCurves(OfMetric, Result):
     """Excess risk, or another metric, as heads are masked one after another, in several orders, on the same prompts."""
 
-    metric: str
-    """Name of the metric."""
     orders: tuple[str, ...]
     heads: tuple[tuple[str, ...], ...]
     """Names of the heads (L0H0, ...) in each order."""
     risk: Float[np.ndarray, "order size"]
-    """Metric with the first 0, 1, ..., all heads of the order masked; y^2 for the excess risk."""
+    """Metric with the first 0, 1, ..., all heads of the order masked, unit of the metric."""
     risk_sem: Float[np.ndarray, "order size"]
     ratio: Float[np.ndarray, "order size"]
-    """Risk divided by the risk of the full model."""
+    """`risk` divided by that of the full model."""
     ratio_sem: Float[np.ndarray, "order size"]
     """Standard error of `ratio`, paired over prompts."""
 
@@ -57,8 +55,7 @@ class PruningCurves(Result):
         return f"Heads needed to keep the {self.metric} within twice the full model's, of {len(self.heads[0])}: {counts}."
 
     def needed(self, order: str) -> int:
-        """Smallest number of heads of an order with which the excess risk is at most twice that of
-        the full model."""
+        """Smallest number of heads of an order with which the metric is at most twice that of the full model."""
         ratios = self.ratio[self.orders.index(order)]
         return int(len(ratios) - 1 - np.flatnonzero(ratios <= 2).max())
 
@@ -69,13 +66,13 @@ class PruningCurves(Result):
         return frame
 
     def plot(self) -> go.Figure:
-        """Excess risk over the number of kept heads, one curve per order."""
+        """Metric over the number of kept heads, one curve per order."""
         return figures.lines(
             self.n_kept,
             figures.named(self.orders, self.risk, self.risk_sem),
             title=f"{self.metric.capitalize()} against the number of kept heads",
             x_title="heads kept",
-            y_title=f"{self.metric} {unit_of(self.metric, '({})')}".strip(),
+            y_title=self.metric_in_unit,
             log_y=True,
         )
 
@@ -84,7 +81,7 @@ def pruning_curves(
     source: Source,
     prompts: Prompts,
     orders: Mapping[str, Sequence[Head]],
-    how: How = EXCESS,
+    how: Masking = EXCESS,
     progress: ProgressCallback = no_progress,
 ) -> PruningCurves:
     """Excess risk, or another metric, with the first 0, 1, ..., all heads of each order masked.
@@ -112,17 +109,21 @@ def pruning_curves(
     masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
     errors = masked_values(source, prompts, masks, how, progress=progress)
     shape = (len(orders), len(every) + 1)
-    risks = (*mean_and_sem(errors), *ratio_and_sem(errors, errors[:, 0]))
+    risks = estimates(risk=mean_and_sem(errors), ratio=ratio_and_sem(errors, errors[:, 0]))
     names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
     return PruningCurves(
-        how.name, tuple(orders), names, *(values.reshape(shape) for values in risks)
+        metric=how.metric,
+        unit=how.unit,
+        orders=tuple(orders),
+        heads=names,
+        **{name: values.reshape(shape) for name, values in risks.items()},
     )
 
 
 def greedy_heads(
     source: Source,
     prompts: Prompts,
-    how: How = EXCESS,
+    how: Masking = EXCESS,
     progress: ProgressCallback = no_progress,
 ) -> list[Head]:
     """All heads in greedy order: each leaves the smallest metric when masked together with those before it."""
@@ -134,20 +135,18 @@ def greedy_heads(
     return gone
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PairAblation(Result):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PairAblation(OfMetric, Result):
     """Extra cost of masking two heads together, compared with the sum of their single costs."""
 
-    metric: str
-    """Name of the metric."""
     names: tuple[str, ...]
     """Names of the heads along both axes: L0H0, L0H1, ..."""
     rise: Float[np.ndarray, "head head"]
-    """Metric with both heads masked minus that of the full model, y^2 for the excess risk; a single
-    head on the diagonal."""
+    """Metric with both heads masked minus that of the full model, unit of the metric; a single head
+    on the diagonal."""
     rise_sem: Float[np.ndarray, "head head"]
     interaction: Float[np.ndarray, "head head"]
-    """rise(a, b) - rise(a) - rise(b): positive for heads that replace each other, negative for
+    """rise(a, b) - rise(a) - rise(b), unit of the metric: positive for heads that replace each other, negative for
     heads that work only together; 0 on the diagonal."""
     interaction_sem: Float[np.ndarray, "head head"]
     """Standard errors of `interaction`, paired over prompts."""
@@ -171,12 +170,12 @@ class PairAblation(Result):
             title="Interaction: rise with both heads masked minus the sum of their rises",
             rows=self.names,
             columns=self.names,
-            unit=unit_of(self.metric),
+            unit=self.unit,
         )
 
 
 def pairs_of(
-    predictor: Predictor, prompts: Prompts, how: How, progress: ProgressCallback
+    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
 ) -> PairAblation:
     """Rise of a metric when every pair of heads is masked together, and the interaction of each pair."""
     heads = predictor.heads
@@ -190,4 +189,9 @@ def pairs_of(
     apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
     apart += alone[:, :, None] * np.eye(len(heads))
     names = tuple(f"L{layer}H{head}" for layer, head in heads)
-    return PairAblation(how.name, names, *mean_and_sem(rises), *mean_and_sem(rises - apart))
+    return PairAblation(
+        metric=how.metric,
+        unit=how.unit,
+        names=names,
+        **estimates(rise=mean_and_sem(rises), interaction=mean_and_sem(rises - apart)),
+    )

@@ -12,15 +12,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
+from mechinterp.analysis.ablation.at_positions import PositionAblation, masked_by_position
 from mechinterp.analysis.ablation.masked_risk import (
-    EXCESS_RISK,
-    How,
+    EXCESS,
+    Masking,
     Metric,
+    OfMetric,
     layer_shares,
     masked_values,
+    rise_heatmap,
     single_masks,
-    squared_error,
-    unit_of,
 )
 from mechinterp.analysis.ablation.orders import (
     PairAblation,
@@ -30,7 +31,6 @@ from mechinterp.analysis.ablation.orders import (
     pruning_curves,
 )
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import (
     carried_by_few,
     estimates,
@@ -42,7 +42,6 @@ from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, task_pool
-from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.run.task import task_for
@@ -76,27 +75,25 @@ class LayerShares:
 
     @property
     def top_rise(self) -> Float[np.ndarray, "*axes layer"]:
-        """Rise when that head is masked, unit y^2."""
+        """Rise when that head is masked, unit of the metric."""
         return self.rise.max(-1)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class HeadAblation(LayerShares, Result):
+class HeadAblation(OfMetric, LayerShares, Result):
     """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
     method: str
     """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
     "resample": its z is that of another prompt."""
-    metric: str = EXCESS_RISK
-    """Name of the metric. Without another one: the excess risk, mean (y_hat - y_query_clean)^2, unit y^2."""
     rise: Float[np.ndarray, "layer head"]
-    """Metric of the masked model minus that of the full model."""
+    """Metric of the masked model minus that of the full model, unit of the metric."""
     rise_sem: Float[np.ndarray, "layer head"]
     """Standard error of `rise`, paired: the same prompts for every mask. Often underestimated when
     few prompts dominate, as for a head without which later layers break."""
     median_rise: Float[np.ndarray, "layer head"]
-    """Median over prompts of the rise; it is insensitive to a few prompts."""
+    """Median over prompts of the rise, unit of the metric; it is insensitive to a few prompts."""
     carried_by_few: Bool[np.ndarray, "layer head"]
     """True if 1% of the prompts make up more than half of the mean size of the rise; the median is
     then more informative."""
@@ -111,12 +108,12 @@ class HeadAblation(LayerShares, Result):
     from the maximum is 0.7, 0.9 and 1.2 of it for 2, 4 and 8 heads. If `rise_sem` is too small, so
     is this error."""
     full_risk: float
-    """Metric of the full model."""
+    """Metric of the full model, unit of the metric."""
     full_risk_sem: float
     null_risk: float
-    """Metric of predicting 0."""
+    """Metric of predicting 0, unit of the metric."""
     mlp_rise: Float[np.ndarray, " layer"] | None = None
-    """Rise when the MLP of a layer is masked; None unless asked for."""
+    """Rise when the MLP of a layer is masked, unit of the metric; None unless asked for."""
     mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
 
     def __repr__(self) -> str:
@@ -125,13 +122,14 @@ class HeadAblation(LayerShares, Result):
         rise = rise if rise.startswith("-") else f"+{rise}"
         if self.carried_by_few[layer, head]:
             rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, dominated by few prompts,"
-        what = "" if self.metric == EXCESS_RISK else f", {self.metric}"
+        what = "" if self.metric == EXCESS.metric else f", {self.metric}"
         return f"HeadAblation({self.method}{what}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
 
     @property
     def headline(self) -> str:
-        """Excess risk of the full model."""
-        return f"excess risk {with_error(self.full_risk, self.full_risk_sem)} y²"
+        """Metric of the full model."""
+        risk = with_error(self.full_risk, self.full_risk_sem)
+        return f"{self.metric} {risk} {self.unit}".strip()
 
     @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
@@ -193,23 +191,16 @@ class HeadAblation(LayerShares, Result):
     def plot(self) -> go.Figure:
         """Rise of the metric: layers by heads (colours end where the model is no better than predicting 0), or one bar per
         head for one layer."""
-        mlps = [] if self.mlp_rise is None else [self.mlp_rise]
-        title = f"Rise of the {self.metric} when a head{' or MLP' if mlps else ''} is masked ({self.method} ablation"
-        if len(self.rise) == 1 and not mlps:
-            return rises_by_method([self], f"{title})")
-        rises = np.column_stack([self.rise, *mlps])
-        limit = self.null_risk - self.full_risk
-        ends = 0 < limit < np.abs(rises).max()
-        return heatmaps.heatmap(
-            rises,
-            title=f"{title}; full colour: no better than predicting 0)" if ends else f"{title})",
-            rows=[f"L{layer}" for layer in range(len(rises))],
-            columns=[
-                *(f"H{head}" for head in range(self.rise.shape[1])),
-                *(["MLP"] if mlps else []),
-            ],
-            unit=unit_of(self.metric),
-            limit=limit if ends else None,
+        what = "head" if self.mlp_rise is None else "head or MLP"
+        title = f"Rise of the {self.metric} when a {what} is masked ({self.method} ablation)"
+        if len(self.rise) == 1 and self.mlp_rise is None:
+            return rises_by_method([self], title)
+        return rise_heatmap(
+            self.rise,
+            title,
+            end=self.null_risk - self.full_risk,
+            unit=self.unit,
+            mlp_rise=self.mlp_rise,
         )
 
     def plot_importance(self) -> go.Figure:
@@ -218,52 +209,13 @@ class HeadAblation(LayerShares, Result):
         return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PositionAblation(Result):
-    """Rise of the excess risk, or of another metric, when one head is masked at one position of the prompt."""
-
-    method: str
-    metric: str = EXCESS_RISK
-    positions: tuple[str, ...]
-    """Names of the positions: x1, y1, ... for tokens in turn, 1, 2, ... for pairs; the last is the query."""
-    rise: Float[np.ndarray, "layer head pos"]
-    """Metric with the head masked at this position minus that of the full model."""
-    rise_sem: Float[np.ndarray, "layer head pos"]
-    """Standard error of `rise`, paired: the same prompts for every mask."""
-
-    def __repr__(self) -> str:
-        at = layer, head, pos = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        rise = with_error(self.rise[at], self.rise_sem[at])
-        return f"PositionAblation({self.method}: L{layer}H{head} at {self.positions[pos]} {rise})"
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head and position."""
-        return frame_of(self, *with_sem("rise"), **head_axes(self.rise[..., 0]), pos=self.positions)
-
-    def tables(self) -> dict[str, Table]:
-        """The rises; a short table has the largest."""
-        title = f"Rise of the {self.metric} when a head is masked at one position"
-        return {"ablate_heads": Table(self.to_frame(), title, by="rise")}
-
-    def plot(self) -> go.Figure:
-        """Heads by positions."""
-        return heatmaps.heatmap(
-            self.rise.reshape(-1, len(self.positions)),
-            title=f"Rise of the {self.metric} when a head is masked at one position",
-            rows=head_names(self.rise.shape[:2]),
-            columns=self.positions,
-            unit=unit_of(self.metric),
-        )
-
-
 def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
     """Rise of the metric when a head is masked, one group of bars per head."""
-    metric = methods[0].metric
     return figures.bars(
         methods[0].head_names,
         {f"{one.method} ablation": (one.rise.ravel(), one.rise_sem.ravel()) for one in methods},
         title=title,
-        y_title=f"rise of {metric} {unit_of(metric, '({})')}".strip(),
+        y_title=f"rise of {methods[0].metric_in_unit}",
     )
 
 
@@ -330,12 +282,12 @@ def ablate_heads(
     n_prompts = AT_POSITIONS if positions and n_prompts is None else n_prompts
     fitted = 1 if sets == "greedy" else 0
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed, fitted=fitted)
-    how = How(_metric_of(metric, source), method)
+    how = _masking(method, metric, source)
     predictor = predictor_of(source)
     if mlps and predictor.attention_only:
         raise ValueError("mlps=True needs a model with MLPs, got one of attention alone.")
     if positions:
-        return _by_position(predictor, prompts, how, progress)
+        return masked_by_position(predictor, prompts, how, progress)
     if sets == "pairs":
         return pairs_of(predictor, prompts, how, progress)
     if sets == "greedy":
@@ -346,12 +298,14 @@ def ablate_heads(
     return _with_mlps(found, predictor, prompts, how, progress) if mlps else found
 
 
-def _metric_of(metric: Metric | str | None, source: Source) -> Metric:
-    """The metric that was asked for."""
+def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
+    """The method, and the metric that was asked for with its name and unit."""
     if metric is None:
-        return squared_error
+        return Masking(method)
     if callable(metric):
-        return metric
+        name = getattr(metric, "__name__", type(metric).__name__)
+        # A function without a name is called <lambda>.
+        return Masking(method, metric, "metric" if "<" in name else name.replace("_", " "), unit="")
     if metric not in ("ridge", "dmmse"):
         raise ValueError(
             f"metric must be a function of predictions and prompts, 'ridge' or 'dmmse', got {metric!r}."
@@ -368,14 +322,13 @@ def _metric_of(metric: Metric | str | None, source: Source) -> Metric:
     def distance(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
         return (predictions - learner(prompts).to(predictions)).square().mean(1)
 
-    distance.__name__ = f"distance to {metric}"
-    return distance
+    return Masking(method, distance, f"distance to {metric}")
 
 
 def single_ablation(
     predictor: Predictor,
     prompts: Prompts,
-    how: How,
+    how: Masking,
     *,
     runs: str = "one",
     progress: ProgressCallback = no_progress,
@@ -385,10 +338,11 @@ def single_ablation(
     nothing = torch.zeros_like(prompts.y_query_clean)
     return HeadAblation(
         method=how.method,
-        metric=how.name,
+        metric=how.metric,
+        unit=how.unit,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
-        null_risk=how.of(nothing, prompts).mean().item(),
+        null_risk=how.values(nothing, prompts).mean().item(),
         **estimates(
             rise=mean_and_sem(rises),
             effective_heads=_effective_heads(rises),
@@ -401,53 +355,13 @@ def _with_mlps(
     found: HeadAblation,
     predictor: Predictor,
     prompts: Prompts,
-    how: How,
+    how: Masking,
     progress: ProgressCallback,
 ) -> HeadAblation:
     gone = [(), *((layer,) for layer in range(predictor.n_layers))]
     values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
     rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
     return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
-
-
-def _by_position(
-    predictor: Predictor, prompts: Prompts, how: How, progress: ProgressCallback
-) -> PositionAblation:
-    """Masks at one position after another. Where a model of this package reads its last layer at the query alone, heads of
-    that layer have no effect elsewhere, and are not run."""
-    last = predictor.n_layers - 1
-    names = [z_name(layer) for layer in range(predictor.n_layers)]
-    _, every_z = predictor.hooked.activations(prompts[:2], names)
-    sizes = [z.shape[1] for z in every_z]
-    shape = (predictor.n_layers, predictor.n_heads, n_pos := max(sizes))
-    rise, sem = np.zeros(shape), np.zeros(shape)
-    for at in progress(range(n_pos), "masking heads at each position"):
-        idle = predictor.weights is not None and at < n_pos - 1
-        heads = [
-            (layer, head)
-            for layer, head in predictor.heads
-            if at < sizes[layer] and not (idle and layer == last)
-        ]
-        if heads:
-            values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
-            place = (*np.transpose(heads), at)
-            rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
-    return PositionAblation(
-        method=how.method,
-        metric=how.name,
-        positions=_positions(n_pos, prompts.x.shape[1]),
-        rise=rise,
-        rise_sem=sem,
-    )
-
-
-def _positions(n_pos: int, n_pairs: int) -> tuple[str, ...]:
-    """Names of the positions: pairs, or x and y in turn; numbers for anything else."""
-    if n_pos == n_pairs + 1:
-        return (*(str(n + 1) for n in range(n_pairs)), "query")
-    if n_pos in (2 * n_pairs + 1, 2 * n_pairs + 2):
-        return tuple(f"{'xy'[n % 2]}{n // 2 + 1}" for n in range(n_pos))
-    return tuple(map(str, range(n_pos)))
 
 
 def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import heatmaps
-from mechinterp.analysis.ablation.masked_risk import layer_shares, single_masks
+from mechinterp.analysis.ablation.masked_risk import layer_shares, rise_heatmap, single_masks
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.learners.baseline_comparison import task_loss
@@ -175,11 +175,7 @@ class LayeredClassification(Classified):
     def plot(self) -> go.Figure:
         """Rise of the excess risk, layers by heads; colours end where a model is no better than one that predicts 0."""
         title = "Rise of the excess risk when a head is masked"
-        limit, largest = self.loss.zero - self.loss.model, float(np.abs(self.increase).max())
-        if not 0 < limit < largest:
-            return heatmaps.layers_by_heads(self.increase, title=title, unit="y²")
-        title = f"{title} (full colour: no better than predicting 0)"
-        return heatmaps.layers_by_heads(self.increase, title=title, unit="y²", limit=limit)
+        return rise_heatmap(self.increase, title, end=self.loss.zero - self.loss.model)
 
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
