@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
-from mechinterp import figures
 from mechinterp.analysis.learners.closeness import (
     ERROR,
     KINDS,
@@ -23,7 +21,7 @@ from mechinterp.analysis.learners.closeness import (
 from mechinterp.analysis.learners.priors import FEW
 from mechinterp.analysis.stats import carried_by_few, estimates
 from mechinterp.config import TaskLike
-from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
+from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.pools import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
@@ -100,19 +98,6 @@ class PriorHeads(Result):
         """One row per head."""
         names = with_sem("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
         return frame_of(self, *names, "carried_by_few", **head_axes(self.dmmse_rise))
-
-    def plot(self) -> go.Figure:
-        """Rise of the distance to dMMSE on tasks of the pool, next to that to ridge on new tasks,
-        for every head."""
-        return figures.bars(
-            head_names(self.dmmse_rise.shape),
-            {
-                "dMMSE, pool tasks": (self.dmmse_rise.ravel(), self.dmmse_rise_sem.ravel()),
-                "ridge, new tasks": (self.ridge_rise.ravel(), self.ridge_rise_sem.ravel()),
-            },
-            title="Rise of the distance to dMMSE and to ridge when a head is masked",
-            y_title="rise of distance (y²)",
-        )
 
 
 def prior_heads(

@@ -103,7 +103,6 @@ def test_which_heads_memorise_follows_from_both_effects():
     assert "memorise: L0H0; needed for ridge on new tasks: L0H1" in repr(known)
     columns = ["layer", "head", "weight_change", "weight_change_sem"]
     assert list(known.to_frame().columns[:4]) == columns
-    assert len(known.plot().data) == 2
 
 
 def test_the_usual_lengths_are_those_of_training(tmp_path: Path):

@@ -137,7 +137,7 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     # Rises of 0 to 2 with errors of 1 are not clear; 27 are.
     assert len(lines) == 2 + HEADS + 1
     assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
-    # A rise of many prompts' errors that a few carry is no rise of nothing.
+    # A rise above the model's own risk is shown, whatever its error.
     heavy = replace(many, increase_sem=np.full((1, 30), 40.0), excess_risk=20.0)
     named = [line.split()[0] for line in heavy.head_lines(30)[:-1]]
     assert named == [f"L0H{head}" for head in range(29, 20, -1)]

@@ -78,20 +78,14 @@ class Choices:
         fit_sem: Float[np.ndarray, " set"] | None,
     ) -> float:
         """Standard error over prompts, choices and fits."""
-        # The mean over many halves of the same prompts varies from sample to sample by the
-        # covariance C of the values of
-        # two halves. The spread over the halves is V = variance of one value - C. Two halves share
-        # half of their prompts, so
-        # the two rises that decide them have correlation 1/2. Between two equal heads the choice is
-        # the sign of a normal
-        # variable. With a difference D of the risks the variance is D^2 / 4 and, by Sheppard's
-        # formula,
-        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. If one head is
-        # better, V exceeds 2 C (2.6 C
-        # if its lead on a half is one standard error, 5.3 C at two), so that V / 2 is conservative.
-        # V is then small, and 0
-        # for a clear choice.
-        # then V is small, and 0 where the choice is clear.
+        # The mean over many halves of the same prompts varies from sample to sample by the covariance C
+        # of the values of two halves. The spread over the halves is V = variance of one value - C. Two
+        # halves share half of their prompts, so the two rises that decide them have correlation 1/2.
+        # Between two equal heads the choice is the sign of a normal variable. With a difference D of the
+        # risks the variance is D^2 / 4 and, by Sheppard's formula,
+        # C = D^2 / 4 * (2 / pi) asin(1/2) = D^2 / 12, hence V = D^2 / 6 = 2 C. If one head is better, V
+        # exceeds 2 C (2.6 C if its lead on a half is one standard error, 5.3 C at two), so that V / 2 is
+        # conservative. V is then small, and 0 for a clear choice.
         between = self.share @ np.square(values - self.share @ values) / 2
         # All fits see the same noise, so their errors add up.
         fit = 0.0 if fit_sem is None else self.share @ fit_sem

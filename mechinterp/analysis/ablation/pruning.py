@@ -105,8 +105,7 @@ def prune(
             prompts or splits.
     Source:
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who keep all heads of the first layer and
-        the best head of
-        each later layer. The scores and the read-out are choices made here.
+        the best head of each later layer. The scores and the read-out are choices made here.
     See also:
         `ablate_heads`, `fine_tune`.
     Example:

@@ -88,7 +88,7 @@ class LayeredClassification(Classified):
 
     @property
     def brief(self) -> str:
-        """What the algorithm explains, or why there is none."""
+        """R² of the algorithm, or the reason that there is none."""
         if self.pattern in NO_LABEL:
             return f"; {self.reason}"
         if self.algorithm is None or not self.algorithm.nearest:
@@ -96,8 +96,11 @@ class LayeredClassification(Classified):
         return f", {explained(*self.algorithm.explained(self.algorithm.nearest))}"
 
     def head_lines(self, rows: int) -> list[str]:
-        """A line per head in the columns of `heads_title`, the largest rise first, and one for all within two standard
-        errors of 0 (few prompts may carry a rise above the full model's own excess risk: such heads get their line)."""
+        """A line per head in the columns of `heads_title`, the largest rise first, and one line for all other heads.
+
+        Heads with a line have a rise above two standard errors, or above the full model's excess risk: such a rise may have
+        a large error because few prompts carry it.
+        """
         frame = self.to_frame().sort_values("excess_risk_increase", ascending=False)
         size = frame["excess_risk_increase"].abs()
         clear = (size > 2 * frame["sem"]) | (size > self.excess_risk)
