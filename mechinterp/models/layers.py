@@ -19,9 +19,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def plus(values: Tensor, bias: Tensor | None) -> Tensor:
-    """The values plus the bias, if there is one."""
-    return values if bias is None else values + bias
+def affine(
+    values: Float[Tensor, "*axes d_in"], W: Float[Tensor, "d_in d_out"], b: Tensor | None
+) -> Float[Tensor, "*axes d_out"]:
+    """values W + b."""
+    return F.linear(values, W.mT, b)
 
 
 def normed(

@@ -10,7 +10,7 @@ from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.attention import Attention, MergedAttention
 from mechinterp.models.hooked.config import HookedConfig, zeros
-from mechinterp.models.layers import ACTIVATIONS, plus
+from mechinterp.models.layers import ACTIVATIONS, affine
 
 
 class LayerNorm(nn.Module):
@@ -44,8 +44,8 @@ class MLP(nn.Module):
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        pre = self.hook_pre(plus(resid @ self.W_in, self.b_in))
-        return plus(self.hook_post(self.activation(pre)) @ self.W_out, self.b_out)
+        pre = self.hook_pre(affine(resid, self.W_in, self.b_in))
+        return affine(self.hook_post(self.activation(pre)), self.W_out, self.b_out)
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.lock import lock_of
 from mechinterp.models.hooked.names import HookedTransformerNames
-from mechinterp.models.layers import ACTIVATIONS, plus
+from mechinterp.models.layers import ACTIVATIONS, affine
 from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
@@ -205,9 +205,9 @@ class ICLTransformer(HookedTransformerNames):
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.cfg.model
         if model.d_read_in is not None:
-            tokens = ACTIVATIONS[model.activation](plus(tokens @ self.W_read, self.b_read))
+            tokens = ACTIVATIONS[model.activation](affine(tokens, self.W_read, self.b_read))
         resid = self.hook_embed(
-            tokens if model.d_model is None else plus(tokens @ self.W_in, self.b_in)
+            tokens if model.d_model is None else affine(tokens, self.W_in, self.b_in)
         )
         if model.n_positions is None:
             return resid

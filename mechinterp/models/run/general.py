@@ -17,7 +17,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import ACTIVATIONS, normed, plus, rotated
+from mechinterp.models.layers import ACTIVATIONS, affine, normed, rotated
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.scores import LINEAR, attention_pattern, readable_keys
 from mechinterp.models.tokens import tokens_of
@@ -241,41 +241,48 @@ class _Layer:
         """Weighted averages of the heads' values, at the rows."""
         model, scale = self.weights.model, self.weights.scale
         read = self._normed("ln1", stream) if model.norm == "before" else stream
-        q, k = self._projected(read[:, self.rows], "Q"), self._projected(read, "K")
+        if self.rows == ALL:
+            q, k, v = self._projected(read, "QKV")
+        else:
+            (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
         first, _, step = self.rows.indices(k.shape[1])
         q = scale * rotated(q, model, first=first, step=step)
-        return self.attend(q, rotated(k, model), self._projected(read, "V"), model, self.rows)
+        return self.attend(q, rotated(k, model), v, model, self.rows)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch row d_model"]:
-        """Sum of the heads' outputs; `heads` None: all heads."""
+        """Sum of the heads' outputs and the bias; of some heads: without the bias."""
         W_O = self.weights.W_O[self.number]
         if heads is not None:
-            z, W_O = z[:, :, heads], W_O[heads]
-        return z.flatten(2) @ W_O.flatten(0, 1)
+            return z[:, :, heads].flatten(2) @ W_O[heads].flatten(0, 1)
+        return affine(z.flatten(2), W_O.flatten(0, 1), self.named("attn.b_O"))
 
     def after(
         self, stream: Float[Tensor, "batch pos d_model"], added: Float[Tensor, "batch row d_model"]
     ) -> Float[Tensor, "batch row d_model"]:
         """Stream after the layer, from the stream before it and the sum of its heads' outputs."""
         model = self.weights.model
-        stream = stream[:, self.rows] + plus(added, self.named("attn.b_O"))
+        stream = stream[:, self.rows] + added
         if model.norm == "after":
             stream = self._normed("ln1", stream)
         W_in, W_out = self.named("mlp.W_in"), self.named("mlp.W_out")
         if W_in is None or W_out is None:
             return stream
         read = self._normed("ln2", stream) if model.norm == "before" else stream
-        hidden = ACTIVATIONS[model.activation](plus(read @ W_in, self.named("mlp.b_in")))
-        stream = stream + plus(hidden @ W_out, self.named("mlp.b_out"))
+        hidden = ACTIVATIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
+        stream = stream + affine(hidden, W_out, self.named("mlp.b_out"))
         return self._normed("ln2", stream) if model.norm == "after" else stream
 
-    def _projected(self, read: Tensor, name: str) -> Float[Tensor, "batch pos head d"]:
-        matrix: Tensor = getattr(self.weights, f"W_{name}")[self.number]
-        wide = matrix.transpose(0, 1).flatten(1)  # [d_model, head * d]
-        projected = (read @ wide).unflatten(-1, (len(matrix), -1))
-        return plus(projected, self.named(f"attn.b_{name}"))
+    def _projected(self, read: Tensor, names: str) -> list[Float[Tensor, "batch pos head d"]]:
+        """Queries, keys or values of all heads, from one matrix product."""
+        heads = [getattr(self.weights, f"W_{name}")[self.number] for name in names]
+        biases = [self.named(f"attn.b_{name}") for name in names]
+        W = torch.cat([each.transpose(0, 1).flatten(1) for each in heads], dim=1)
+        b = torch.cat([each.flatten() for each in biases]) if self.weights.model.biases else None
+        sizes = [each.shape[0] * each.shape[2] for each in heads]
+        split = affine(read, W, b).split(sizes, dim=-1)
+        return [own.unflatten(-1, (len(each), -1)) for own, each in zip(split, heads, strict=True)]
 
     def _normed(self, norm: str, stream: Tensor) -> Tensor:
         tensors = self.weights.tensors
@@ -357,10 +364,10 @@ def _read_in(
 ) -> Float[Tensor, "batch pos d_model"]:
     tensors = weights.tensors
     if "W_read" in tensors:
-        hidden = plus(stream @ tensors["W_read"], tensors.get("b_read"))
+        hidden = affine(stream, tensors["W_read"], tensors.get("b_read"))
         stream = ACTIVATIONS[weights.model.activation](hidden)
     if "W_in" in tensors:
-        stream = plus(stream @ tensors["W_in"], tensors.get("b_in"))
+        stream = affine(stream, tensors["W_in"], tensors.get("b_in"))
     positions = tensors.get("pos_embed.W_pos")
     return stream if positions is None else stream + positions[: stream.shape[1]]
 
@@ -374,4 +381,4 @@ def read_out(
         stream = normed(stream, tensors["ln_final.w"], tensors["ln_final.b"], model)
     if "unembed.W_U" not in tensors:
         return stream[..., weights.d_x :]
-    return plus(stream @ tensors["unembed.W_U"], tensors.get("unembed.b_U"))
+    return affine(stream, tensors["unembed.W_U"], tensors.get("unembed.b_U"))
