@@ -25,6 +25,7 @@ FLOORS = (
         "checkpoints",
         "training",
         "analysis",
+        "known",
         "callbacks",
         "report",
         "cli",

@@ -181,17 +181,22 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     """
     if callable(named):
         return named.__name__.replace("_", "-"), Analysis(named)
-    module, colon, function = named.partition(":")
-    if not colon:
-        if named not in ANALYSES:
-            raise ValueError(
-                f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."
-            )
-        return named, ANALYSES[named]
-    return analysis_of(_imported(named, module, function))
+    if ":" in named:
+        return analysis_of(own_function(named))
+    if named not in ANALYSES:
+        raise ValueError(
+            f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."
+        )
+    return named, ANALYSES[named]
 
 
-def _imported(named: str, module: str, function: str) -> Callable[..., Finding]:
+def own_function(named: str) -> Callable[..., Any]:
+    """The function `module:function`, of a module in the current folder or an installed one.
+
+    Raises:
+        ValueError: If there is no such module or function.
+    """
+    module, _, function = named.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

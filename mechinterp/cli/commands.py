@@ -16,6 +16,7 @@ from mechinterp.cli.checkpoints import classify, convert, info
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
 from mechinterp.cli.reports import report
+from mechinterp.cli.score import score
 from mechinterp.cli.training import predict_jumps, say, sweep, train
 
 app = typer.Typer(
@@ -106,6 +107,7 @@ for each in (
     analyse,
     fit,
     report,
+    score,
     info,
     convert,
 ):

@@ -79,15 +79,19 @@ def preconditioned_gd_model(
 
 def rotated(weights: Weights, *, seed: int) -> Weights:
     """Equivalent model, with the same predictions, in a random basis of its stream."""
-    square, generator = (weights.d_model, weights.d_model), generator_for(seed, "init", 0)
-    R = torch.linalg.qr(
-        torch.randn(square, generator=generator, dtype=torch.float32, device="cpu").to(weights.W_Q)
-    ).Q
+    R = rotation(weights.d_model, seed=seed).to(weights.W_Q)
     W_in, W_U = weights.reading
     sides = {f"attn.{name}": R.mT @ getattr(weights, name) for name in ("W_Q", "W_K", "W_V")}
     reading = {"W_in": W_in @ R, "unembed.W_U": R.mT @ W_U}
     tensors = {**sides, "attn.W_O": weights.W_O @ R, **reading}
     return replace(weights, model=replace(weights.model, d_model=weights.d_model), tensors=tensors)
+
+
+def rotation(width: int, *, seed: int) -> Float[Tensor, "d_model d_model"]:
+    """The orthogonal matrix R of `rotated`: a vector v of the stream becomes v R. In float64."""
+    generator = generator_for(seed, "init", 0)
+    drawn = torch.randn(width, width, generator=generator, dtype=torch.float32, device="cpu")
+    return torch.linalg.qr(drawn.double()).Q
 
 
 def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:

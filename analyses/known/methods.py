@@ -1,0 +1,190 @@
+"""Attribution methods, the package's labels, and stochastic-gradient samplers, scored on the suite of known answers.
+
+Effects and estimates are on the pairs of prompts of each entry. A ranking of heads alone ranks an edge by the smaller of
+its two heads' importances.
+Run: python -m analyses known/methods (20 minutes; --quick: hand-made models of two layers)"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import torch
+
+from analyses.lib import Measured
+from mechinterp import ablate_heads, classify, name_algorithm
+from mechinterp.analysis import Chains, Langevin
+from mechinterp.analysis.patching.edges import COMPONENTS, _estimates, _run
+from mechinterp.analysis.patching.pairing import Pair
+from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
+from mechinterp.known import Entry, Suite, judge_sampler, score, suite
+from mechinterp.models.hooked.masks import pattern_name, z_name
+
+Answer = dict[str, object]
+
+
+def pair_of(entry: Entry) -> Pair:
+    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, None)
+
+
+def attribution(entry: Entry, *, steps: int) -> Answer:
+    """Attribution patching (one step: the gradient at the corrupted prompts) or integrated gradients."""
+    pair = pair_of(entry)
+    answer: Answer = {"heads": head_attribution(pair, steps)}
+    if pair.hooked.n_layers > 1:
+        with torch.inference_mode(False):
+            estimates = _estimates(pair, steps).mean(0)
+        answer["edges"] = edge_frame(entry, lambda at: estimates[at])
+    return answer
+
+
+def head_attribution(pair: Pair, steps: int) -> np.ndarray:
+    """First-order effect of each head's weighted averages, mean over prompts."""
+    hooked, names = pair.hooked, [z_name(layer) for layer in range(pair.hooked.n_layers)]
+    with torch.no_grad():
+        clean, corrupted = (_run(hooked, t, names)[1] for t in (pair.clean, pair.corrupted))
+    shares = [0.0] if steps == 1 else [(k + 0.5) / steps for k in range(steps)]
+    totals = [torch.zeros(())] * len(names)
+    for share in shares:
+        tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
+        output, passed = _run(hooked, tokens, names)
+        gradients = torch.autograd.grad(pair.metric(output).sum(), [passed[n] for n in names])
+        totals = [total + g / steps for total, g in zip(totals, gradients, strict=True)]
+    effects = [
+        ((clean[name] - corrupted[name]) * gradient).sum((1, 3)).mean(0)
+        for name, gradient in zip(names, totals, strict=True)
+    ]
+    return torch.stack(effects).numpy(force=True)
+
+
+def ablation(entry: Entry, *, method: str) -> Answer:
+    """Rise of the squared error when a head is masked."""
+    return by_heads(entry, ablate_heads(entry.checkpoint, entry.pairs[0], method=method).rise)
+
+
+def attention_weight(entry: Entry) -> Answer:
+    """Largest absolute attention weight of the query, mean over prompts."""
+    hooked = entry.checkpoint.predictor.hooked
+    names = [pattern_name(layer) for layer in range(hooked.n_layers)]
+    with torch.no_grad():
+        _, passed = _run(hooked, hooked.inputs(entry.pairs[0]), names)
+    largest = [passed[name][:, :, -1].abs().amax(-1).mean(0) for name in names]
+    return by_heads(entry, torch.stack(largest).numpy())
+
+
+def by_heads(entry: Entry, importance: np.ndarray) -> Answer:
+    answer: Answer = {"heads": importance}
+    if len(importance) > 1:
+        answer["edges"] = edge_frame(
+            entry, lambda at: min(importance[at[1], at[2]], importance[at[3], at[4]])
+        )
+    return answer
+
+
+def edge_frame(entry: Entry, value: Callable[[tuple[int, ...]], float]) -> pd.DataFrame:
+    """`entry.edges()` with values, a function of [input, layer, head, later_layer, later_head]."""
+    frame = entry.edges()
+    values = []
+    for source, target in frame.itertuples(index=False):
+        layer, head = source[1:].split("H")
+        later, _, component = target[1:].partition(".")
+        at = (COMPONENTS.index(component), int(layer), int(head), *map(int, later.split("H")))
+        values.append(value(at))
+    return frame.assign(value=values)
+
+
+def random_order(entry: Entry, *, seed: int) -> Answer:
+    model, rng = entry.checkpoint.config.model, np.random.default_rng(seed)
+    answer: Answer = {"heads": rng.random((model.n_layers, model.n_heads))}
+    if model.n_layers > 1:
+        answer["edges"] = entry.edges().assign(value=lambda frame: rng.random(len(frame)))
+    return answer
+
+
+def patches(entry: Entry, *, known: Suite) -> Answer:
+    """The effects themselves."""
+    truth = known[entry.name].truth
+    answer: Answer = {"heads": truth.heads.value}
+    if truth.edges is not None:
+        answer["edges"] = edge_frame(entry, lambda at: truth.edges.value[at])
+    return answer
+
+
+def label(entry: Entry) -> Answer:
+    """The label of this package."""
+    model = entry.checkpoint
+    one = model.config.model.one_attention
+    return {"label": classify(model).pattern if one else name_algorithm(model).label}
+
+
+def components(entry: Entry) -> Answer:
+    """Singular vectors of the QK and OV circuits of every head."""
+    weights, found = entry.checkpoint.weights, []
+    for circuit in (weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O):
+        left, values, right = torch.linalg.svd(circuit)
+        alive = values > 1e-6 * values.amax()
+        found += [left.mT[alive], right[alive]]
+    return {"components": torch.cat(found).numpy()}
+
+
+def sampled(
+    entry: Entry, seed: int, *, langevin: Langevin | None, chains: Chains
+) -> tuple[float, float]:
+    """This package's estimate, by Hamiltonian Monte Carlo or on mini-batches."""
+    found = local_learning_coefficient(
+        entry.checkpoint, langevin=langevin, chains=chains, seed=seed
+    )
+    return found.estimate, found.sem
+
+
+CHAINS = Chains(n_chains=8, n_draws=500, n_warmup=250)
+MINI_BATCHES = Chains(n_chains=4, n_draws=40, n_warmup=10, n_leapfrog=50)
+SAMPLERS = {
+    "Hamiltonian Monte Carlo": (None, CHAINS),
+    **{
+        f"SGLD, step {step:g}, batch {size}": (Langevin(step, size), MINI_BATCHES)
+        for step in (1e-6, 1e-5)
+        for size in (64, 1024)
+    },
+}
+
+
+def rows_of(known: Suite) -> pd.DataFrame:
+    methods: dict[str, Callable[[Entry], Answer]] = {
+        "attribution patching": partial(attribution, steps=1),
+        "integrated gradients, 5": partial(attribution, steps=5),
+        "integrated gradients, 20": partial(attribution, steps=20),
+        "zero ablation": partial(ablation, method="zero"),
+        "mean ablation": partial(ablation, method="mean"),
+        "attention weight": attention_weight,
+        "effects": partial(patches, known=known),
+        **{f"random {seed}": partial(random_order, seed=seed) for seed in range(5)},
+        "label of this package": label,
+        "singular vectors": components,
+    }
+    parts = []
+    for name, method in methods.items():
+        half = known
+        if method in (label, components):
+            made = {n: e for n, e in known.items() if e.kind == "hand-made"}
+            half = Suite(known.version, made)
+        found = score(method, half)
+        frame = found.to_frame().assign(
+            method=name.removesuffix(name[-2:]) if "random" in name else name
+        )
+        parts.append(frame.assign(seconds=frame["entry"].map(found.seconds)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def measure(quick: bool) -> Measured:
+    known = suite(trained="none" if quick else "all")
+    if quick:
+        known = Suite(1, {name: known[name] for name in ("gd-2", "preconditioned-2", "minimum-2")})
+    frames = [rows_of(known)]
+    for name, (langevin, chains) in SAMPLERS.items():
+        if quick:
+            chains = Chains(n_chains=2, n_draws=10, n_warmup=8, n_leapfrog=5)
+        sampler = partial(sampled, langevin=langevin, chains=chains)
+        judged = judge_sampler(sampler, known, seeds=range(1 if quick else 4)).to_frame()
+        frames.append(judged.assign(method=name, score="learning coefficient"))
+    return Measured(pd.concat(frames, ignore_index=True))

@@ -1,0 +1,18 @@
+"""Models whose heads, edges, algorithm or learning coefficient are known, to score other methods on."""
+
+from mechinterp.rooms import names_of
+
+HOMES = {
+    "Entry": "mechinterp.known.entries",
+    "Suite": "mechinterp.known.entries",
+    "suite": "mechinterp.known.entries",
+    "judge_sampler": "mechinterp.known.samplers",
+    "score": "mechinterp.known.scores",
+    "score_algorithm": "mechinterp.known.scores",
+    "score_components": "mechinterp.known.scores",
+    "score_edges": "mechinterp.known.scores",
+    "score_heads": "mechinterp.known.scores",
+    "score_learning_coefficient": "mechinterp.known.scores",
+}
+
+__getattr__ = names_of(__name__, HOMES)

@@ -1,0 +1,270 @@
+"""Scores of other people's methods on the suite."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+
+from mechinterp import figures
+from mechinterp.analysis.patching.edge_circuits import faithfulness
+from mechinterp.analysis.patching.edges import COMPONENTS
+from mechinterp.display import Result
+from mechinterp.known.entries import Entry, Known, Suite, suite
+from mechinterp.progress import ProgressCallback, no_progress
+
+MATTERS = 0.01
+"""A head or edge matters if its effect is above this fraction of the largest."""
+ROUNDING = 1e-9
+"""An effect or a value below this fraction of the largest is 0."""
+MEANINGS = {
+    "edges spearman": ("rank correlation with the effects of single edges", 1.0, 0.0),
+    "edges kendall": ("Kendall's tau with the effects of single edges", 1.0, 0.0),
+    "edges auroc": ("AUROC for edges above 1% of the largest effect", 1.0, 0.5),
+    "edges cpr": ("area under the faithfulness of the first edges", 1.0, np.nan),
+    "edges cmd": ("area between the faithfulness of the first edges and 1", 0.0, np.nan),
+    "heads spearman": ("rank correlation with the effects of single heads", 1.0, 0.0),
+    "heads kendall": ("Kendall's tau with the effects of single heads", 1.0, 0.0),
+    "heads auroc": ("AUROC for heads above 1% of the largest effect", 1.0, 0.5),
+    "shapley spearman": ("rank correlation with the Shapley values", 1.0, 0.0),
+    "label right": ("1 if the label is the algorithm", 1.0, np.nan),
+    "label wrong": ("1 if the label is another one, not undetermined", 0.0, np.nan),
+    "coefficient error": ("estimate minus learning coefficient, over the latter", 0.0, np.nan),
+    "coefficient within 2 sem": ("1 if the error is at most two standard errors", 1.0, np.nan),
+    "components cosine": ("mean cosine of the best matching to the components", 1.0, np.nan),
+}
+"""Meaning of each score, its best value, and that of a random order (NaN: depends on the entry)."""
+NO_LABEL = "undetermined"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores(Result):
+    """Scores of one method on the entries of a suite."""
+
+    method: str
+    rows: pd.DataFrame
+    """One row per entry and score: entry, kind, score, value."""
+    seconds: Mapping[str, float]
+    """Time of the method on each entry."""
+
+    def __repr__(self) -> str:
+        parts = [f"{r.score} {r.mean:.3g} ± {r.sem:.1g}" for r in self.summary().itertuples()]
+        return f"Scores({self.method} on {len(self.seconds)} entries: {'; '.join(parts)})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per entry and score."""
+        return self.rows
+
+    def summary(self, by: str | None = None) -> pd.DataFrame:
+        """Mean of each score over entries and its standard error, with the best value and that of a random order.
+
+        Args:
+            by: "kind" for a row per score and kind of entry.
+        """
+        keys = ["score"] if by is None else ["score", by]
+        grouped = self.rows.groupby(keys, sort=False)["value"]
+        frame = grouped.agg(mean="mean", sem="sem", entries="count").reset_index()
+        meanings = pd.DataFrame(
+            [(n, *m) for n, m in MEANINGS.items()], columns=["score", "meaning", "best", "random"]
+        )
+        return frame.merge(meanings, on="score")
+
+    def plot(self) -> go.Figure:
+        """Mean of each score over entries, with its standard error."""
+        frame = self.summary()
+        bars = {self.method: (frame["mean"].to_numpy(), frame["sem"].fillna(0).to_numpy())}
+        return figures.bars(
+            frame["score"].tolist(), bars, title=f"Scores of {self.method}", y_title="mean score"
+        )
+
+
+Method = Callable[[Entry], Mapping[str, Any]]
+
+
+def score(
+    method: Method, entries: Suite | None = None, *, progress: ProgressCallback = no_progress
+) -> Scores:
+    """Scores of a method on all entries of a suite.
+
+    Args:
+        method: Function of an entry, which has no truth. It returns a dict with some of: "edges" (the frame `entry.edges()`
+            with a column "value"), "heads" (an array [layer, head]), "learning_coefficient" (estimate and standard error),
+            "label" (a name), "components" (an array [component, d_model]). For an empty dict the entry is left out.
+        entries: The suite; None: version 1 with the trained models of the package.
+    Raises:
+        ValueError: If the method returns something else, or of wrong shape.
+    Example:
+        >>> import numpy as np
+        >>> from mechinterp.known import suite
+        >>> def random_heads(entry):
+        ...     model = entry.checkpoint.config.model
+        ...     return {"heads": np.random.default_rng(0).random((model.n_layers, model.n_heads))}
+        >>> score(random_heads, suite(trained="none")).to_frame().columns.tolist()
+        ['entry', 'kind', 'score', 'value']
+    """
+    entries, rows, seconds = suite() if entries is None else entries, [], {}
+    name = getattr(method, "__name__", type(method).__name__)
+    for entry in progress(list(entries.values()), "scoring"):
+        start = time.process_time()
+        answers = method(entry.without_truth)
+        seconds[entry.name] = time.process_time() - start
+        if not isinstance(answers, Mapping) or answers.keys() - SCORED.keys():
+            got = list(answers) if isinstance(answers, Mapping) else type(answers).__name__
+            raise ValueError(
+                f"{name} must return a dict with some of {', '.join(SCORED)}, got {got}."
+            )
+        found: dict[str, float] = {}
+        for about, answer in answers.items():
+            found |= SCORED[about](entry, answer)
+        rows += [(entry.name, entry.kind, key, value) for key, value in found.items()]
+    return Scores(name, pd.DataFrame(rows, columns=["entry", "kind", "score", "value"]), seconds)
+
+
+def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
+    """Scores of a ranking of edges between heads: rank correlations, AUROC, and faithfulness of the first edges.
+
+    Args:
+        ranking: `entry.edges()` with a column "value"; the sign is ignored, and ties are broken at random.
+    Raises:
+        ValueError: If an edge is missing, stands twice or has no finite value.
+    Source:
+        CPR and CMD: Mueller et al. 2025, "MIB", arXiv 2504.13151.
+    """
+    known = entry.truth.edges
+    if known is None:
+        return {}
+    places = entry.edges()
+    if not {"from", "to", "value"} <= set(ranking):
+        raise ValueError(
+            f"edges must have the columns from, to and value, got {', '.join(map(str, ranking))}."
+        )
+    merged = places.merge(ranking, on=["from", "to"], how="left")
+    values = merged["value"].to_numpy(dtype=float)
+    if len(ranking) != len(places) or len(merged) != len(places) or not np.isfinite(values).all():
+        raise ValueError(
+            f"edges must give each of the {len(places)} edges of {entry.name} one finite value."
+        )
+    at = np.array([_place(*edge) for edge in places.itertuples(index=False)])
+    found = _agreement("edges", values, known.value[tuple(at.T)])
+    order = np.lexsort([np.random.default_rng(0).random(len(values)), -np.abs(values)])
+    axes = ["input", "layer", "head", "later_layer", "later_head"]
+    frame = pd.DataFrame(at[order], columns=axes)
+    frame["input"] = [COMPONENTS[index] for index in frame["input"]]
+    circuit = faithfulness(entry.checkpoint, frame, *entry.pairs)
+    return found | {"edges cpr": circuit.cpr, "edges cmd": circuit.cmd}
+
+
+def score_heads(entry: Entry, ranking: Float[np.ndarray, "layer head"]) -> dict[str, float]:
+    """Scores of a ranking of heads: rank correlations and AUROC for the effects of single heads, and rank correlation with
+    the Shapley values.
+
+    Args:
+        ranking: Importance of each head; the sign is ignored.
+    Raises:
+        ValueError: If it is no finite array [layer, head].
+    """
+    found: dict[str, float] = {}
+    for name, known in (("heads", entry.truth.heads), ("shapley", entry.truth.shapley)):
+        if known is not None:
+            values = np.asarray(ranking, dtype=float)
+            if values.shape != known.value.shape or not np.isfinite(values).all():
+                shape = list(known.value.shape)
+                raise ValueError(
+                    f"heads must be finite numbers {shape}, got an array {list(values.shape)}."
+                )
+            if values.size > 1:
+                found |= _agreement(name, values.ravel(), known.value.ravel())
+    return {name: value for name, value in found.items() if name in MEANINGS}
+
+
+def score_learning_coefficient(entry: Entry, estimate: float, sem: float) -> dict[str, float]:
+    """Relative error of an estimate of the learning coefficient, and whether it is within two standard errors."""
+    known = entry.truth.learning_coefficient
+    if known is None:
+        return {}
+    error = estimate - known.value
+    within = float(abs(error) <= 2 * sem)
+    return {"coefficient error": error / known.value, "coefficient within 2 sem": within}
+
+
+def score_algorithm(entry: Entry, label: str) -> dict[str, float]:
+    """Whether a label is right, and whether it is wrong; "undetermined" is neither."""
+    known = entry.truth.algorithm
+    if known is None:
+        return {}
+    right = label == known.value
+    return {"label right": float(right), "label wrong": float(not right and label != NO_LABEL)}
+
+
+def score_components(
+    entry: Entry, directions: Float[np.ndarray, "direction d_model"]
+) -> dict[str, float]:
+    """Mean absolute cosine of the components with the directions of the best matching; a component without a direction
+    counts 0.
+
+    Raises:
+        ValueError: If the directions are not finite vectors of the stream.
+    """
+    known = entry.truth.components
+    if known is None:
+        return {}
+    return {"components cosine": _best_matching(known, np.asarray(directions, dtype=float))}
+
+
+def _best_matching(known: Known, directions: np.ndarray) -> float:
+    from scipy.optimize import linear_sum_assignment  # slow import
+
+    width = known.value.shape[1]
+    if directions.ndim != 2 or directions.shape[1] != width or not np.isfinite(directions).all():
+        shape = list(directions.shape)
+        raise ValueError(
+            f"components must be finite vectors of {width} numbers, got an array {shape}."
+        )
+    lengths = np.linalg.norm(directions, axis=1, keepdims=True)
+    cosines = np.abs(known.value @ (directions / np.where(lengths > 0, lengths, 1)).T)
+    chosen = linear_sum_assignment(cosines, maximize=True)
+    return float(cosines[chosen].sum() / len(known.value))
+
+
+SCORED: dict[str, Callable[[Entry, Any], dict[str, float]]] = {
+    "edges": score_edges,
+    "heads": score_heads,
+    "learning_coefficient": lambda entry, answer: score_learning_coefficient(entry, *answer),
+    "label": score_algorithm,
+    "components": score_components,
+}
+"""Function that scores each part of a method's answer."""
+
+
+def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, float]:
+    """Rank correlations of absolute values and effects, and AUROC for the effects that matter; a score without an answer,
+    such as AUROC if all matter, is left out."""
+    from scipy.stats import kendalltau, spearmanr  # slow import
+    from sklearn.metrics import roc_auc_score
+
+    values, truth = (
+        np.where(size < ROUNDING * size.max(), 0, size)
+        for size in (np.abs(values), np.abs(effects))
+    )
+    if np.ptp(truth) == 0:
+        return {}
+    said = np.ptp(values) > 0
+    found = {
+        f"{name} spearman": float(spearmanr(values, truth).statistic) if said else 0.0,
+        f"{name} kendall": float(kendalltau(values, truth).statistic) if said else 0.0,
+    }
+    matters = truth > MATTERS * truth.max()
+    if not matters.all():
+        found[f"{name} auroc"] = float(roc_auc_score(matters, values))
+    return found
+
+
+def _place(source: str, target: str) -> tuple[int, ...]:
+    """Index of an edge in the array of effects."""
+    numbers = [int(each) for each in re.findall(r"\d+", f"{source} {target}")]
+    return (COMPONENTS.index(target[-1]), *numbers)

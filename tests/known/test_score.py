@@ -1,0 +1,137 @@
+"""Scores: the truth has the best ones, a random order those of chance, the reversed order the worst."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analyses.known.methods import components, patches, random_order
+from mechinterp.known import Entry, Suite, judge_sampler, score, score_components, suite
+from mechinterp.known.scores import MEANINGS, score_edges, score_heads
+from tests.conftest import Run, python
+
+HAND = suite(trained="none")
+LARGE = suite()["sparse-h4-noise0.1-s0"]
+
+
+def some(*names: str) -> Suite:
+    return Suite(1, {name: HAND[name] for name in names})
+
+
+def test_the_truth_has_the_best_scores():
+    def truth(entry: Entry) -> dict[str, object]:
+        known = HAND[entry.name].truth
+        answer = patches(entry, known=HAND)
+        for name, value in (
+            ("label", known.algorithm),
+            ("components", known.components),
+            ("learning_coefficient", known.learning_coefficient),
+        ):
+            if value is not None:
+                answer[name] = (value.value, 0.0) if name == "learning_coefficient" else value.value
+        return answer
+
+    chosen = some(
+        "gd-3", "gd-3-dead-heads", "preprocess-2-rotated", "debiased-two-pairs", "minimum-3"
+    )
+    found = score(truth, chosen).to_frame()
+    assert set(found["entry"]) == set(chosen)
+    assert set(found["score"]) == set(MEANINGS)
+    for name, rows in found.groupby("score"):
+        if name not in ("edges cpr", "edges cmd", "shapley spearman"):
+            np.testing.assert_allclose(rows["value"], MEANINGS[name][1], atol=1e-12, err_msg=name)
+
+
+def test_a_random_order_has_the_scores_of_chance():
+    entry = HAND["preprocess-2-rotated"]
+    orders = [random_order(entry, seed=seed)["edges"] for seed in range(8)]
+    found = pd.DataFrame([score_edges(entry, order) for order in orders])
+    for name in ("spearman", "kendall", "auroc"):
+        values = found[f"edges {name}"]
+        assert abs(values.mean() - MEANINGS[f"edges {name}"][2]) < 4 * values.sem()
+
+
+def test_the_reversed_order_has_the_worst_scores():
+    effects = np.abs(LARGE.truth.heads.value)
+    found = score_heads(LARGE, 1 / effects)
+    assert found["heads spearman"] == pytest.approx(-1)
+    assert found["heads auroc"] == 0
+
+
+def test_signs_orders_and_lengths_of_components_do_not_matter():
+    entry = HAND["preprocess-2-rotated"]
+    known = entry.truth.components.value
+    shuffled = -3 * known[np.random.default_rng(0).permutation(len(known))]
+    assert score_components(entry, shuffled)["components cosine"] == pytest.approx(1)
+    assert score_components(entry, known[:3])["components cosine"] == pytest.approx(3 / len(known))
+    assert components(entry)["components"].shape[1] == known.shape[1]
+
+
+def test_a_method_that_says_nothing_scores_nothing():
+    heads = np.ones_like(LARGE.truth.heads.value)
+    assert score_heads(LARGE, heads) == {
+        "heads spearman": 0,
+        "heads kendall": 0,
+        "heads auroc": 0.5,
+    }
+    assert score(lambda entry: {}, some("gd-2")).to_frame().empty
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ({"head": 1}, "head"),
+        ({"heads": np.ones((1, 3))}, "3"),
+        ({"heads": np.full((2, 1), np.nan)}, "heads"),
+        ({"edges": pd.DataFrame({"from": ["L0H0"], "to": ["L1H0.q"], "value": [1.0]})}, "gd-2"),
+        ({"edges": pd.DataFrame({"value": [1.0]})}, "value"),
+        ({"components": np.ones((1, 3))}, "5 numbers"),
+    ],
+)
+def test_answers_of_another_form_are_refused(answer: dict[str, object], named: str):
+    with pytest.raises(ValueError, match=named) as raised:
+        score(lambda entry: answer, some("gd-2"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_sampler_is_judged_by_its_bias_and_its_coverage():
+    exact = {
+        name: e.truth.learning_coefficient.value for name, e in HAND.items() if e.kind == "minimum"
+    }
+
+    def off_by_two_errors(entry: Entry, seed: int) -> tuple[float, float]:
+        return exact[entry.name] * (1.1 if seed else 0.9), exact[entry.name] / 15
+
+    total = judge_sampler(off_by_two_errors, HAND, seeds=(0, 1)).summary().iloc[-1]
+    assert (total["within_1"], total["within_2"], total["estimates"]) == (0, 1, 2 * len(exact))
+    assert total["bias"] == pytest.approx(0)
+    high = judge_sampler(lambda entry, seed: (2 * exact[entry.name], 1e-3), HAND, seeds=(0,))
+    assert high.summary().iloc[-1]["bias"] == pytest.approx(1)
+    assert high.summary().iloc[-1]["within_2"] == 0
+    refused = judge_sampler(lambda entry, seed: (float("nan"), float("nan")), HAND, seeds=(0,))
+    assert refused.summary().iloc[-1]["within_2"] == 0
+
+
+METHOD = """
+import numpy as np
+
+def by_output(entry):
+    weights = entry.checkpoint.weights
+    return {"heads": weights.W_O.square().sum((-2, -1)).numpy()}
+"""
+
+
+def test_a_method_of_ones_own_is_scored_from_another_folder(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(METHOD)
+    command = ("-m", "mechinterp", "score", "mine:by_output", "--trained", "none", "--json")
+    document = python(*command, cwd=tmp_path).done().document
+    scores = {row["score"]: row for row in document["scores"]}
+    assert scores["heads spearman"]["mean"] > 0
+    assert document["suite"]["sha256"] == HAND.hash
+    assert document["suite"]["entries"] == len(HAND)
+
+
+def test_the_command_refuses_what_is_not_there(run: Run):
+    run("score", "nowhere:method").assert_refused("nowhere")
+    run("score", "json:dumps", "--version", "7").assert_refused("version", "7")
