@@ -44,6 +44,7 @@ ROOMS = {
         "Reading and writing models, also those of other people's code.",
     ),
     "training": ("training", "Training one model or many."),
+    "known answers": ("known", "Models with known answers, and scores of methods on them."),
     "theory": ("theory", "Closed forms of the papers."),
     "config": ("config", "Descriptions of tasks, models and training runs."),
 }

@@ -126,7 +126,10 @@ def labels(results: Path) -> str:
 
 def samplers(results: Path) -> str:
     """Relative bias and coverage of each sampler over models and seeds."""
-    rows = _found(results).query("score == 'learning coefficient'")
+    return _samplers(_found(results).query("score == 'learning coefficient'"))
+
+
+def _samplers(rows: pd.DataFrame) -> str:
     lines = [
         "| Sampler | Estimates | Bias | Within 1 error | Within 2 errors |",
         "| --- |" + " --- |" * 4,
@@ -140,3 +143,8 @@ def samplers(results: Path) -> str:
             f"{within[0]:.0%} | {within[1]:.0%} |"
         )
     return "\n".join(lines)
+
+
+def devinterp(results: Path) -> str:
+    """The table of samplers for devinterp."""
+    return _samplers(pd.read_csv(results / "known_devinterp.csv"))

@@ -21,8 +21,8 @@ def score(
     """Score a method on models with known answers. Example: mechinterp score my_module:my_method"""
     from mechinterp.analysis.registry import own_function
     from mechinterp.analysis.result import records
-    from mechinterp.known import score as score_method
-    from mechinterp.known import suite
+    from mechinterp.known.entries import suite
+    from mechinterp.known.scores import score as score_method
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.header import SCHEMA_VERSION
     from mechinterp.report.text import frame_text, wrapped

@@ -79,6 +79,8 @@ class LinearHeads(nn.Module):
     Parameters are v [head], K and Q [head, rank, d_x], or U [head, d_x, d_x] in place of K and Q, in float64.
     """
 
+    v: Tensor
+
     def __init__(self, heads: Heads) -> None:
         super().__init__()
         for name, values in vars(heads).items():
@@ -247,7 +249,7 @@ def suite(version: int = 1, *, trained: str = "bundled") -> Suite:
             the version.
     Example:
         >>> len(suite(trained="none")), suite()["gd-2"]
-        (32, Entry(gd-2: hand-made; known: edges, heads, algorithm, components))
+        (31, Entry(gd-2: hand-made; known: edges, heads, algorithm, components))
     """
     if version not in HASHES:
         raise ValueError(f"version must be one of {', '.join(map(str, HASHES))}, got {version}.")

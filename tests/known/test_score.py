@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analyses.known.methods import components, patches, random_order
+from analyses.known.methods import components, edge_frame, patches, random_order
 from mechinterp.known import Entry, Suite, judge_sampler, score, score_components, suite
 from mechinterp.known.scores import MEANINGS, score_edges, score_heads
 from tests.conftest import Run, python
@@ -57,6 +57,19 @@ def test_the_reversed_order_has_the_worst_scores():
     found = score_heads(LARGE, 1 / effects)
     assert found["heads spearman"] == pytest.approx(-1)
     assert found["heads auroc"] == 0
+
+
+def test_circuits_are_built_from_the_most_important_edge_on():
+    """Three of the 144 edges carry all that moves."""
+    entry = HAND["gd-3-dead-heads"]
+    effects = edge_frame(entry, lambda at: entry.truth.edges.value[at])
+    first = score_edges(entry, effects)
+    last = score_edges(entry, effects.assign(value=1 / (effects["value"].abs() + 1e-3)))
+    assert first["edges cmd"] < 0.03
+    assert first["edges cpr"] > 0.97
+    # Nothing stays up to the last size but one, 92 edges; from there to all 144 the area is a triangle.
+    assert last["edges cmd"] == pytest.approx((92 + 52 / 2) / 144)
+    assert last["edges cpr"] == pytest.approx(52 / 2 / 144)
 
 
 def test_signs_orders_and_lengths_of_components_do_not_matter():

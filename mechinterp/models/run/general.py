@@ -277,9 +277,9 @@ class _Layer:
     def _projected(self, read: Tensor, names: str) -> list[Float[Tensor, "batch pos head d"]]:
         """Queries, keys or values of all heads, from one matrix product."""
         heads = [getattr(self.weights, f"W_{name}")[self.number] for name in names]
-        biases = [self.named(f"attn.b_{name}") for name in names]
+        biases = [b.flatten() for n in names if (b := self.named(f"attn.b_{n}")) is not None]
         W = torch.cat([each.transpose(0, 1).flatten(1) for each in heads], dim=1)
-        b = torch.cat([each.flatten() for each in biases]) if self.weights.model.biases else None
+        b = torch.cat(biases) if biases else None
         sizes = [each.shape[0] * each.shape[2] for each in heads]
         split = affine(read, W, b).split(sizes, dim=-1)
         return [own.unflatten(-1, (len(each), -1)) for own, each in zip(split, heads, strict=True)]
