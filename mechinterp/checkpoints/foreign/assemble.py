@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
 from mechinterp.config import ModelConfig
@@ -20,14 +19,8 @@ TOKEN, ATTENTION, MLP = range(3)
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions; prompts of more tokens are not possible."""
 JOINED = (
-    "norm",
-    "activation",
-    "layout",
-    "score",
-    "attend_to_self",
-    "context_only",
-    "norm_eps",
-    "rms_norm",
+    *("norm", "activation", "layout", "attend_to_self", "context_only", "norm_eps", "rms_norm"),
+    *("score", "score_slope"),
 )
 """Choices that are fields of ModelConfig."""
 
@@ -67,7 +60,7 @@ def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[in
     return inputs, list(range(start, start + d_y))
 
 
-def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
+def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Weights:
     """Model of one reading, with weights rescaled so that scores have the factor 1/sqrt(d_head).
 
     Args:
@@ -75,7 +68,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
     Raises:
         ValueError: If there is no such model.
     """
-    model, inputs, outputs = architecture(parts, chosen, sizes, hints)
+    model, inputs, outputs = architecture(parts, chosen, sizes)
     parts = parts.normed(chosen)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
@@ -101,7 +94,7 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
 
 
 def architecture(
-    parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints
+    parts: Parts, chosen: Said, sizes: tuple[int, int]
 ) -> tuple[ModelConfig, list[int], list[int]]:
     """The architecture of one reading, and the columns that are read and that are the prediction.
 
@@ -124,7 +117,6 @@ def architecture(
         "n_heads": parts.n_heads,
         "d_head": None if parts.alone and d_head == d_token else d_head,
         "biases": parts.biases,
-        "score_slope": hints.score_slope or 1.0,
     }
     rotary = chosen["positions"] == "rotary"
     if rotary:

@@ -88,7 +88,8 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     Raises:
             ValueError: If the user contradicts what the format fixes.
     """
-    tries = _of_attention(parts, form) if parts.alone else _of_layers(parts, form)
+    tries = _of_attention(form) if parts.alone else _of_layers(parts, form)
+    tries["score_slope"] = (hints.score_slope or 1.0,)
     if not parts.has("read_out.weight"):
         tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
@@ -129,7 +130,7 @@ def _output_columns(parts: Parts, hints: Hints) -> tuple[int | None, ...]:
     return (None, last) if wide and parts.written == parts.width else (None,)
 
 
-def _of_attention(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
+def _of_attention(form: Format) -> dict[str, tuple[object, ...]]:
     bare = form is BARE
     return {
         "score": ("linear", "linear/L", "softmax") if bare else ("softmax", "linear/L"),
@@ -175,8 +176,7 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
 
 
 def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str]) -> list[Said]:
-    """Readings with rotary positions, several runs through the layers, or RMS norms, for the same
-    parts.
+    """Changes of a reading to rotary positions, several runs through the layers, or RMS norms.
 
     Args:
             closed: Names of choices that the file or the user states.
@@ -196,7 +196,7 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
         "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
     )
     return [
-        {**chosen, **change}
+        change
         for change in (*REFINED, {"scale": parts.width**-0.5})
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed
