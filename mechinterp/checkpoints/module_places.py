@@ -1,21 +1,36 @@
 """Places of the attention layers in a plain torch module, found by names and by running it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.names import INNER, piece_of
 from mechinterp.checkpoints.foreign.options import HEAD_KEYS
-from mechinterp.checkpoints.heads_in_softmax import heads_in_softmax
-from mechinterp.checkpoints.heads_outputs import require_heads_outputs
-from mechinterp.models.hooked.followed import Inner
+from mechinterp.models.hooked.followed import SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
+# Names of autograd's operations, without "Backward0".
+SUMS = (
+    "Add Sub Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
+)
+SHAPES = """
+View UnsafeView Reshape ReshapeAlias Transpose Permute Clone T Slice Select Unsqueeze Squeeze
+Expand ToCopy Cat Alias Split SplitWithSizes Unbind Index Stack
+"""
+HIDDEN = "Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
+PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
+"""Operations through which the products behind a value are traced."""
+PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
 
 
 def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> list[str]:
@@ -47,13 +62,11 @@ def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> li
 def _order(module: nn.Module, inputs: Tensor) -> list[str]:
     """Names of all modules in order of running."""
     ran: list[str] = []
-    handles = [
-        part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-        for name, part in module.named_modules()
-    ]
-    module(inputs)
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            note = part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+            hooks.enter_context(note)
+        module(inputs)
     return ran
 
 
@@ -172,9 +185,8 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
         values = args[0] if args else kwargs[first_tensor(kwargs)]
         shapes.extend((values.shape, stream_of(output).shape))
 
-    handle = module.get_submodule(name).register_forward_hook(note, with_kwargs=True)
-    module(tokens)
-    handle.remove()
+    with module.get_submodule(name).register_forward_hook(note, with_kwargs=True):
+        module(tokens)
     return shapes[0], shapes[1]
 
 
@@ -242,3 +254,145 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
     if len(names) > 1 or ran[name] > 1:
         raise ValueError(f"{name} must lie in a separate module, the layer.")
     return ""
+
+
+def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Tensor) -> None:
+    """Refuse modules whose input is the stream or hidden units of an MLP; outputs of heads are
+    products of weights and values.
+
+    Sums, norms, shape changes and activations are traced back to the products behind them.
+
+    Raises:
+        ValueError: If there is such a module; the message names the first one.
+    """
+    entered: dict[str, Tensor] = {}
+
+    def mark(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (_Marked.apply(args[0]), *args[1:]), kwargs
+        first = first_tensor(kwargs)
+        return args, {**kwargs, first: _Marked.apply(kwargs[first])}
+
+    others = [n for n in blocks if not isinstance(module.get_submodule(n), nn.MultiheadAttention)]
+    with ExitStack() as hooks, torch.enable_grad():
+        for name in others:
+            block, part = module.get_submodule(blocks[name]), module.get_submodule(name)
+            note = partial(_note_input, noted=entered, name=name)
+            hooks.enter_context(block.register_forward_pre_hook(mark, with_kwargs=True))
+            hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
+        module(tokens.detach().clone().requires_grad_())
+    for name, values in entered.items():
+        made_of = set(_factors(values.grad_fn))
+        what = "hidden units" if made_of and made_of <= PROJECTIONS else ""
+        what = "the residual stream" if "_MarkedBackward" in made_of else what
+        if what:
+            raise ValueError(
+                f"outputs must name modules whose input is the heads' outputs side by side; the input of {name!r} is {what}."
+            )
+
+
+class _Marked(torch.autograd.Function):
+    """Marks the stream, so that it is recognised in values computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor) -> Tensor:
+        return stream.view_as(stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _note_input(
+    _: nn.Module, args: tuple, kwargs: dict, noted: dict[str, Tensor], name: str
+) -> None:
+    """Hook that stores the input of a part of a module in its first run."""
+    noted.setdefault(name, args[0] if args else kwargs[first_tensor(kwargs)])
+
+
+def _factors(node: Any) -> Iterator[str]:
+    """Names of the operations behind sums, norms, shape changes and activations."""
+    seen, ahead = set(), [node]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name().rpartition("::")[2]
+        if name.partition("Backward")[0].strip("_") in PASSED:
+            ahead.extend(each for each, _ in node.next_functions)
+        else:
+            yield name
+
+
+def heads_in_softmax(module: nn.Module, output: str, container: str, tokens: Tensor) -> int:
+    """Number of heads in the only softmax of a part; 0 if there is none over [batch, head, query, key], or several.
+
+    Differential attention has two softmaxes for each head. So the first head of the softmax is set to 0: if this changes
+    2/n of the heads' outputs, there are n/2 heads. If it changes all outputs, heads are mixed (talking heads), and the number
+    is that of the softmax.
+
+    Args:
+        output: Name of the module that takes the heads' outputs.
+        container: Name of the part.
+    """
+    seen, before = _softmaxes(module, output, container, tokens, without_first=False)
+    if len(seen) != 1:
+        return 0
+    _, after = _softmaxes(module, output, container, tokens, without_first=True)
+    changed, width = int((before != after).flatten(0, -2).any(0).sum()), before.shape[-1]
+    if changed * seen[0] <= width or changed == width:
+        return seen[0]
+    return 0 if width % changed else width // changed
+
+
+def _softmaxes(
+    module: nn.Module, output: str, container: str, tokens: Tensor, without_first: bool
+) -> tuple[list[int], Tensor]:
+    """Numbers of heads of the softmaxes in the first run of a part, and the heads' outputs."""
+    mode, part = _Softmaxes(len(tokens), without_first), module.get_submodule(container)
+    entered: dict[str, Tensor] = {}
+
+    def enter(*_: Any) -> None:
+        mode.inside, mode.runs = mode.runs == 0, mode.runs + 1
+
+    def leave(*_: Any) -> None:
+        mode.inside = False
+
+    note = partial(_note_input, noted=entered, name=output)
+    outputs = module.get_submodule(output)
+    with (
+        part.register_forward_pre_hook(enter),
+        part.register_forward_hook(leave),
+        outputs.register_forward_pre_hook(note, with_kwargs=True),
+        mode,
+    ):
+        module(tokens)
+    return mode.seen, entered[output]
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Records the number of heads of each softmax over [batch, head, query, key] while it is inside
+    a part."""
+
+    def __init__(self, n_prompts: int, without_first: bool) -> None:
+        super().__init__()
+        self.n_prompts, self.without_first = n_prompts, without_first
+        self.inside, self.runs, self.seen = False, 0, list[int]()
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Make the call and record its number of heads."""
+        result = func(*args, **(kwargs or {}))
+        if not self.inside or func not in (*SOFTMAX, F.scaled_dot_product_attention):
+            return result
+        axes, n = result.ndim, self.n_prompts
+        if (axes == 4 and len(result) == n) or (axes == 3 and len(result) % n == 0):
+            by_head = result.reshape(n, -1, *result.shape[-2:])
+            self.seen.append(by_head.shape[1])
+            if self.without_first:
+                kept = torch.ones_like(by_head)
+                kept[:, 0] = 0
+                return (by_head * kept).reshape(result.shape)
+        return result
