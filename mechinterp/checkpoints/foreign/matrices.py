@@ -14,8 +14,6 @@ from mechinterp.checkpoints.foreign.options import Hints, settle
 
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 GROUPED = "grouped or multi-query attention is not read"
-HEADS = "heads"
-"""Order of the axes [head, in, out]."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +23,10 @@ class Matrix:
     name: str
     """Name in the file."""
     tensor: Tensor
-    order: str = TORCH
-    """Order of the axes in the file: one of ORIENTATIONS, or HEADS."""
     n_heads: int | None = None
     """Number of heads, if the shape shows it."""
-    of: int = 1
-    """How many matrices are packed in this tensor: 3 for a qkv matrix."""
-
-    def require(self, shape: tuple[int, ...]) -> None:
-        """Refuse another shape; the message has the shapes as in the file."""
-        if tuple(self.tensor.shape) != shape:
-            wanted, got = self._there(shape), self._there(tuple(self.tensor.shape))
-            raise TensorError(self.name, f"must have shape {wanted}, got {got}")
-
-    def _there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        shape = (*shape[:-1], self.of * shape[-1])
-        if self.order == HEADS and self.n_heads is not None:
-            axis = 0 if self.name.endswith(("W_O", "out.kernel")) else len(shape) - 1
-            inner = tuple(n // self.n_heads if i == axis else n for i, n in enumerate(shape))
-            return (self.n_heads, *inner)
-        return shape[::-1] if self.order == TORCH else shape
+    packed: bool = False
+    """True: the file has it in one tensor with others, such as a qkv matrix."""
 
 
 def attention_matrices(
@@ -56,7 +38,7 @@ def attention_matrices(
     for piece in pieces:
         if piece.part in ATTENTION:
             heads = grouped.setdefault((piece.part, piece.kind), {})
-            _require_first(heads.get(piece.head), piece)
+            require_first(heads.get(piece.head), piece)
             heads[piece.head] = piece
     order = _packed_axes(grouped, tensors)
     matrices: dict[str, Matrix] = {}
@@ -64,12 +46,13 @@ def attention_matrices(
         whole = _matrix(heads, tensors, order, axes)
         for x, matrix in zip(part, _unpacked(whole, part), strict=True):
             name = f"{FULL[x]}.{kind}"
-            _require_first(matrices.get(name), matrix)
+            require_first(matrices.get(name), matrix)
             matrices[name] = matrix
     return matrices
 
 
-def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
+def require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
+    """Refuse a second tensor for a part."""
     if one is not None:
         raise TensorError(one.name, f"and {shown(other.name)} stand for the same part")
 
@@ -84,7 +67,7 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
     if tensor.shape[-1] % count:
         rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
         raise TensorError(whole.name, rule)
-    return [replace(whole, tensor=each, of=count) for each in tensor.chunk(count, -1)]
+    return [replace(whole, tensor=each, packed=count > 1) for each in tensor.chunk(count, -1)]
 
 
 def _matrix(
@@ -96,14 +79,14 @@ def _matrix(
     if set(turned) == {None}:
         tensor = turned[None]
         if tensor.ndim == (1 if first.kind == "bias" else 2):
-            return Matrix(first.name, tensor, order or first.axes or axes)
+            return Matrix(first.name, tensor)
     else:
         tensor = _stacked(turned, heads)
     if first.part == "o":
         joined = tensor.sum(0) if first.kind == "bias" else tensor.flatten(0, 1)
     else:
         joined = tensor.movedim(0, -2).flatten(-2)
-    return Matrix(first.name, joined, HEADS, len(tensor))
+    return Matrix(first.name, joined, len(tensor))
 
 
 def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
@@ -114,9 +97,8 @@ def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
             raise TensorError(piece.name, f"must have one axis, got shape {got}")
         return tensor
     if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
-        if (
-            piece.axes == TRANSPOSED
-        ):  # flax: [in, head, d_head], and [head, d_head, out] for outputs
+        # flax: [in, head, d_head], and [head, d_head, out] for outputs
+        if piece.axes == TRANSPOSED:
             return tensor if piece.part == "o" else tensor.transpose(0, 1)
         return tensor if order == TRANSPOSED else tensor.mT
     require_matrix(piece.name, tensor)
@@ -189,7 +171,7 @@ def number_of_heads(
 def whole_tokens(value: Matrix, width: int) -> int | None:
     """Number of heads whose values are as wide as a token; None if values are narrower."""
     rows = value.tensor.shape[1]
-    if rows < width and value.of == 1:
+    if rows < width and not value.packed:
         return None
     if rows % width:
         raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
@@ -229,4 +211,7 @@ def require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[in
     for name, matrix in matrices.items():
         if f"{name.rpartition('.')[0]}.weight" not in matrices:
             raise TensorError(matrix.name, "is a bias without a weight")
-        matrix.require(shapes.get(name, tuple(matrix.tensor.shape)))
+        got = tuple(matrix.tensor.shape)
+        if (shape := shapes.get(name, got)) != got:
+            order = " as [in, out]" if len(shape) == 2 and name != "positions.weight" else ""
+            raise TensorError(matrix.name, f"must have shape {shape}{order}, got {got}")

@@ -16,12 +16,13 @@ from mechinterp.checkpoints.foreign.matrices import (
     Matrix,
     attention_matrices,
     number_of_heads,
+    require_first,
     require_layer,
     require_matrix,
     require_shapes,
     whole_tokens,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
+from mechinterp.checkpoints.foreign.names import ATTENTION, TRANSPOSED, Piece
 from mechinterp.checkpoints.foreign.options import Hints
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -191,17 +192,15 @@ def _beside(
     for piece in pieces:
         if piece.part in ATTENTION:
             continue
-        name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
-        if name in matrices:
-            rule = f"is a second tensor for {name}, as {shown(matrices[name].name)} is"
-            raise TensorError(piece.name, f"{rule}; an MLP must have two layers")
+        name, tensor = f"{piece.part}.{piece.kind}", tensors[piece.name]
+        require_first(matrices.get(name), piece)
         if piece.part.startswith("mlp") and piece.kind == "weight":
             require_matrix(piece.name, tensor)
             axis = 0 if piece.part == "mlp_in" else 1
             by_torch = tensor.shape[1 - axis] == width and piece.axes != TRANSPOSED
             if (by_torch and not by_columns) or tensor.shape[axis] != width:
-                order, tensor = TORCH, tensor.mT
-        matrices[name] = Matrix(piece.name, tensor, order)
+                tensor = tensor.mT
+        matrices[name] = Matrix(piece.name, tensor)
     mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
     if "norm2.weight" in matrices and not mlp:
         # Two norms around attention alone: a layer whose MLP writes zeros.
@@ -219,7 +218,7 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
     """Read-in, read-out, positions and final norm."""
     matrices: dict[str, Matrix] = {}
     for (part, kind), piece in layout.ends.items():
-        tensor, order = tensors[piece.name], TRANSPOSED
+        tensor = tensors[piece.name]
         if part in ("words", "words_out"):
             continue
         if part == "positions" and tensor.ndim == 3 and 1 in tensor.shape[:2]:
@@ -227,8 +226,8 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
         if kind == "weight" and part != "final_norm":
             require_matrix(piece.name, tensor)
             if part != "positions" and piece.axes != TRANSPOSED:
-                order, tensor = TORCH, tensor.mT
-        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
+                tensor = tensor.mT
+        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor)
     if "read_in.weight" in matrices and "read_out.weight" not in matrices:
         name = f"{shown(matrices['read_in.weight'].name)}, a read-in,"
         raise TensorError(name, "needs a read-out too, got none")
