@@ -17,8 +17,8 @@ from mechinterp.checkpoints.io.archives import MAX_ENTRIES, npy_tensor, read_npz
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import reading, require_header
-from mechinterp.checkpoints.io.pickled_values import STORAGES, ArrayType, StoredArray
 from mechinterp.checkpoints.io.torch_files import Read, arrays_among, read_torch, settings_among
+from mechinterp.checkpoints.io.unpickler import STORAGES, ArrayType, StoredArray
 
 SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),

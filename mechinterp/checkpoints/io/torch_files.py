@@ -20,15 +20,15 @@ from mechinterp.checkpoints.foreign.copies import chosen_names
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.archives import CHUNK, archive, array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.pickled_values import (
+from mechinterp.checkpoints.io.unpickler import (
+    MAX_BYTES,
     ArrayType,
-    Encoded,
     Storage,
     StoredArray,
     StoredTensor,
     Unread,
+    read_pickle,
 )
-from mechinterp.checkpoints.io.unpickler import MAX_BYTES, read_pickle
 
 MAX_AXES, MAX_ARRAY_AXES = 64, 32
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -181,7 +181,7 @@ def weights_among(
         CheckpointError: If there are no weights, or several state dicts and none is named.
     """
     places = dict(_places(root))
-    names = chosen_names({name: _shape(place) for name, place in places.items()}, weights)
+    names = chosen_names({name: place.shape for name, place in places.items()}, weights)
     if weights is None:
         document = _unwrapped(root)
         places = dict(_places(document, BESIDE))
@@ -223,37 +223,23 @@ def settings_among(root: object) -> dict[str, object]:
     return settings
 
 
-def _shape(place: Place) -> tuple[int, ...]:
-    return place.shape if isinstance(place.shape, tuple) else ()
-
-
 def _needed_classes(root: object) -> list[str]:
     """Classes and functions that values beside the weights need."""
     values = list(root.values()) if isinstance(root, dict) else [root]
     return [value.name for value in values if isinstance(value, Unread) and value.name]
 
 
-def _unwrapped(document: object) -> object:
-    """State dict of a run, found under one of a few names."""
-    for _ in range(MAX_DEPTH):
-        inner = _wrapped(document)
-        if inner is None:
-            break
-        document = inner
-    return document
-
-
-def _wrapped(document: object) -> dict | None:
-    """State dict one level deeper; None if parts of the model lie beside it."""
-    if not isinstance(document, dict):
-        return None
+def _unwrapped(document: object, depth: int = 0) -> object:
+    """State dict of a run, found under one of a few names, unless parts of the model lie beside it."""
+    if not isinstance(document, dict) or depth == MAX_DEPTH:
+        return document
     for name in WRAPPERS:
         inner = document.get(name)
-        if isinstance(inner, dict) and inner is not document and any(_places(inner)):
+        if isinstance(inner, dict) and any(_places(inner)):
             others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
             beside = (piece_of(each) for each, _ in _places(others, BESIDE))
-            return None if any(beside) else inner
-    return None
+            return document if any(beside) else _unwrapped(inner, depth + 1)
+    return document
 
 
 def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
@@ -288,7 +274,7 @@ def _no_weights(root: object, classes: list[str]) -> str:
         keys = [str(key)[:40] for key in root][:8]
         got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
     elif isinstance(root, StoredTensor | StoredArray):
-        got = f"one tensor of shape {list(_shape(root))}"
+        got = f"one tensor of shape {list(root.shape)}"
     elif isinstance(root, Unread):
         got = "a list or the like"
     else:
@@ -307,14 +293,13 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
     tensors, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
         kind, shape = _kind(place, name), place.shape
-        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        if not all(type(n) is int and n >= 0 for n in shape):
             raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
         if len(shape) > MAX_ARRAY_AXES:
             rule = f"must have at most {MAX_ARRAY_AXES} axes"
             raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
-        data = place.data.text if isinstance(place.data, Encoded) else place.data
         # Protocol 2 stores bytes as texts, and empty bytes as a call.
-        data = data.encode("latin1") if isinstance(data, str) else data
+        data = place.data.encode("latin1") if isinstance(place.data, str) else place.data
         data = data if isinstance(data, bytes) else b""
         array = array_of(data, kind, shape, place.by_columns is True, name)
         left -= len(data)
