@@ -12,11 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import INNER, piece_of
-from mechinterp.checkpoints.foreign.options import HEAD_KEYS
+from mechinterp.checkpoints.foreign.names import INNER, TABLE, piece_of
 from mechinterp.models.hooked.followed import SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
+HEAD_KEYS = TABLE["counts"]["n_heads"].split()
+"""Attributes of a module that state its number of heads."""
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
 # Names of autograd's operations, without "Backward0".
@@ -227,14 +228,10 @@ def _heads_by_name(module: nn.Module, output: str) -> int:
 
 def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
     """Number of heads in an attribute, and the name of the attribute."""
-    around = name.rpartition(".")[0]
-    for where, part in ((name, module.get_submodule(name)), (around, module.get_submodule(around))):
+    for where in (name, name.rpartition(".")[0], ""):
         for key in HEAD_KEYS:
-            if type(number := getattr(part, key, None)) is int:
+            if type(number := getattr(module.get_submodule(where), key, None)) is int:
                 return number, f"{where}.{key}".removeprefix(".")
-    for key in HEAD_KEYS:
-        if type(number := getattr(module, key, None)) is int:
-            return number, key
     return None
 
 

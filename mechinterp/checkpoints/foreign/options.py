@@ -33,8 +33,6 @@ of `Hints.model`.
 to `MOST_PASSES`.
 """
 MOST_PASSES = 64
-HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
-"""Settings beside the weights that state the number of heads."""
 Value = TypeVar("Value", bool, int, float, str)
 
 
