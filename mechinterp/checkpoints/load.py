@@ -1,8 +1,7 @@
 """Loading of checkpoints of any known format, and conversion between formats."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from pathlib import Path
@@ -14,12 +13,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settings_of
 from mechinterp.checkpoints.io.archives import read_text
-from mechinterp.checkpoints.io.errors import (
-    CheckpointError,
-    NotUnderstoodError,
-    naming,
-    one_line,
-)
+from mechinterp.checkpoints.io.errors import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     SUFFIXES,
     folder_file,
@@ -131,7 +125,7 @@ def load(
     """
     hints = _hints({name: value for name, value in locals().items() if name != "path"})
     path = shipped_path(path)
-    with _readable(path):
+    with naming(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _understood(_run(steps, hints), hints)
         stored = _stored(path, hints)
@@ -177,7 +171,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         [1000, 2000]
     """
     steps = _steps_at(path)
-    with _readable(next(iter(steps.values())).parent):
+    with naming(next(iter(steps.values())).parent):
         hints = _hints(said)
         return _understood(_run(steps, hints), hints)
 
@@ -253,17 +247,6 @@ def _hints(given: Mapping[str, object]) -> Hints:
     if hints.format is not None and hints.format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {hints.format!r}.")
     return hints
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turns errors during reading into a one-line CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}).") from None
-    except RecursionError:
-        raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
 
 
 def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:

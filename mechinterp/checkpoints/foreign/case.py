@@ -176,7 +176,7 @@ def case_of(source: Source, parts: Parts, said: Said) -> Case:
             ValueError: If no model or task has these sizes.
     """
     sizes, stated = source.sizes(parts, said), dict(source.hints.task or {})
-    model, *_ = architecture(parts, said, sizes)
+    model = architecture(parts, said, sizes)
     limits = (model.longest_context, source.room(parts, said))
     most = min((n for n in limits if n is not None), default=None)
     length = source.context_length
