@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.copies import chosen_names
 from mechinterp.checkpoints.foreign.names import piece_of
-from mechinterp.checkpoints.io.archives import CHUNK, archive, array_of, native_tensor
+from mechinterp.checkpoints.io.archives import archive, array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.unpickler import (
     MAX_BYTES,
@@ -154,10 +154,7 @@ class _Storages:
         entry = f"data/{storage.key}"
         if self.kinds.setdefault(storage.key, storage.dtype) != storage.dtype:
             raise CheckpointError(f"the entry {entry} must hold numbers of one kind.")
-        data = bytearray()
-        with self.archive.open(self.folder + entry) as stream:
-            for chunk in iter(lambda: stream.read(CHUNK), b""):
-                data += chunk
+        data = bytearray(self.archive.read(self.folder + entry))
         claimed = storage.size * storage.dtype.itemsize
         if claimed != len(data):
             raise CheckpointError(f"the entry {entry} must have {claimed} bytes, got {len(data)}.")
@@ -204,22 +201,10 @@ def settings_among(root: object) -> dict[str, object]:
 
     A name with two different values gets None."""
     settings: dict[str, object] = {}
-    waiting: list[tuple[object, int]] = [(root, 0)]
-    visits = 0
-    while waiting:
-        values, depth = waiting.pop()
-        values = values.state if isinstance(values, Unread) else values
-        if not isinstance(values, dict) or depth > MAX_DEPTH:
-            continue
-        for name, value in values.items():
-            visits += 1
-            if visits > MAX_VISITS:
-                return settings
-            if isinstance(value, dict | Unread):
-                waiting.append((value, depth + 1))
-            elif isinstance(name, str) and isinstance(value, bool | int | float | str):
-                other = settings.setdefault(name, value)
-                settings[name] = value if other == value else None
+    for (*_, name), value in _entries(root, objects=True):
+        if isinstance(name, str) and isinstance(value, bool | int | float | str):
+            other = settings.setdefault(name, value)
+            settings[name] = value if other == value else None
     return settings
 
 
@@ -244,25 +229,32 @@ def _unwrapped(document: object, depth: int = 0) -> object:
 
 def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
     """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
-    waiting: list[tuple[str, object, int]] = [("", root, 0)]
+    for path, value in _entries(root):
+        first, name = path[0], path[-1]
+        if isinstance(value, Place) and isinstance(name, str):
+            if not (isinstance(first, str) and skipped.fullmatch(first)):
+                yield ".".join(map(str, path)), value
+
+
+def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, object]]:
+    """Values in nested dictionaries, each with its path, the keys from the outermost on.
+
+    Args:
+        objects: True: the attributes of objects count, too.
+    """
+    waiting: list[tuple[tuple, object]] = [((), root)]
     visits = 0
     while waiting:
-        prefix, values, depth = waiting.pop()
-        if not isinstance(values, dict) or depth > MAX_DEPTH:
+        path, values = waiting.pop()
+        values = values.state if objects and isinstance(values, Unread) else values
+        if not isinstance(values, dict) or len(path) > MAX_DEPTH:
             continue
-        inner = []
-        for key, value in values.items():
-            visits += 1
-            if visits > MAX_VISITS:
-                raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
-            name = str(key) if isinstance(value, dict) and type(key) is int else key
-            if not isinstance(name, str) or (depth == 0 and skipped.fullmatch(name)):
-                continue
-            if isinstance(value, Place):
-                yield prefix + name, value
-            elif isinstance(value, dict):
-                inner.append((f"{prefix}{name}.", value, depth + 1))
-        waiting += reversed(inner)
+        visits += len(values)
+        if visits > MAX_VISITS:
+            raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
+        inner = [((*path, key), value) for key, value in values.items()]
+        yield from inner
+        waiting += (each for each in reversed(inner) if isinstance(each[1], dict | Unread))
 
 
 def _no_weights(root: object, classes: list[str]) -> str:
