@@ -224,7 +224,7 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
     if isinstance(each, Checkpoint) and isinstance(last, Checkpoint):
         if each.config.model != last.config.model:
             raise ValueError("must have the architecture of the last step.")
-    elif isinstance(each, Checkpoint) or isinstance(last, Checkpoint):
+    elif not isinstance(each, Stored) or not isinstance(last, Stored):
         raise ValueError("must have the format of the last step.")
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import INNER, TABLE, piece_of
+from mechinterp.checkpoints.foreign.names import INNER, TABLE, Piece, piece_of
 from mechinterp.models.hooked.followed import SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
@@ -75,18 +75,14 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules that take the heads' outputs, by the table of known names."""
     modules = dict(module.named_modules())
     names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
-    # Layers that share a tensor list it under several names.
     pieces = [
-        (name, piece)
-        for name, _ in module.named_parameters(remove_duplicate=False)
-        if (piece := piece_of(name)) is not None and piece.kind == "weight"
-        if not any(name.startswith(f"{attention}.") for attention in names)
+        each
+        for each in _weights_of(module)
+        if not any(each.name.startswith(f"{attention}.") for attention in names)
     ]
-    inner = {(piece.path, piece.layer) for _, piece in pieces if piece.part in INNER}
-    found = [name for name, each in pieces if each.part == "o" and (each.path, each.layer) in inner]
-    names |= {
-        name.removesuffix(".weight") for name in found if name.removesuffix(".weight") in modules
-    }
+    inner = {(each.path, each.layer) for each in pieces if each.part in INNER}
+    found = [p.name for p in pieces if p.part == "o" and (p.path, p.layer) in inner]
+    names |= modules.keys() & {name.removesuffix(".weight") for name in found}
     if not names and found:
         raise _is_parameter(found[0])
     if not names:
@@ -95,6 +91,13 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
             "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj."
         )
     return tuple(names)
+
+
+def _weights_of(module: nn.Module) -> list[Piece]:
+    """Parts of a model that the names of a module's weights stand for."""
+    # Layers that share a tensor list it under several names.
+    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
+    return [piece for piece in pieces if piece is not None and piece.kind == "weight"]
 
 
 def _is_parameter(name: str) -> ValueError:
@@ -159,9 +162,9 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     if end is None:
         return alone
     modules, projections = dict(module.named_modules()), {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        piece, before = piece_of(name), name.removesuffix(".weight")
-        if piece is None or piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
+    for piece in _weights_of(module):
+        before = piece.name.removesuffix(".weight")
+        if piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
             continue
         near = (piece.path, piece.layer) == (end.path, end.layer)
         near = near or before.rpartition(".")[0] == output.rpartition(".")[0]
@@ -221,8 +224,7 @@ def _number_of_heads(
 def _heads_by_name(module: nn.Module, output: str) -> int:
     """Number of heads that are separate modules, such as heads.0.query; 0 if there are none."""
     end = piece_of(f"{output}.weight")
-    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
-    beside = (p for p in pieces if p and end and (p.path, p.layer) == (end.path, end.layer))
+    beside = (p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer))
     return len({p.head for p in beside if p.part in INNER and p.head is not None})
 
 

@@ -230,10 +230,9 @@ def _unwrapped(document: object, depth: int = 0) -> object:
 def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
     """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
     for path, value in _entries(root):
-        first, name = path[0], path[-1]
-        if isinstance(value, Place) and isinstance(name, str):
-            if not (isinstance(first, str) and skipped.fullmatch(first)):
-                yield ".".join(map(str, path)), value
+        named = isinstance(path[-1], str) and None not in path
+        if isinstance(value, Place) and named and not skipped.fullmatch(str(path[0])):
+            yield ".".join(map(str, path)), value
 
 
 def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, object]]:
