@@ -13,9 +13,11 @@ from mechinterp.checkpoints.foreign.names import (
     ATTENTION,
     COMPLETE,
     ENDS,
+    GATED,
     INNER,
     KINDS,
     KNOWN,
+    TABLE,
     TORCH,
     TRANSPOSED,
     Piece,
@@ -117,26 +119,6 @@ def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Ten
     return written[0] < written[1]
 
 
-OTHER_MODELS = {
-    r"relative|rpe\.": "relative positions",
-    "fourier_proj": "tokens of random Fourier features",
-    "cls_token": "class tokens",
-    r"A_log|conv1d|dt_proj|ssm": "state-space models (Mamba)",
-    r"conv1\.": "convolutions",
-    r"lstm|gru\.|rnn\.|weight_[ih]h_l0": "recurrent layers",
-    r"feature_map|kernel_proj|random_features|phi\.": "features of kernels",
-    r"[EF]_block|\b[EF](?:_[kv])?(?:\.weight)?$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
-    r"\blayers?\.\d+\.scale$": "learned factors of layers, as in attention by kernels,",
-    r"bias_[kv]$": "learned extra keys and values",
-    r"[qk]_norm\b|[qk]_ln\b|query_norm|key_norm": "norms of queries and keys",
-}
-"""Patterns of names that show another kind of model, with the part that they stand for."""
-GATED = re.compile(
-    r"gate_proj|gate_up_proj|w_gate|(?:mlp|ffn?|feed_?forward)\.(?:.*\.)?(?:gate|w3|w12|linear_gate)\b|\bw3\.weight",
-    re.IGNORECASE,
-)
-"""Names of the gate of an MLP, such as SwiGLU."""
-GATES = re.compile(r"W_g\b|\bgates?\b")
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
@@ -156,7 +138,7 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         what += ["norms without biases (RMSNorm)"] if norms == {"weight"} else []
         kind = "a Llama-like block" if len(what) > 1 else "a model"
         raise ValueError(f"{kind} with {', '.join(what)}, which is not read from a file; {HOOK}.")
-    for mark, what_else in {**OTHER_MODELS, GATES.pattern: "gates"}.items():
+    for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
                 raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
