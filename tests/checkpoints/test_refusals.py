@@ -186,7 +186,9 @@ GPT2S: dict[str, State] = {
 }
 LENSES: dict[str, State] = {
     "head.weight is not among the tensors of an attention-only Hooked": {"head.weight": ones(1)},
-    "no LayerNorm, got blocks.0.ln1.w": {"blocks.0.ln1.w": ones(4)},
+    "blocks.0.ln1.w is not among the tensors of an attention-only Hooked": {
+        "blocks.0.ln1.w": ones(4)
+    },
     "W_K must have three axes, head first, got nothing": {W_K: None},
     "W_K must have three axes, head first, got shape": {W_K: ones(4, 2)},
     "W_K must have shape (4, 4) as [in, out], got (4, 6)": {W_K: ones(2, 4, 3)},

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.hooked import MASK, hooked_layer, require_zero
+from mechinterp.checkpoints.foreign.formats import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.atomic import writing
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.locks import claimed
