@@ -197,44 +197,38 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
 def _number_of_heads(
     module: nn.Module, name: str, inner: Inner, heads: int | None, tokens: Tensor
 ) -> int:
-    """Number of heads: from its softmax, its modules, or the user.
+    """Number of heads: from the module, or the user.
 
     Raises:
-        ValueError: If it is unknown, or two of these differ.
+        ValueError: If it is unknown, or the two differ.
     """
-    attention = module.get_submodule(name)
-    own, source = None, ""
-    if isinstance(attention, nn.MultiheadAttention):
-        own, source = attention.num_heads, f"{name}.num_heads"
-    elif named := _heads_by_name(module, name):
-        own, source = named, f"the modules beside {name}"
-    elif seen := heads_in_softmax(module, name, inner.container, tokens):
-        own, source = seen, f"the softmax in {inner.container or type(module).__name__}"
-    elif stated := _stated_heads(module, name):
-        own, source = stated
-    if heads is not None and own not in (None, heads):
-        raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
-    if heads is None and own is None:
+    own, source = next(_heads_shown(module, name, inner, tokens), (heads, ""))
+    if own is None:
         raise ValueError(
             f"heads must be given: the module around {name} does not state the number."
         )
-    return heads or own or 0
+    if heads not in (None, own):
+        raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
+    return own
 
 
-def _heads_by_name(module: nn.Module, output: str) -> int:
-    """Number of heads that are separate modules, such as heads.0.query; 0 if there are none."""
-    end = piece_of(f"{output}.weight")
-    beside = (p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer))
-    return len({p.head for p in beside if p.part in INNER and p.head is not None})
-
-
-def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
-    """Number of heads in an attribute, and the name of the attribute."""
-    for where in (name, name.rpartition(".")[0], ""):
+def _heads_shown(
+    module: nn.Module, output: str, inner: Inner, tokens: Tensor
+) -> Iterator[tuple[int, str]]:
+    """Numbers of heads that a module shows, each with its place, the most certain first."""
+    attention, end = module.get_submodule(output), piece_of(f"{output}.weight")
+    if isinstance(attention, nn.MultiheadAttention):
+        yield attention.num_heads, f"{output}.num_heads"
+    # Heads that are separate modules, such as heads.0.query.
+    beside = [p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer)]
+    if apart := {p.head for p in beside if p.part in INNER and p.head is not None}:
+        yield len(apart), f"the modules beside {output}"
+    if seen := heads_in_softmax(module, output, inner.container, tokens):
+        yield seen, f"the softmax in {inner.container or type(module).__name__}"
+    for where in (output, output.rpartition(".")[0], ""):
         for key in HEAD_KEYS:
             if type(number := getattr(module.get_submodule(where), key, None)) is int:
-                return number, f"{where}.{key}".removeprefix(".")
-    return None
+                yield number, f"{where}.{key}".removeprefix(".")
 
 
 def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:

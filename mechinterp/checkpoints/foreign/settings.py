@@ -137,19 +137,11 @@ def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
         stated.append((file, document))
     if garg.exists():
         document = read_yaml(garg)
-        model = _within(document, "model")
         points = _within(document, "training", "curriculum", "points", "end")
         noise = _within(document, "training", "task_kwargs", "noise_std")
-        stated.append(
-            (
-                garg,
-                {
-                    **(model if isinstance(model, dict) else {}),
-                    "n_points": points,
-                    "noise_std": noise,
-                },
-            )
-        )
+        model = _within(document, "model")
+        sizes = dict(model) if isinstance(model, dict) else {}
+        stated.append((garg, {**sizes, "n_points": points, "noise_std": noise}))
     return stated
 
 
