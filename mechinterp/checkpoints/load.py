@@ -20,8 +20,8 @@ from mechinterp.checkpoints.io.tensor_files import (
     has_weights_ending,
     read_file,
 )
-from mechinterp.checkpoints.native import npz as arrays
-from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
+from mechinterp.checkpoints.native import exchange
+from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
 from mechinterp.checkpoints.shipped import shipped_path
@@ -264,11 +264,11 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
         raise CheckpointError(f"{path}: {rule}; this is another file.")
     if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
-    text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
+    text = read_text(path, exchange.CONFIG) if path.suffix == ".npz" else None
     tensors, settings = read_file(path, hints.weights)
     if text is not None:
-        _require_no_hints(path, hints, arrays.FORMAT)
-        return arrays.read_stated(tensors, text, path)
+        _require_no_hints(path, hints, exchange.ARRAYS)
+        return exchange.read_stated(tensors, text, path)
     if "flat" in tensors and all(name.startswith(OF_TRAINING) for name in tensors):
         raise CheckpointError(f"{path}: {UNFINISHED}.")
     return Stored(path, tensors, settings_of(path, settings))
@@ -283,7 +283,7 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         return Stored(file, tensors, settings_of(file, settings))
     if (path / SIDE_CAR).is_file():
         _require_no_hints(path, hints, FORMAT)
-        return read_exchange(path)
+        return exchange.read_exchange(path)
     files = sorted(filter(is_weights, path.iterdir()))
     if len(files) > 1:
         rule = f"has several files of weights; name one of {_listed(files)}"
@@ -324,12 +324,12 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
             f"{' or '.join(scores)}."
         )
     if target == "npz":
-        return [arrays.write_arrays(out, checkpoint)]
+        return [exchange.write_arrays(out, checkpoint)]
     if os.path.lexists(out) and not out.is_dir():
         raise CheckpointError(f"{out}: already exists; it is not overwritten.")
     require_new(out)
     if target == FORMAT:
-        write_exchange(out, checkpoint)
+        exchange.write_exchange(out, checkpoint)
     else:
         checkpoint.save_pretrained(out, card="")
     return sorted(file for file in out.rglob("*") if file.is_file())

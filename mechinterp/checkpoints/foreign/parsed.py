@@ -1,10 +1,10 @@
 """The tensors of a file as parts of a model: attention, norms, MLPs, read-in and read-out, with
 matrices [in, out].
 
-This module checks that shapes fit together; its messages have the file's own names and order of
-axes."""
+This module checks that shapes fit together; its messages have the file's own names."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -12,20 +12,25 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.matrices import (
-    Matrix,
-    attention_matrices,
-    number_of_heads,
-    require_first,
-    require_layer,
-    require_matrix,
-    require_shapes,
-    whole_tokens,
-)
-from mechinterp.checkpoints.foreign.names import ATTENTION, TRANSPOSED, Piece
-from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
+from mechinterp.checkpoints.foreign.options import Hints, settle
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
+GROUPED = "grouped or multi-query attention is not read"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [in, out] with heads side by side, or a bias [out]."""
+
+    name: str
+    """Name in the file."""
+    tensor: Tensor
+    n_heads: int | None = None
+    """Number of heads, if the shape shows it."""
+    packed: bool = False
+    """True: the file has it in one tensor with others, such as a qkv matrix."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,11 @@ def parts_of(
     query = every_layer[0]["query.weight"]
     width = len(query.tensor)
     apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
-    heads = (whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
-    n_heads = number_of_heads(every_layer[0], hints, settings, heads)
+    heads = (_whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
+    n_heads = _number_of_heads(every_layer[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, every_layer, strict=True):
         matrices |= _beside(pieces, tensors, width)
-        require_layer(matrices, n_heads, width)
+        _require_layer(matrices, n_heads, width)
         if other := matrices.keys() ^ every_layer[0].keys():
             name = shown((matrices | every_layer[0])[min(other)].name)
             raise TensorError("layers", f"must have the same parts, got {name} in some of them")
@@ -193,9 +198,9 @@ def _beside(
         if piece.part in ATTENTION:
             continue
         name, tensor = f"{piece.part}.{piece.kind}", tensors[piece.name]
-        require_first(matrices.get(name), piece)
+        _require_first(matrices.get(name), piece)
         if piece.part.startswith("mlp") and piece.kind == "weight":
-            require_matrix(piece.name, tensor)
+            _require_matrix(piece.name, tensor)
             axis = 0 if piece.part == "mlp_in" else 1
             by_torch = tensor.shape[1 - axis] == width and piece.axes != TRANSPOSED
             if (by_torch and not by_columns) or tensor.shape[axis] != width:
@@ -224,7 +229,7 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
         if part == "positions" and tensor.ndim == 3 and 1 in tensor.shape[:2]:
             tensor = tensor.squeeze(tensor.shape.index(1))
         if kind == "weight" and part != "final_norm":
-            require_matrix(piece.name, tensor)
+            _require_matrix(piece.name, tensor)
             if part != "positions" and piece.axes != TRANSPOSED:
                 tensor = tensor.mT
         matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor)
@@ -236,7 +241,7 @@ def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str
         raise TensorError("a read-in of two layers", f"needs both, got only {first}")
     sizes = {name: tuple(m.tensor.shape) for name, m in matrices.items()}
     hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
-    require_shapes(
+    _require_shapes(
         matrices,
         {
             **dict.fromkeys(("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)),
@@ -261,3 +266,191 @@ def require_numbers(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {stored}.")
     if bad := int((~torch.isfinite(tensor)).sum()):
         raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")
+
+
+def attention_matrices(
+    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
+) -> dict[str, Matrix]:
+    """Weights and biases of one layer: `query.weight`, `query.bias`, and so on for key, value and
+    out."""
+    grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
+    for piece in pieces:
+        if piece.part in ATTENTION:
+            heads = grouped.setdefault((piece.part, piece.kind), {})
+            _require_first(heads.get(piece.head), piece)
+            heads[piece.head] = piece
+    order = _packed_axes(grouped, tensors)
+    matrices: dict[str, Matrix] = {}
+    for (part, kind), heads in grouped.items():
+        whole = _matrix(heads, tensors, order, axes)
+        for x, matrix in zip(part, _unpacked(whole, part), strict=True):
+            name = f"{FULL[x]}.{kind}"
+            _require_first(matrices.get(name), matrix)
+            matrices[name] = matrix
+    return matrices
+
+
+def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
+    """Refuse a second tensor for a part."""
+    if one is not None:
+        raise TensorError(one.name, f"and {shown(other.name)} stand for the same part")
+
+
+def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
+    """Matrices that are packed in one tensor; for a merged QK the keys are the identity."""
+    tensor, count = whole.tensor, len(part)
+    if part == "qk":
+        n = len(tensor)
+        eye = torch.eye(n, dtype=tensor.dtype, device=tensor.device).repeat(1, tensor.shape[1] // n)
+        return [whole, replace(whole, tensor=eye)]
+    if tensor.shape[-1] % count:
+        rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
+        raise TensorError(whole.name, rule)
+    return [replace(whole, tensor=each, packed=count > 1) for each in tensor.chunk(count, -1)]
+
+
+def _matrix(
+    heads: Mapping[int | None, Piece], tensors: Mapping[str, Tensor], order: str | None, axes: str
+) -> Matrix:
+    """One part of all heads, [in, heads side by side], or [heads side by side, out] for outputs."""
+    first = next(iter(heads.values()))
+    turned = {h: _turned(p, tensors[p.name], order or p.axes or axes) for h, p in heads.items()}
+    if set(turned) == {None}:
+        tensor = turned[None]
+        if tensor.ndim == (1 if first.kind == "bias" else 2):
+            return Matrix(first.name, tensor)
+    else:
+        tensor = _stacked(turned, heads)
+    if first.part == "o":
+        joined = tensor.sum(0) if first.kind == "bias" else tensor.flatten(0, 1)
+    else:
+        joined = tensor.movedim(0, -2).flatten(-2)
+    return Matrix(first.name, joined, len(tensor))
+
+
+def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
+    """A weight as [in, out], a bias as [out], with a first axis of heads if there is one."""
+    got = tuple(tensor.shape)
+    if piece.kind == "bias":
+        if tensor.ndim not in (1, 2):
+            raise TensorError(piece.name, f"must have one axis, got shape {got}")
+        return tensor
+    if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
+        # flax: [in, head, d_head], and [head, d_head, out] for outputs
+        if piece.axes == TRANSPOSED:
+            return tensor if piece.part == "o" else tensor.transpose(0, 1)
+        return tensor if order == TRANSPOSED else tensor.mT
+    _require_matrix(piece.name, tensor)
+    if piece.part == "qk":  # rows of each head are the query's coordinates
+        rows, width = got
+        if rows % width:
+            raise TensorError(piece.name, f"must have {width} rows for each head, got {rows}")
+        return tensor.unflatten(0, (-1, width))
+    return tensor.mT if order == TORCH else tensor
+
+
+def _require_matrix(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not a matrix, or is empty."""
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise TensorError(name, f"must be a matrix, got shape {tuple(tensor.shape)}")
+
+
+def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
+    """Numbered heads as one tensor; all must have one shape."""
+    numbers = sorted(h for h in turned if h is not None)
+    if numbers != list(range(len(turned))):
+        names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
+        raise TensorError("heads", f"must be numbered from 0 on, got {names}")
+    for head in numbers:
+        wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
+        if got != wanted:
+            rule = f"must have the shape {wanted} of the other heads, got {got}"
+            raise TensorError(heads[head].name, rule)
+    return torch.stack([turned[head] for head in numbers])
+
+
+def _packed_axes(
+    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
+) -> str | None:
+    """Order of axes if queries, keys and values are one matrix, by its shape; a Conv1D of GPT-2 is
+    [in, out]."""
+    qkv, out = (grouped.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
+    if qkv is None or tensors[qkv.name].ndim != 2:
+        return None
+    rows, columns = tensors[qkv.name].shape
+    if out is None or tensors[out.name].ndim != 2:
+        return TRANSPOSED if columns == 3 * rows else TORCH if rows == 3 * columns else None
+    if rows == 3 * tensors[out.name].shape[1]:
+        return TORCH
+    return TRANSPOSED if columns == 3 * len(tensors[out.name]) else None
+
+
+def _number_of_heads(
+    layer: Mapping[str, Matrix], hints: Hints, settings: Mapping[str, object], n_heads: int | None
+) -> int:
+    """Number of heads, from the tensors' shapes, the file, its config or the user."""
+    stated = settings.get("n_heads")
+    n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
+    query, value = layer["query.weight"].tensor, layer["value.weight"]
+    width, inner = query.shape
+    if n_heads is None and "out.weight" not in layer:  # each head writes a whole token, or y
+        n_heads = _whole_tokens(value, width)
+    elif n_heads is None and math.gcd(inner, value.tensor.shape[1]) == 1:
+        n_heads = 1
+    n_heads = settle("n_heads", n_heads, hints.n_heads)
+    if n_heads is None:
+        several = settings.get("several_heads")
+        why = (
+            "is not stated in the file" if several is None else f"must be one number, got {several}"
+        )
+        raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
+    return n_heads
+
+
+def _whole_tokens(value: Matrix, width: int) -> int | None:
+    """Number of heads whose values are as wide as a token; None if values are narrower."""
+    rows = value.tensor.shape[1]
+    if rows < width and not value.packed:
+        return None
+    if rows % width:
+        raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
+    return rows // width
+
+
+def _require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
+    """Check that the matrices of one layer fit together."""
+    for matrix in matrices.values():
+        if matrix.n_heads not in (None, n_heads):
+            rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
+            raise TensorError(matrix.name, rule)
+    inner, values, written, hidden, narrowed = (
+        matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
+        for name in ("query", "value", "out", "mlp_in", "mlp_out")
+    )
+    # Without an output projection, each head writes at most a whole token.
+    most = values if "out.weight" in matrices else n_heads * width
+    shapes: dict[str, tuple[int, ...]] = {
+        "query.weight": (width, inner),
+        "key.weight": (width, inner),
+        "value.weight": (width, min(values, most)),
+        "out.weight": (values, min(written, width)),
+        "mlp_in.weight": (width, hidden),
+        "mlp_out.weight": (hidden, min(narrowed, width)),
+    }
+    shapes |= {name.replace("weight", "bias"): shape[1:] for name, shape in shapes.items()}
+    norms = (f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias"))
+    _require_shapes(matrices, shapes | dict.fromkeys(norms, (width,)) | {"value.bias": (values,)})
+    for size in (inner, values):
+        if size % n_heads:
+            raise ValueError(f"n_heads must divide the width {size}, got {n_heads}.")
+
+
+def _require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse other shapes than these, and biases without a weight."""
+    for name, matrix in matrices.items():
+        if f"{name.rpartition('.')[0]}.weight" not in matrices:
+            raise TensorError(matrix.name, "is a bias without a weight")
+        got = tuple(matrix.tensor.shape)
+        if (shape := shapes.get(name, got)) != got:
+            order = " as [in, out]" if len(shape) == 2 and name != "positions.weight" else ""
+            raise TensorError(matrix.name, f"must have shape {shape}{order}, got {got}")
