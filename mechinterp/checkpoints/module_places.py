@@ -135,15 +135,16 @@ def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: 
     stream_in, stream_out = _shapes(module, block, tokens)
     inner = _inner(module, name, block)
     n_heads = _number_of_heads(module, name, inner, heads, tokens)
-    if heads_in[-1] % n_heads:
+    width = heads_in[-1]
+    if width % n_heads:
         raise ValueError(
-            f"heads must divide the width of the heads' outputs, {heads_in[-1]}, got {n_heads}."
+            f"heads must divide the width of the heads' outputs, {width}, got {n_heads}."
         )
     return Place(
         output=name,
         block=block,
         n_heads=n_heads,
-        d_head=heads_in[-1] // n_heads,
+        d_head=width // n_heads,
         # Positions may come before prompts in the shape.
         heads_turned=heads_in[0] != len(tokens),
         stream_turned=stream_in[0] != len(tokens),
@@ -204,9 +205,7 @@ def _number_of_heads(
     """
     own, source = next(_heads_shown(module, name, inner, tokens), (heads, ""))
     if own is None:
-        raise ValueError(
-            f"heads must be given: the module around {name} does not state the number."
-        )
+        raise ValueError(f"heads must be given: the module around {name} states no number.")
     if heads not in (None, own):
         raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
     return own
@@ -238,11 +237,8 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
     for count in range(1, len(words) + attention):
         outer = ".".join(words[:count])
         alone = not any(other.startswith(f"{outer}.") for other in names if other != name)
-        if (
-            alone
-            and ran[outer] == ran[name]
-            and not isinstance(module.get_submodule(outer), NOT_CALLED)
-        ):
+        called = not isinstance(module.get_submodule(outer), NOT_CALLED)
+        if alone and called and ran[outer] == ran[name]:
             return outer
     if len(names) > 1 or ran[name] > 1:
         raise ValueError(f"{name} must lie in a separate module, the layer.")

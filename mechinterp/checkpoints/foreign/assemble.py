@@ -1,12 +1,13 @@
 """Models from the parts of a file, combined as a reading states."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mechinterp.checkpoints.foreign.names import Tensors
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
 from mechinterp.config import ModelConfig
@@ -124,9 +125,8 @@ def architecture(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> ModelCon
         return build(ModelConfig, fields, "model.")
     own = inputs == list(range(width)) and outputs == list(range(sizes[0], d_token))
     # The query's y entries are 0, so that one layer alone predicts the same with a residual.
-    apart = chosen.get("residual") is False or (
-        parts.alone and not (own and parts.written == width)
-    )
+    same = own and parts.written == width
+    apart = chosen.get("residual") is False or (parts.alone and not same)
     around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
     if around or apart or chosen["sign"] == "minus" or not own:
         fields["d_model"] = 3 * width if apart else width
@@ -148,7 +148,7 @@ def _passes(chosen: Said) -> int:
 
 
 def _heads(
-    parts: Parts, layer: Mapping[str, Tensor], scale: object, d_head: int, outputs: Sequence[int]
+    parts: Parts, layer: Tensors, scale: object, d_head: int, outputs: Sequence[int]
 ) -> dict[str, Tensor]:
     """W_Q, W_K, W_V, W_O and biases of a layer, padded to one width of heads, with scores of the
     factor 1/sqrt(d_head)."""
@@ -179,7 +179,7 @@ def _heads(
 
 
 def _one_layer(
-    heads: Mapping[str, Tensor], model: ModelConfig, at: Columns, d_x: int, sign: int
+    heads: Tensors, model: ModelConfig, at: Columns, d_x: int, sign: int
 ) -> dict[str, Tensor]:
     """Weights of one layer of attention on tokens (x, y), whose output counts only in the y
     entries."""
@@ -196,7 +196,7 @@ def _one_layer(
 
 
 def _joined(
-    layer: Mapping[str, Tensor], heads: Mapping[str, Tensor], model: ModelConfig, apart: int | None
+    layer: Tensors, heads: Tensors, model: ModelConfig, apart: int | None
 ) -> dict[str, Tensor]:
     """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
     tensors = {f"attn.W_{x}": _placed(heads[f"W_{x}"], 1, TOKEN, apart) for x in "QKV"}

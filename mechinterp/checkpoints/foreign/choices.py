@@ -4,10 +4,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
-from torch import Tensor
-
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
-from mechinterp.checkpoints.foreign.names import ROTARY
+from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
@@ -68,7 +66,7 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     return choices
 
 
-def rotary_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def rotary_of(tensors: Tensors) -> dict[str, object]:
     """Rotary positions and their base, if the file has a table of their angles; else empty."""
     tables = [name for name in tensors if ROTARY.fullmatch(name)]
     if not tables:
@@ -94,9 +92,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
         tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
         column = hints.output_column
-        raise ValueError(
-            f"output_column must be left out, as the file has a read-out, got {column}."
-        )
+        raise ValueError(f"output_column needs a file without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     closed = {**form.usual, **form.settled}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
@@ -192,9 +188,8 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
     }
     numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
     # Linear scores of a wrong size can predict better than softmax scores of the right one.
-    possible["scale"] = (
-        "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
-    )
+    softmax = "layout" in chosen and chosen["score"] == "softmax"
+    possible["scale"] = softmax and parts.d_head != parts.width
     return [
         change
         for change in (*REFINED, {"scale": parts.width**-0.5})

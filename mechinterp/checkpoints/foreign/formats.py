@@ -19,7 +19,7 @@ from mechinterp.checkpoints.foreign.layout import (
     shown,
     unstacked,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import require_numbers
 from mechinterp.models.shapes import NAMES
@@ -193,9 +193,7 @@ NAMED = tuple(dict.fromkeys(row.name for row in (HOOKED, *FORMATS)))
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
 
-def recognised(
-    tensors: Mapping[str, Tensor], hints: Hints
-) -> tuple[Format, Layout, dict[str, Tensor]]:
+def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str, Tensor]]:
     """Format of a file, its parts, and its tensors by the names that the parts refer to.
 
     Raises:
@@ -230,7 +228,7 @@ def recognised(
     return form, layout, known
 
 
-def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
+def _row(tensors: Tensors, hints: Hints) -> Format:
     """The row of a file, by the stated format or else by its names."""
     wanted = hints.format
     # A stack of encoder layers holds modules of attention, so rows without marks come first.
@@ -241,9 +239,8 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
             return LAYERED if row is OWN_LAYERS else row
     if wanted is not None:
         if not rows:
-            raise ValueError(
-                f"format must be one of external files ({', '.join(NAMED)}), got {wanted!r}."
-            )
+            named = ", ".join(NAMED)
+            raise ValueError(f"format must be one of external files ({named}), got {wanted!r}.")
         sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[wanted]]
         raise TensorError(f"a file of format {wanted}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
@@ -251,7 +248,7 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
     return ONE_MATRIX if lone else LAYERED
 
 
-def _matches(row: Format, tensors: Mapping[str, Tensor], *, stated: bool) -> bool:
+def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
     """Compare the names of a file with a format.
 
     Args:
@@ -275,7 +272,7 @@ def _matches(row: Format, tensors: Mapping[str, Tensor], *, stated: bool) -> boo
     return False
 
 
-def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_sequential(tensors: Tensors) -> dict[str, Tensor]:
     """Tensors of an nn.Sequential (read-in, encoder layers, norm, read-out) under the names of
     these parts."""
     numbers = {int(name.partition(".")[0]) for name in tensors}
@@ -294,14 +291,12 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in renamed:
-            raise TensorError(
-                name, "is not among the tensors of an nn.Sequential of encoder layers"
-            )
+            raise TensorError(name, "is not among those of an nn.Sequential of encoder layers")
         renamed[f"{place}.{rest}"] = tensor
     return renamed
 
 
-def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
+def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit passes on y.
 
     d_x says whether the matrix acts on x alone or on x and y.
@@ -323,7 +318,7 @@ def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Ten
 
 
 def hooked_layer(
-    tensors: Mapping[str, Tensor], d_y: int | None = None
+    tensors: Tensors, d_y: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, bool]]:
     """Attention of a HookedTransformer or a Bridge, and `attend_to_self` if a stored mask shows it.
 
@@ -346,7 +341,7 @@ def hooked_layer(
     return attention, _mask_says(tensors)
 
 
-def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+def _require_attention_alone(layout: Layout, tensors: Tensors) -> None:
     if len(layout.layers) != 1:
         raise ValueError(f"the model must have one layer, got {len(layout.layers)}.")
     norms = (piece.name for piece in layout.pieces if "norm" in piece.part)
@@ -364,7 +359,7 @@ def _require_attention_alone(layout: Layout, tensors: Mapping[str, Tensor]) -> N
             raise TensorError(name, f"must have three axes, head first, got {got}")
 
 
-def _read_responses(name: str, tensors: Mapping[str, Tensor], d_y: int | None) -> int:
+def _read_responses(name: str, tensors: Tensors, d_y: int | None) -> int:
     """Number of responses of a read-out, which must copy the last entries."""
     read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
     d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
@@ -383,7 +378,7 @@ def require_zero(name: str, tensor: Tensor, reason: str) -> None:
         raise TensorError(name, f"must be zero ({reason}), got entries up to {largest:.3g}")
 
 
-def _mask_says(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
+def _mask_says(tensors: Tensors) -> dict[str, bool]:
     """`attend_to_self` as a stored mask shows it; empty without a mask, or with the empty one of
     version 3.5.0 and later."""
     mask = tensors.get(MASK)

@@ -125,11 +125,8 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
 
     The norm or activation that predicts best can depend on a refinement, and one refinement on another.
     """
-    names = [
-        n
-        for n in open_choices(cases)
-        if n in case.said and not n.startswith(("rotary", "positions", "context_only"))
-    ]
+    kept = ("rotary", "positions", "context_only")
+    names = [n for n in open_choices(cases) if n in case.said and not n.startswith(kept)]
     values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
     better: list[Case] = []
     for _ in range(ROUNDS):
@@ -137,10 +134,8 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
         tries = {n: dict.fromkeys((*values.get(n, ()), *more.get(n, ()))) for n in values | more}
         changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.said[n]]
         # A less usual value can need another value of a second choice.
-        less = [{n: v} for n, vs in more.items() for v in vs]
-        changes += [
-            {**one, **two} for one in less for two in changes if not one.keys() & two.keys()
-        ]
+        less = [(n, v) for n, vs in more.items() for v in vs]
+        changes += [{n: v, **other} for n, v in less for other in changes if n not in other]
         look = looked_at([case, *case.refined(), *case.changed(changes)], count)
         if look.best is case:
             break
@@ -165,9 +160,7 @@ def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
 def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     """The cases in the order of their choices, so that of tied refinements the most common comes
     first."""
-    values = {
-        name: list(dict.fromkeys(case.said[name] for case in cases)) for name in cases[0].said
-    }
+    values = {n: list(dict.fromkeys(case.said[n] for case in cases)) for n in cases[0].said}
 
     def rank(case: Case) -> list[int]:
         orders = ((case.said.get(name), order) for name, order in values.items())

@@ -2,7 +2,7 @@
 unknown kinds."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from mechinterp.checkpoints.foreign.names import (
     TORCH,
     TRANSPOSED,
     Piece,
+    Tensors,
     piece_of,
 )
 from mechinterp.checkpoints.io.errors import naming
@@ -57,7 +58,7 @@ class Layout:
         return any(piece.axes is None and piece.part in ATTENTION for piece in pieces)
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+def layout_of(tensors: Tensors) -> Layout:
     """Parts that the names of the tensors stand for."""
     read = {name: piece_of(name) for name in tensors}
     pieces = [piece for piece in read.values() if piece is not None]
@@ -87,7 +88,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     return Layout(tuple(tuple(layers[n]) for n in sorted(layers)), ends, tuple(unknown))
 
 
-def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int]) -> str:
+def _part_of(piece: Piece, tensors: Tensors, widths: Collection[int]) -> str:
     """Part that a name stands for; shapes decide if the name alone does not.
 
     Args:
@@ -109,7 +110,7 @@ def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int
     return piece.part
 
 
-def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Tensor]) -> bool:
+def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Tensors) -> bool:
     """True if another output matrix of the same layer is wider, so that this one is the read-out."""
     own = [p for p in outputs if p.name.rpartition(".")[0] == piece.name.rpartition(".")[0]]
     others = [p for p in outputs if (p.layer, p.head) == (piece.layer, piece.head) and p not in own]
@@ -123,7 +124,7 @@ KERNELS = ("kernel", "w")
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
-def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     """Refuse models of other kinds, as names and shapes show them.
 
     Raises:
@@ -154,12 +155,11 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
-        raise ValueError(
-            f"a model of word tokens ({words.name} {shape}); tokens must be numbers (x, y)."
-        )
+        what = f"a model of word tokens ({words.name} {shape})"
+        raise ValueError(f"{what}; tokens must be numbers (x, y).")
 
 
-def _grouped(tensors: Mapping[str, Tensor], layout: Layout) -> str:
+def _grouped(tensors: Tensors, layout: Layout) -> str:
     """Sizes of queries and keys if several heads share keys, else an empty text."""
     for layer in layout.layers[:1]:
         found = {p.part: tensors[p.name] for p in layer if p.kind == "weight" and p.head is None}
@@ -201,7 +201,7 @@ def of_file(file: Path) -> Iterator[None]:
             ) from None
 
 
-def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:
+def mapped(tensors: Tensors, rows: Iterable[str]) -> dict[str, Tensor]:
     """Tensors renamed by rows "theirs=known".
 
     The left side is a whole name, or whole words of names. Words before the last one stay. The
@@ -234,7 +234,7 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
     return named
 
 
-def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unstacked(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors, with `layers.0.`, `layers.1.` and so on in place of the container whose tensors are stacked.
 
     JAX files stack layers on a first axis (flax's nn.scan, haiku's layer_stack). Names and axes show it: a norm has two axes, or a matrix has one more than a layer's.
@@ -251,9 +251,7 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     depth = max(map(len, words.values()), default=0)
     containers = dict.fromkeys(tuple(w[:n]) for n in range(depth) for w in words.values() if len(w) > n)  # fmt: skip
     for path in containers:
-        inside = {
-            n: tensor for n, tensor in tensors.items() if tuple(words[n][: len(path)]) == path
-        }
+        inside = {n: t for n, t in tensors.items() if tuple(words[n][: len(path)]) == path}
         if not _is_stack(inside):
             continue
         ends = [n for n in inside if (piece := piece_of(n)) is not None and piece.part in ENDS]
@@ -269,7 +267,7 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def _is_stack(tensors: Mapping[str, Tensor]) -> bool:
+def _is_stack(tensors: Tensors) -> bool:
     """True if all have one first axis, and axes show that it counts layers of attention."""
     pieces = {name: piece for name in tensors if (piece := piece_of(name)) is not None}
     parts = {piece.part for piece in pieces.values()}

@@ -5,10 +5,16 @@ precedes it."""
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by name."""
 
 WORDS = {"q": ("query", "queries"), "k": ("key", "keys"), "v": ("value", "values")}
 TABLE = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
+from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece, Tensors
 from mechinterp.checkpoints.foreign.options import Hints, settle
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -90,18 +90,13 @@ class Parts:
         file."""
         if chosen.get("norm") is None or self.has("norm1.weight"):
             return self
-        ones = torch.ones(self.width, dtype=self.layers[0]["query.weight"].dtype, device="cpu")
+        ones = self.layers[0]["query.weight"].new_ones(self.width)
+        unit = {"weight": ones, "bias": 0 * ones}
         norms = ("norm1", "norm2") if self.has("mlp_in.weight") else ("norm1",)
-        added = {
-            f"{n}.{kind}": ones * (kind == "weight") for n in norms for kind in ("weight", "bias")
-        }
-        last = (
-            {"final_norm.weight": ones, "final_norm.bias": 0 * ones}
-            if chosen["norm"] == "before"
-            else {}
-        )
+        added = {f"{name}.{kind}": unit[kind] for name in norms for kind in unit}
+        final = {f"final_norm.{kind}": unit[kind] for kind in unit if chosen["norm"] == "before"}
         layers = tuple({**layer, **added} for layer in self.layers)
-        return replace(self, layers=layers, ends={**self.ends, **last})
+        return replace(self, layers=layers, ends={**self.ends, **final})
 
     @property
     def alone(self) -> bool:
@@ -111,7 +106,7 @@ class Parts:
 
 
 def parts_of(
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     layout: Layout,
     axes: str,
     hints: Hints,
@@ -158,7 +153,7 @@ def parts_of(
     return Parts(*full, n_heads, merged, biased, bare_norms=norms == {"weight"})
 
 
-def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_biases(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors, with zeros for missing biases."""
     zeros = {n.replace("weight", "bias"): t.new_zeros(t.shape[-1]) for n, t in tensors.items()}
     return zeros | dict(tensors)
@@ -187,9 +182,7 @@ def _require_all_layers(layout: Layout) -> None:
         raise ValueError(f"layer {min(missing)} of {count} is missing.")
 
 
-def _beside(
-    pieces: Sequence[Piece], tensors: Mapping[str, Tensor], width: int
-) -> dict[str, Matrix]:
+def _beside(pieces: Sequence[Piece], tensors: Tensors, width: int) -> dict[str, Matrix]:
     """Norms and MLP of a layer, transposed so that they fit the stream."""
     matrices: dict[str, Matrix] = {}
     shapes = [tensors[p.name].shape for p in pieces if (p.part, p.kind) == ("qkv", "weight")]
@@ -219,7 +212,7 @@ def _beside(
     return matrices
 
 
-def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str, Tensor]:
+def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
     """Read-in, read-out, positions and final norm."""
     matrices: dict[str, Matrix] = {}
     for (part, kind), piece in layout.ends.items():
@@ -268,9 +261,7 @@ def require_numbers(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")
 
 
-def attention_matrices(
-    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], axes: str
-) -> dict[str, Matrix]:
+def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> dict[str, Matrix]:
     """Weights and biases of one layer: `query.weight`, `query.bias`, and so on for key, value and
     out."""
     grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
@@ -310,7 +301,7 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
 
 
 def _matrix(
-    heads: Mapping[int | None, Piece], tensors: Mapping[str, Tensor], order: str | None, axes: str
+    heads: Mapping[int | None, Piece], tensors: Tensors, order: str | None, axes: str
 ) -> Matrix:
     """One part of all heads, [in, heads side by side], or [heads side by side, out] for outputs."""
     first = next(iter(heads.values()))
@@ -370,7 +361,7 @@ def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Pie
 
 
 def _packed_axes(
-    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Mapping[str, Tensor]
+    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Tensors
 ) -> str | None:
     """Order of axes if queries, keys and values are one matrix, by its shape; a Conv1D of GPT-2 is
     [in, out]."""
@@ -400,9 +391,7 @@ def _number_of_heads(
     n_heads = settle("n_heads", n_heads, hints.n_heads)
     if n_heads is None:
         several = settings.get("several_heads")
-        why = (
-            "is not stated in the file" if several is None else f"must be one number, got {several}"
-        )
+        why = f"must be one number, got {several}" if several else "is not stated in the file"
         raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
     return n_heads
 

@@ -22,7 +22,7 @@ from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.interpret import Tried, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
-from mechinterp.checkpoints.foreign.names import is_harmless
+from mechinterp.checkpoints.foreign.names import Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
 from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
@@ -50,7 +50,7 @@ class Stored:
     """Tensors of a file whose format is not known yet, with the settings beside it."""
 
     file: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     settings: Mapping[str, object]
     """Settings of config.json or config.yaml beside the file; empty if there is none."""
     step: int = 0

@@ -27,9 +27,8 @@ POSITIONS = {word: name for name, words in TABLE["positions"].items() for word i
 ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 """Other names of activations."""
 ONLY = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+    **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    **{"add_cross_attention": False},
 }
 """Required values of settings of GPT-2, as other values make another model."""
 
@@ -117,9 +116,8 @@ def _value(name: str, key: str, value: object) -> object:
         return None
     if name == "positions":
         if text not in POSITIONS:
-            raise ValueError(
-                f"{key} must be none, sinusoidal, rotary or learned, got {value!r:.42}."
-            )
+            known = ", ".join(TABLE["positions"])
+            raise ValueError(f"{key} must be one of {known}, got {value!r:.42}.")
         return None if POSITIONS[text] == "learned" else POSITIONS[text]
     if name == "activation":
         return ALIASES.get(text, text)
