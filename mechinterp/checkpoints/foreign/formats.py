@@ -38,6 +38,7 @@ must be zero."""
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
 PACKED = ("in_proj_weight", "out_proj.weight")
 UNPACKED = (*(f"{x}_proj_weight" for x in "qkv"), "out_proj.weight")
+MERGED = ("kq.weight", "value.weight")
 SEPARATE = ("key.weight", "query.weight", "value.weight")
 LINEAR = (
     (*SEPARATE, "out.weight"),
@@ -73,16 +74,16 @@ class Format:
     format."""
     parts: tuple[str, ...] | None = None
     """All parts that a file of this format may hold; None: any."""
-    tells: tuple[str, ...] = ()
-    """For formats without `marks`: patterns, each of which must match at least one name."""
     only_said: bool = False
     """True: other files have the same names, so the format must be stated (--format)."""
+    tells: tuple[str, ...] = ()
+    """For formats without `marks`: patterns, each of which must match at least one name."""
     settled: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that the format's code fixes, by name; a scale of None is 1/sqrt(d_head).
     """
     usual: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that are assumed without trying others, by name."""
-    turns: bool = True
+    turns: bool = False
     """True: rotary positions are possible and tried, as a file has no trace of them."""
     wide_heads: bool = False
     """True: queries of each head have the width of a token, which gives the number of heads."""
@@ -98,6 +99,8 @@ CAUSAL = {"attend_to_self": True, "context_only": False}
 IN_TURN = {"layout": "in_turn", "norm": "before", "residual": True, "positions": "none"}
 X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
 SOFTMAX = {"score": "softmax", "scale": None}
+IN_OUT = {"orientation": "in,out", "output_column": None}
+PADDED = "y padded with zeros to d_x; predicted at x_query"
 PUBLISHED = {"score": "linear", "scale": 1.0, "attend_to_self": True, **X_FIRST}
 FORMATS = (
     Format(
@@ -105,7 +108,6 @@ FORMATS = (
         (HEADS,),
         ATTENTION,
         settled={**SOFTMAX, **X_FIRST, "attend_to_self": False},
-        turns=False,
         wide_heads=True,
         task=_several,
     ),
@@ -114,23 +116,10 @@ FORMATS = (
         (PACKED, UNPACKED),
         settled={**SOFTMAX, "sign": "plus", "output_column": None},
         usual={"attend_to_self": False},
-        turns=False,
     ),
-    Format(
-        "linear-paper",
-        (("kq.weight", "value.weight"),),
-        ATTENTION,
-        settled=PUBLISHED,
-        turns=False,
-        task=_eigenvalues,
-    ),
-    Format("arrays", (NAMES,), ATTENTION, settled={"orientation": "in,out", "output_column": None}),
-    Format(
-        "arrays",
-        (("QK", "OV"),),
-        ATTENTION,
-        settled={"orientation": "in,out", "scale": 1.0, "output_column": None},
-    ),
+    Format("linear-paper", (MERGED,), ATTENTION, settled=PUBLISHED, task=_eigenvalues),
+    Format("arrays", (NAMES,), ATTENTION, settled=IN_OUT, turns=True),
+    Format("arrays", (("QK", "OV"),), ATTENTION, settled={**IN_OUT, "scale": 1.0}, turns=True),
     Format(
         "gpt2",
         tells=(
@@ -139,48 +128,35 @@ FORMATS = (
         ),
         settled={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
         usual={"activation": "gelu_new", "norm_eps": 1e-5},
-        turns=False,
         task=_points,
-        beside={
-            "model.tokens": "x_1, y_1, ..., x_L, y_L, x_query; y padded with zeros to d_x; predicted at x_query"
-        },
+        beside={"model.tokens": f"x_1, y_1, ..., x_L, y_L, x_query; {PADDED}"},
     ),
     Format(
         "torch-encoder",
         tells=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
         settled={**SOFTMAX, **X_FIRST, "residual": True},
         usual={"norm_eps": 1e-5, "attend_to_self": True},
-        turns=False,
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
     Format(
-        "linear-paper",
-        (SEPARATE,),
-        ATTENTION,
-        only_said=True,
-        settled=PUBLISHED,
-        turns=False,
-        task=_eigenvalues,
+        "linear-paper", (SEPARATE,), ATTENTION, only_said=True, settled=PUBLISHED, task=_eigenvalues
     ),
-    Format("torch-attention", LINEAR, only_said=True),
+    Format("torch-attention", LINEAR, only_said=True, turns=True),
 )
 OWN_LAYERS = FORMATS[-1]
 HOOKED = Format(
     "transformer-lens",
     parts=ATTENTION,
     tells=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
-    settled={"orientation": "in,out", **X_FIRST},
+    settled={**X_FIRST, **IN_OUT},
     usual={**SOFTMAX, "attend_to_self": False},
-    turns=False,
     beside={"normalization": None},
 )
-BARE = Format("linear-paper", task=_eigenvalues)
-LAYERED = Format("named-layers")
+BARE = Format("linear-paper", task=_eigenvalues, turns=True)
+LAYERED = Format("named-layers", turns=True)
 ONE_MATRIX = Format(
-    "one-matrix",
-    settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST},
-    turns=False,
+    "one-matrix", settled={**PUBLISHED, "score": "linear/L", "attend_to_self": False}
 )
 """Merged step y_l x_l W x: a single square matrix."""
 OTHERS = {
@@ -213,18 +189,14 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
     strange = [*layout.unknown, *strange]
     require_known_kind(known, layout)
+    listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12])) or "none"
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
-        listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
         raise TensorError("", f"{listed} {verb} not among the tensors of {what}")
     if strange or layout.lacking or not layout.layers:
-        listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
-        raise TensorError(
-            "",
-            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be recognised ({ARRAYS}); "
-            f"got {listed or 'none'}",
-        )
+        rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
+        raise TensorError("", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}")
     return form, layout, known
 
 
@@ -291,7 +263,8 @@ def _of_sequential(tensors: Tensors) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in renamed:
-            raise TensorError(name, "is not among those of an nn.Sequential of encoder layers")
+            rule = "is not among the tensors of an nn.Sequential of encoder layers"
+            raise TensorError(name, rule)
         renamed[f"{place}.{rest}"] = tensor
     return renamed
 

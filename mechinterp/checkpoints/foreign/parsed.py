@@ -232,19 +232,12 @@ def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
     if "read_mlp.weight" in matrices and "read_in.weight" not in matrices:
         first = shown(matrices["read_mlp.weight"].name)
         raise TensorError("a read-in of two layers", f"needs both, got only {first}")
-    sizes = {name: tuple(m.tensor.shape) for name, m in matrices.items()}
-    hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
-    _require_shapes(
-        matrices,
-        {
-            **dict.fromkeys(("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)),
-            "read_in.weight": (hidden or sizes.get("read_in.weight", (0,))[0], width),
-            "read_mlp.bias": (hidden,),
-            "positions.weight": (sizes.get("positions.weight", (0,))[0], width),
-            "read_out.weight": (width, n_out),
-            "read_out.bias": (n_out,),
-        },
-    )
+    hidden = matrices["read_mlp.weight"].tensor.shape[1] if "read_mlp.weight" in matrices else None
+    shapes: dict[str, tuple[int | None, ...]] = {
+        **{"final_norm": (width,), "positions": (None, width)},
+        **{"read_in": (hidden, width), "read_out": (width, None)},
+    }
+    _require_shapes(matrices, shapes)
     return {name: matrix.tensor for name, matrix in matrices.items()}
 
 
@@ -418,28 +411,32 @@ def _require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> 
     )
     # Without an output projection, each head writes at most a whole token.
     most = values if "out.weight" in matrices else n_heads * width
-    shapes: dict[str, tuple[int, ...]] = {
-        "query.weight": (width, inner),
-        "key.weight": (width, inner),
-        "value.weight": (width, min(values, most)),
-        "out.weight": (values, min(written, width)),
-        "mlp_in.weight": (width, hidden),
-        "mlp_out.weight": (hidden, min(narrowed, width)),
+    shapes: dict[str, tuple[int | None, ...]] = {
+        **{"query": (width, None), "key": (width, inner), "value": (width, min(values, most))},
+        **{"out": (values, min(written, width)), "norm1": (width,), "norm2": (width,)},
+        **{"mlp_in": (width, None), "mlp_out": (hidden, min(narrowed, width))},
     }
-    shapes |= {name.replace("weight", "bias"): shape[1:] for name, shape in shapes.items()}
-    norms = (f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias"))
-    _require_shapes(matrices, shapes | dict.fromkeys(norms, (width,)) | {"value.bias": (values,)})
+    _require_shapes(matrices, shapes)
     for size in (inner, values):
         if size % n_heads:
             raise ValueError(f"n_heads must divide the width {size}, got {n_heads}.")
 
 
-def _require_shapes(matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse other shapes than these, and biases without a weight."""
-    for name, matrix in matrices.items():
-        if f"{name.rpartition('.')[0]}.weight" not in matrices:
+def _require_shapes(
+    matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int | None, ...]]
+) -> None:
+    """Refuse weights of other shapes than these, by part (None: any size), and biases that fit no
+    weight."""
+    weights_first = sorted(matrices, key=lambda name: name.endswith("bias"))
+    for name in weights_first:
+        matrix = matrices[name]
+        part, got = name.rpartition(".")[0], tuple(matrix.tensor.shape)
+        weight = matrices.get(f"{part}.weight")
+        if weight is None:
             raise TensorError(matrix.name, "is a bias without a weight")
-        got = tuple(matrix.tensor.shape)
-        if (shape := shapes.get(name, got)) != got:
-            order = " as [in, out]" if len(shape) == 2 and name != "positions.weight" else ""
+        of_weight = shapes.get(part, got)
+        wanted = tuple(weight.tensor.shape[-1:]) if name.endswith("bias") else of_weight
+        shape = tuple(n if n is not None else size for n, size in zip(wanted, got, strict=False))
+        if shape != got:
+            order = " as [in, out]" if len(shape) == 2 and part != "positions" else ""
             raise TensorError(matrix.name, f"must have shape {shape}{order}, got {got}")

@@ -93,13 +93,12 @@ def _value(name: str, key: str, value: object) -> object:
     text = str(value).strip().lower()[:80]
     if name in COUNTS:
         least = 2 if name == "n_points" else 1
-        if isinstance(value, bool) or not (text.isdecimal() and len(text) < 10):
-            if name in ("n_heads", "n_points"):
-                raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
-            return None
-        if int(text) < least:
-            raise ValueError(f"{key} must be an integer >= {least}, got {text}.")
-        return int(text)
+        whole = not isinstance(value, bool) and text.isdecimal() and len(text) < 10
+        if whole and int(text) >= least:
+            return int(text)
+        if whole or name in ("n_heads", "n_points"):
+            raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
+        return None
     if name in FLAGS:
         if name == "attend_to_self" and text not in ("true", "false"):
             raise ValueError(f"{key} must be true or false, got {value!r:.42}.")
