@@ -12,7 +12,6 @@ from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settings_of
-from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.errors import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     SUFFIXES,
@@ -264,11 +263,10 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
         raise CheckpointError(f"{path}: {rule}; this is another file.")
     if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
-    text = read_text(path, exchange.CONFIG) if path.suffix == ".npz" else None
     tensors, settings = read_file(path, hints.weights)
-    if text is not None:
+    if path.suffix == ".npz" and exchange.CONFIG in settings:
         _require_no_hints(path, hints, exchange.ARRAYS)
-        return exchange.read_stated(tensors, text, path)
+        return exchange.read_stated(tensors, str(settings[exchange.CONFIG]), path)
     if "flat" in tensors and all(name.startswith(OF_TRAINING) for name in tensors):
         raise CheckpointError(f"{path}: {UNFINISHED}.")
     return Stored(path, tensors, settings_of(path, settings))

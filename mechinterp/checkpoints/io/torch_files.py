@@ -296,7 +296,7 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
         left -= len(data)
         if left < 0:
             raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
-        tensors[name] = native_tensor(array)
+        tensors[name] = native_tensor(array, name)
     return tensors
 
 
