@@ -259,18 +259,14 @@ class _Entry:
     dtype: torch.dtype
 
     def __call__(self, prompts: Prompts) -> Tensor:
-        tokens = _pairs(prompts, self.task) if self.embed is None else self.embed(prompts)
+        if self.embed is None:  # tokens (x, y), the query last
+            require_sizes(prompts, d_x=self.task.d_x, d_y=self.task.d_y)
+        tokens = prompts.tokens if self.embed is None else self.embed(prompts)
         if not isinstance(tokens, Tensor):
             raise ValueError(
                 f"embed must return one tensor, got {type(tokens).__name__}; wrap a module of several inputs in one that splits them."
             )
         return tokens.to(self.device, self.dtype)
-
-
-def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
-    """Tokens (x, y), the query last, for prompts of the task's sizes."""
-    require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
-    return prompts.tokens
 
 
 def _require_readable(output: object, tokens: Tensor, task: TaskConfig) -> None:

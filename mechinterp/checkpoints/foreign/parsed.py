@@ -14,6 +14,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
 from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece, Tensors
 from mechinterp.checkpoints.foreign.options import Hints, settle
+from mechinterp.checkpoints.io.headers import require_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -165,11 +166,9 @@ def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[
     kinds = (matrix.tensor.dtype for layer in layers for matrix in layer.values())
     dtype = reduce(torch.promote_types, kinds, torch.float32)
     last = "out." if "out.weight" in layers[0] else "value."
+    factors = {name: factor if name.startswith(last) else 1.0 for name in layers[0]}
     return tuple(
-        {
-            name: matrix.tensor.detach().to("cpu", dtype) * (factor if name.startswith(last) else 1)
-            for name, matrix in layer.items()
-        }
+        {n: matrix.tensor.detach().to("cpu", dtype) * factors[n] for n, matrix in layer.items()}
         for layer in layers
     )
 
@@ -250,8 +249,7 @@ def require_numbers(tensor: Tensor, what: str) -> None:
     if stored < numbers:
         what = f"{what} of shape {tuple(tensor.shape)}"
         raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {stored}.")
-    if bad := int((~torch.isfinite(tensor)).sum()):
-        raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")
+    require_finite(shown(what), int((~torch.isfinite(tensor)).sum()))
 
 
 def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> dict[str, Matrix]:
