@@ -47,6 +47,11 @@ LINEAR = (
 TASK = {"beta_var": 1.0, "query_noise": False}
 
 
+def _softmax_papers(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Task of the softmax paper, which is the default one."""
+    return {}
+
+
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
     """Task of the softmax paper for several responses."""
     return {"context_length": 8 * d_x, **TASK, "noise_var": 0.4} if d_y > 1 else {}
@@ -89,7 +94,7 @@ class Format:
     """True: queries of each head have the width of a token, which gives the number of heads."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values to try, by name, in an order other than that for unknown layers."""
-    task: Callable[[int, int, str], dict[str, object]] = lambda d_x, d_y, score: {}
+    task: Callable[[int, int, str], dict[str, object]] = _softmax_papers
     """Task to assume, by d_x, d_y and score, where it differs from that of the softmax paper."""
     beside: Mapping[str, object] = field(default_factory=dict)
     """Further assumptions, by the name under which they are shown."""
