@@ -169,9 +169,8 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         ...     load_run(folder).steps
         [1000, 2000]
     """
-    steps = _steps_at(path)
+    steps, hints = _steps_at(path), _hints(said)
     with naming(next(iter(steps.values())).parent):
-        hints = _hints(said)
         return _understood(_run(steps, hints), hints)
 
 

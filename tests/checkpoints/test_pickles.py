@@ -29,6 +29,8 @@ DEEP = b")" + b"\x85" * 200_000
 ORDERED, TENSOR = b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n"
 STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\n%bX\x03\0\0\0cpuK\x04tQ"
 WORD = STORAGE % b"X\x01\0\0\x000"
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n)R"
+STATE = b"(K\1(%btcnumpy\ndtype\n(X\x02\0\0\0f4K\0K\1tR\x89C\x04\0\0\0\0t"
 
 
 def in_state(value: bytes) -> bytes:
@@ -84,6 +86,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         + called(TENSOR, WORD.replace(b"Float", b"Int") + b"K\0K\4\x85K\1\x85") + b"s",
         "data/0 must hold numbers of one kind",
     ),
+    "the shape of a numpy array": (ARRAY + STATE % DOUBLED + b"b", "one tensor of shape"),
+    "the shape of an array in a dictionary": (in_state(ARRAY + STATE % DOUBLED + b"b"), "must hold a state dict"),
     "no stack": (b"\x86", "got no pickle"),
     "no memo": (b"h\0", "got no pickle"),
     "no mark": (b"t", "got no pickle"),

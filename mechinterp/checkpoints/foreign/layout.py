@@ -155,8 +155,8 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
-        what = f"a model of word tokens ({words.name} {shape})"
-        raise ValueError(f"{what}; tokens must be numbers (x, y).")
+        kind = f"a model of word tokens ({words.name} {shape})"
+        raise ValueError(f"{kind}; tokens must be numbers (x, y).")
 
 
 def _grouped(tensors: Tensors, layout: Layout) -> str:

@@ -284,7 +284,7 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
     tensors, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
         kind, shape = _kind(place, name), place.shape
-        if not all(type(n) is int and n >= 0 for n in shape):
+        if min(shape, default=0) < 0:
             raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
         if len(shape) > MAX_ARRAY_AXES:
             rule = f"must have at most {MAX_ARRAY_AXES} axes"

@@ -83,7 +83,7 @@ class StoredArray:
     """A numpy array or scalar; the pickle states the bytes of its numbers after the name."""
 
     kind: object = None
-    shape: tuple = ()
+    shape: tuple[int, ...] = ()
     by_columns: object = False
     data: object = None
     """Bytes, or the text by which a pickle of protocol 2 stores them."""
@@ -192,7 +192,7 @@ def called(values: list) -> object:
         case [Unread(name), (data, ArrayType() as kind, tuple(shape), order)] if (
             FROM_BUFFER.fullmatch(name)
         ):
-            return StoredArray(kind, shape, order == "F", data)
+            return set_state((1, shape, kind, order == "F", data), StoredArray())
         case [Unread(name), (_, _, tuple(state), *_)] if JAX_ARRAY.fullmatch(name):
             return set_state(state, StoredArray())
         case [Unread(name), (dict(mapping), *_)] if MAPPING.fullmatch(name):
@@ -212,7 +212,9 @@ def set_state(state: object, target: object) -> object:
     match target, state:
         case ArrayType(), (int(), str(order), *_):
             target.order = order
-        case StoredArray(), (int(), tuple(shape), ArrayType() as kind, by_columns, data):
+        case StoredArray(), (int(), tuple(shape), ArrayType() as kind, by_columns, data) if (
+            all(type(size) is int for size in shape)  # anything else could be slow to hash
+        ):
             target.kind, target.shape = kind, shape
             target.by_columns, target.data = by_columns, data
         case Unread(name), dict() if name:
@@ -261,7 +263,7 @@ ACTIONS: dict[str, Action] = {
     **dict.fromkeys(("POP_MARK", "APPENDS", "ADDITEMS"), lambda machine, _: machine.pop()),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop()),
-    "BUILD": lambda machine, _: set_state(*machine.pop(1), machine.stack[-1]),
+    "BUILD": lambda machine, _: set_state(machine.pop(1)[0], machine.stack[-1]),
     "BINPERSID": _replaces(1, storage_of),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _replaces(2, called)),
     "NEWOBJ_EX": _replaces(3, lambda values: called(values[:2])),
