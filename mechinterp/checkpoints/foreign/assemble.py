@@ -73,7 +73,8 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Weights:
     if model.d_model is not None:
         named |= _ways(parts, model, at, apart, sign)
     dtype = parts.layers[0]["query.weight"].dtype
-    tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in named.items()}
+    kept = [name for name in named if model.biases or ".b_" not in f".{name}"]
+    tensors = {name: named[name].to(dtype).contiguous().clone() for name in kept}
     return Weights.of_names(model, *sizes, tensors)
 
 
@@ -189,10 +190,8 @@ def _one_layer(
     if model.merged_qk:
         tensors["attn.W_QK"] = tensors.pop("attn.W_Q")[..., inputs]
         del tensors["attn.W_K"]
-    if model.biases:
-        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        tensors["attn.b_O"] = pad(sign * heads["b_O"][outputs], (d_x, 0))
-    return tensors
+    tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+    return tensors | {"attn.b_O": pad(sign * heads["b_O"][outputs], (d_x, 0))}
 
 
 def _joined(
@@ -201,9 +200,8 @@ def _joined(
     """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
     tensors = {f"attn.W_{x}": _placed(heads[f"W_{x}"], 1, TOKEN, apart) for x in "QKV"}
     tensors["attn.W_O"] = _placed(heads["W_O"], 2, ATTENTION, apart)
-    if model.biases:
-        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        tensors["attn.b_O"] = _placed(heads["b_O"], 0, ATTENTION, apart)
+    tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+    tensors["attn.b_O"] = _placed(heads["b_O"], 0, ATTENTION, apart)
     for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
         if f"{name}.weight" in layer:
             tensors |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
@@ -212,9 +210,8 @@ def _joined(
         more = model.d_mlp - W_in.shape[1]
         tensors["mlp.W_in"] = _placed(pad(W_in, (0, more)), 0, ATTENTION, apart)
         tensors["mlp.W_out"] = _placed(pad(W_out, (0, 0, 0, more)), 1, MLP, apart)
-        if model.biases:
-            tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
-            tensors["mlp.b_out"] = _placed(layer["mlp_out.bias"], 0, MLP, apart)
+        tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
+        tensors["mlp.b_out"] = _placed(layer["mlp_out.bias"], 0, MLP, apart)
     return tensors
 
 
@@ -228,19 +225,17 @@ def _ways(
     read_in = ends.get("read_in.weight", torch.eye(width).to(query))
     first = ends.get("read_mlp.weight", read_in)[inputs]
     read_out = ends.get("read_out.weight", torch.eye(parts.written).to(query)[:, outputs])
-    tensors = {"W_in": _placed(read_in if model.d_read_in else first, 1, TOKEN, apart)}
+    b_in = ends.get("read_in.bias", query.new_zeros(width))
+    b_U = ends.get("read_out.bias", query.new_zeros(read_out.shape[1]))
     last = MLP if model.d_mlp is not None else ATTENTION
-    tensors["unembed.W_U"] = sign * _placed(read_out, 0, last, apart)
-    if model.d_read_in is not None:
-        tensors["W_read"] = first
-    if model.biases:
-        bias = ends.get("read_in.bias", query.new_zeros(width))
-        tensors["b_in"] = _placed(bias, 0, TOKEN, apart)
-        unbiased = query.new_zeros(read_out.shape[1])
-        tensors["unembed.b_U"] = sign * ends.get("read_out.bias", unbiased)
-        if model.d_read_in is not None:
-            tensors["b_read"] = ends["read_mlp.bias"]
-    return tensors
+    tensors = {
+        "W_in": _placed(read_in if model.d_read_in else first, 1, TOKEN, apart),
+        "b_in": _placed(b_in, 0, TOKEN, apart),
+        "unembed.W_U": sign * _placed(read_out, 0, last, apart),
+        "unembed.b_U": sign * b_U,
+    }
+    read = {"W_read": first, "b_read": ends.get("read_mlp.bias", b_in)}
+    return tensors | read if model.d_read_in is not None else tensors
 
 
 def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
