@@ -38,11 +38,12 @@ from mechinterp.checkpoints.native.tensors import (
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
+from mechinterp.models.hooked.runner import hooked_predictor
+from mechinterp.models.run.predictor import Predictor
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.transformer import ICLTransformer
-    from mechinterp.models.run.predictor import Predictor
 
 
 CARD = "README.md"
@@ -215,21 +216,15 @@ class Checkpoint(Run):
         return ICLTransformer.from_weights(self.weights, task=self.config.task)
 
     @cached_property
-    def predictor(self) -> "Predictor":
+    def predictor(self) -> Predictor:
         """The model as analyses use it."""
-        from mechinterp.models.hooked.runner import hooked_predictor
-        from mechinterp.models.run.predictor import Predictor
-
-        def is_hooked() -> bool:
-            return "model" in self.__dict__ and hooked_predictor(self.model).is_hooked
-
         model = self.config.model
         return Predictor(
             n_layers=model.n_layers,
             n_heads=model.n_heads,
             build=lambda: hooked_predictor(self.model),
             own_weights=lambda: self.weights,
-            is_hooked=is_hooked,
+            is_hooked=lambda: "model" in vars(self) and hooked_predictor(self.model).is_hooked,
             task=self.task,
             trained_here=self.trained_here,
             doubt=self.doubt,

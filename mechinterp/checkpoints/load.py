@@ -1,8 +1,7 @@
 """Loading of checkpoints of any known format, and conversion between formats."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from pathlib import Path
@@ -13,21 +12,15 @@ from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settings_of
-from mechinterp.checkpoints.io.archives import read_text
-from mechinterp.checkpoints.io.errors import (
-    CheckpointError,
-    NotUnderstoodError,
-    naming,
-    one_line,
-)
+from mechinterp.checkpoints.io.errors import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     SUFFIXES,
     folder_file,
     has_weights_ending,
     read_file,
 )
-from mechinterp.checkpoints.native import npz as arrays
-from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR, read_exchange, write_exchange
+from mechinterp.checkpoints.native import exchange
+from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.paths import CONFIG, checkpoints_in, is_marked, is_weights, steps_of
 from mechinterp.checkpoints.shipped import shipped_path
@@ -131,7 +124,7 @@ def load(
     """
     hints = _hints({name: value for name, value in locals().items() if name != "path"})
     path = shipped_path(path)
-    with _readable(path):
+    with naming(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _understood(_run(steps, hints), hints)
         stored = _stored(path, hints)
@@ -176,9 +169,8 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         ...     load_run(folder).steps
         [1000, 2000]
     """
-    steps = _steps_at(path)
-    with _readable(next(iter(steps.values())).parent):
-        hints = _hints(said)
+    steps, hints = _steps_at(path), _hints(said)
+    with naming(next(iter(steps.values())).parent):
         return _understood(_run(steps, hints), hints)
 
 
@@ -230,7 +222,7 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
     if isinstance(each, Checkpoint) and isinstance(last, Checkpoint):
         if each.config.model != last.config.model:
             raise ValueError("must have the architecture of the last step.")
-    elif isinstance(each, Checkpoint) or isinstance(last, Checkpoint):
+    elif not isinstance(each, Stored) or not isinstance(last, Stored):
         raise ValueError("must have the format of the last step.")
     else:
         shapes, others = ({n: list(t.shape) for n, t in x.tensors.items()} for x in (each, last))
@@ -255,17 +247,6 @@ def _hints(given: Mapping[str, object]) -> Hints:
     return hints
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turns errors during reading into a one-line CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}).") from None
-    except RecursionError:
-        raise CheckpointError(f"{path}: cannot be read (nested too deeply).") from None
-
-
 def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:
     """Content at a path: a checkpoint that states everything, or tensors with open settings."""
     return _in_folder(path, hints) if path.is_dir() else _in_file(path, hints)
@@ -281,11 +262,10 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
         raise CheckpointError(f"{path}: {rule}; this is another file.")
     if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
-    text = read_text(path, arrays.CONFIG) if path.suffix == ".npz" else None
     tensors, settings = read_file(path, hints.weights)
-    if text is not None:
-        _require_no_hints(path, hints, arrays.FORMAT)
-        return arrays.read_stated(tensors, text, path)
+    if path.suffix == ".npz" and exchange.CONFIG in settings:
+        _require_no_hints(path, hints, exchange.ARRAYS)
+        return exchange.read_stated(tensors, str(settings[exchange.CONFIG]), path)
     if "flat" in tensors and all(name.startswith(OF_TRAINING) for name in tensors):
         raise CheckpointError(f"{path}: {UNFINISHED}.")
     return Stored(path, tensors, settings_of(path, settings))
@@ -300,7 +280,7 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         return Stored(file, tensors, settings_of(file, settings))
     if (path / SIDE_CAR).is_file():
         _require_no_hints(path, hints, FORMAT)
-        return read_exchange(path)
+        return exchange.read_exchange(path)
     files = sorted(filter(is_weights, path.iterdir()))
     if len(files) > 1:
         rule = f"has several files of weights; name one of {_listed(files)}"
@@ -341,12 +321,12 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
             f"{' or '.join(scores)}."
         )
     if target == "npz":
-        return [arrays.write_arrays(out, checkpoint)]
+        return [exchange.write_arrays(out, checkpoint)]
     if os.path.lexists(out) and not out.is_dir():
         raise CheckpointError(f"{out}: already exists; it is not overwritten.")
     require_new(out)
     if target == FORMAT:
-        write_exchange(out, checkpoint)
+        exchange.write_exchange(out, checkpoint)
     else:
         checkpoint.save_pretrained(out, card="")
     return sorted(file for file in out.rglob("*") if file.is_file())

@@ -1,21 +1,37 @@
 """Places of the attention layers in a plain torch module, found by names and by running it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import INNER, piece_of
-from mechinterp.checkpoints.foreign.options import HEAD_KEYS
-from mechinterp.checkpoints.heads_in_softmax import heads_in_softmax
-from mechinterp.checkpoints.heads_outputs import require_heads_outputs
-from mechinterp.models.hooked.followed import Inner
+from mechinterp.checkpoints.foreign.names import INNER, TABLE, Piece, piece_of
+from mechinterp.models.hooked.followed import SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
+HEAD_KEYS = TABLE["counts"]["n_heads"].split()
+"""Attributes of a module that state its number of heads."""
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
+# Names of autograd's operations, without "Backward0".
+SUMS = (
+    "Add Sub Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
+)
+SHAPES = """
+View UnsafeView Reshape ReshapeAlias Transpose Permute Clone T Slice Select Unsqueeze Squeeze
+Expand ToCopy Cat Alias Split SplitWithSizes Unbind Index Stack
+"""
+HIDDEN = "Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
+PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
+"""Operations through which the products behind a value are traced."""
+PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
 
 
 def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> list[str]:
@@ -47,13 +63,11 @@ def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> li
 def _order(module: nn.Module, inputs: Tensor) -> list[str]:
     """Names of all modules in order of running."""
     ran: list[str] = []
-    handles = [
-        part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-        for name, part in module.named_modules()
-    ]
-    module(inputs)
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            note = part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+            hooks.enter_context(note)
+        module(inputs)
     return ran
 
 
@@ -61,18 +75,14 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     """Names of the modules that take the heads' outputs, by the table of known names."""
     modules = dict(module.named_modules())
     names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
-    # Layers that share a tensor list it under several names.
     pieces = [
-        (name, piece)
-        for name, _ in module.named_parameters(remove_duplicate=False)
-        if (piece := piece_of(name)) is not None and piece.kind == "weight"
-        if not any(name.startswith(f"{attention}.") for attention in names)
+        each
+        for each in _weights_of(module)
+        if not any(each.name.startswith(f"{attention}.") for attention in names)
     ]
-    inner = {(piece.path, piece.layer) for _, piece in pieces if piece.part in INNER}
-    found = [name for name, each in pieces if each.part == "o" and (each.path, each.layer) in inner]
-    names |= {
-        name.removesuffix(".weight") for name in found if name.removesuffix(".weight") in modules
-    }
+    inner = {(each.path, each.layer) for each in pieces if each.part in INNER}
+    found = [p.name for p in pieces if p.part == "o" and (p.path, p.layer) in inner]
+    names |= modules.keys() & {name.removesuffix(".weight") for name in found}
     if not names and found:
         raise _is_parameter(found[0])
     if not names:
@@ -81,6 +91,13 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
             "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj."
         )
     return tuple(names)
+
+
+def _weights_of(module: nn.Module) -> list[Piece]:
+    """Parts of a model that the names of a module's weights stand for."""
+    # Layers that share a tensor list it under several names.
+    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
+    return [piece for piece in pieces if piece is not None and piece.kind == "weight"]
 
 
 def _is_parameter(name: str) -> ValueError:
@@ -118,15 +135,16 @@ def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: 
     stream_in, stream_out = _shapes(module, block, tokens)
     inner = _inner(module, name, block)
     n_heads = _number_of_heads(module, name, inner, heads, tokens)
-    if heads_in[-1] % n_heads:
+    width = heads_in[-1]
+    if width % n_heads:
         raise ValueError(
-            f"heads must divide the width of the heads' outputs, {heads_in[-1]}, got {n_heads}."
+            f"heads must divide the width of the heads' outputs, {width}, got {n_heads}."
         )
     return Place(
         output=name,
         block=block,
         n_heads=n_heads,
-        d_head=heads_in[-1] // n_heads,
+        d_head=width // n_heads,
         # Positions may come before prompts in the shape.
         heads_turned=heads_in[0] != len(tokens),
         stream_turned=stream_in[0] != len(tokens),
@@ -145,9 +163,9 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     if end is None:
         return alone
     modules, projections = dict(module.named_modules()), {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        piece, before = piece_of(name), name.removesuffix(".weight")
-        if piece is None or piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
+    for piece in _weights_of(module):
+        before = piece.name.removesuffix(".weight")
+        if piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
             continue
         near = (piece.path, piece.layer) == (end.path, end.layer)
         near = near or before.rpartition(".")[0] == output.rpartition(".")[0]
@@ -172,58 +190,44 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
         values = args[0] if args else kwargs[first_tensor(kwargs)]
         shapes.extend((values.shape, stream_of(output).shape))
 
-    handle = module.get_submodule(name).register_forward_hook(note, with_kwargs=True)
-    module(tokens)
-    handle.remove()
+    with module.get_submodule(name).register_forward_hook(note, with_kwargs=True):
+        module(tokens)
     return shapes[0], shapes[1]
 
 
 def _number_of_heads(
     module: nn.Module, name: str, inner: Inner, heads: int | None, tokens: Tensor
 ) -> int:
-    """Number of heads: from its softmax, its modules, or the user.
+    """Number of heads: from the module, or the user.
 
     Raises:
-        ValueError: If it is unknown, or two of these differ.
+        ValueError: If it is unknown, or the two differ.
     """
-    attention = module.get_submodule(name)
-    own, source = None, ""
-    if isinstance(attention, nn.MultiheadAttention):
-        own, source = attention.num_heads, f"{name}.num_heads"
-    elif named := _heads_by_name(module, name):
-        own, source = named, f"the modules beside {name}"
-    elif seen := heads_in_softmax(module, name, inner.container, tokens):
-        own, source = seen, f"the softmax in {inner.container or type(module).__name__}"
-    elif stated := _stated_heads(module, name):
-        own, source = stated
-    if heads is not None and own not in (None, heads):
+    own, source = next(_heads_shown(module, name, inner, tokens), (heads, ""))
+    if own is None:
+        raise ValueError(f"heads must be given: the module around {name} states no number.")
+    if heads not in (None, own):
         raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
-    if heads is None and own is None:
-        raise ValueError(
-            f"heads must be given: the module around {name} does not state the number."
-        )
-    return heads or own or 0
+    return own
 
 
-def _heads_by_name(module: nn.Module, output: str) -> int:
-    """Number of heads that are separate modules, such as heads.0.query; 0 if there are none."""
-    end = piece_of(f"{output}.weight")
-    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
-    beside = (p for p in pieces if p and end and (p.path, p.layer) == (end.path, end.layer))
-    return len({p.head for p in beside if p.part in INNER and p.head is not None})
-
-
-def _stated_heads(module: nn.Module, name: str) -> tuple[int, str] | None:
-    """Number of heads in an attribute, and the name of the attribute."""
-    around = name.rpartition(".")[0]
-    for where, part in ((name, module.get_submodule(name)), (around, module.get_submodule(around))):
+def _heads_shown(
+    module: nn.Module, output: str, inner: Inner, tokens: Tensor
+) -> Iterator[tuple[int, str]]:
+    """Numbers of heads that a module shows, each with its place, the most certain first."""
+    attention, end = module.get_submodule(output), piece_of(f"{output}.weight")
+    if isinstance(attention, nn.MultiheadAttention):
+        yield attention.num_heads, f"{output}.num_heads"
+    # Heads that are separate modules, such as heads.0.query.
+    beside = [p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer)]
+    if apart := {p.head for p in beside if p.part in INNER and p.head is not None}:
+        yield len(apart), f"the modules beside {output}"
+    if seen := heads_in_softmax(module, output, inner.container, tokens):
+        yield seen, f"the softmax in {inner.container or type(module).__name__}"
+    for where in (output, output.rpartition(".")[0], ""):
         for key in HEAD_KEYS:
-            if type(number := getattr(part, key, None)) is int:
-                return number, f"{where}.{key}".removeprefix(".")
-    for key in HEAD_KEYS:
-        if type(number := getattr(module, key, None)) is int:
-            return number, key
-    return None
+            if type(number := getattr(module.get_submodule(where), key, None)) is int:
+                yield number, f"{where}.{key}".removeprefix(".")
 
 
 def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:
@@ -233,12 +237,151 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
     for count in range(1, len(words) + attention):
         outer = ".".join(words[:count])
         alone = not any(other.startswith(f"{outer}.") for other in names if other != name)
-        if (
-            alone
-            and ran[outer] == ran[name]
-            and not isinstance(module.get_submodule(outer), NOT_CALLED)
-        ):
+        called = not isinstance(module.get_submodule(outer), NOT_CALLED)
+        if alone and called and ran[outer] == ran[name]:
             return outer
     if len(names) > 1 or ran[name] > 1:
         raise ValueError(f"{name} must lie in a separate module, the layer.")
     return ""
+
+
+def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Tensor) -> None:
+    """Refuse modules whose input is the stream or hidden units of an MLP; outputs of heads are
+    products of weights and values.
+
+    Sums, norms, shape changes and activations are traced back to the products behind them.
+
+    Raises:
+        ValueError: If there is such a module; the message names the first one.
+    """
+    entered: dict[str, Tensor] = {}
+
+    def mark(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (_Marked.apply(args[0]), *args[1:]), kwargs
+        first = first_tensor(kwargs)
+        return args, {**kwargs, first: _Marked.apply(kwargs[first])}
+
+    others = [n for n in blocks if not isinstance(module.get_submodule(n), nn.MultiheadAttention)]
+    with ExitStack() as hooks, torch.enable_grad():
+        for name in others:
+            block, part = module.get_submodule(blocks[name]), module.get_submodule(name)
+            note = partial(_note_input, noted=entered, name=name)
+            hooks.enter_context(block.register_forward_pre_hook(mark, with_kwargs=True))
+            hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
+        module(tokens.detach().clone().requires_grad_())
+    for name, values in entered.items():
+        made_of = set(_factors(values.grad_fn))
+        what = "hidden units" if made_of and made_of <= PROJECTIONS else ""
+        what = "the residual stream" if "_MarkedBackward" in made_of else what
+        if what:
+            raise ValueError(
+                f"outputs must name modules whose input is the heads' outputs side by side; the input of {name!r} is {what}."
+            )
+
+
+class _Marked(torch.autograd.Function):
+    """Marks the stream, so that it is recognised in values computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor) -> Tensor:
+        return stream.view_as(stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _note_input(
+    _: nn.Module, args: tuple, kwargs: dict, noted: dict[str, Tensor], name: str
+) -> None:
+    """Hook that stores the input of a part of a module in its first run."""
+    noted.setdefault(name, args[0] if args else kwargs[first_tensor(kwargs)])
+
+
+def _factors(node: Any) -> Iterator[str]:
+    """Names of the operations behind sums, norms, shape changes and activations."""
+    seen, ahead = set(), [node]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name().rpartition("::")[2]
+        if name.partition("Backward")[0].strip("_") in PASSED:
+            ahead.extend(each for each, _ in node.next_functions)
+        else:
+            yield name
+
+
+def heads_in_softmax(module: nn.Module, output: str, container: str, tokens: Tensor) -> int:
+    """Number of heads in the only softmax of a part; 0 if there is none over [batch, head, query, key], or several.
+
+    Differential attention has two softmaxes for each head. So the first head of the softmax is set to 0: if this changes
+    2/n of the heads' outputs, there are n/2 heads. If it changes all outputs, heads are mixed (talking heads), and the number
+    is that of the softmax.
+
+    Args:
+        output: Name of the module that takes the heads' outputs.
+        container: Name of the part.
+    """
+    seen, before = _softmaxes(module, output, container, tokens, without_first=False)
+    if len(seen) != 1:
+        return 0
+    _, after = _softmaxes(module, output, container, tokens, without_first=True)
+    changed, width = int((before != after).flatten(0, -2).any(0).sum()), before.shape[-1]
+    if changed * seen[0] <= width or changed == width:
+        return seen[0]
+    return 0 if width % changed else width // changed
+
+
+def _softmaxes(
+    module: nn.Module, output: str, container: str, tokens: Tensor, without_first: bool
+) -> tuple[list[int], Tensor]:
+    """Numbers of heads of the softmaxes in the first run of a part, and the heads' outputs."""
+    mode, part = _Softmaxes(len(tokens), without_first), module.get_submodule(container)
+    entered: dict[str, Tensor] = {}
+
+    def enter(*_: Any) -> None:
+        mode.inside, mode.runs = mode.runs == 0, mode.runs + 1
+
+    def leave(*_: Any) -> None:
+        mode.inside = False
+
+    note = partial(_note_input, noted=entered, name=output)
+    outputs = module.get_submodule(output)
+    with (
+        part.register_forward_pre_hook(enter),
+        part.register_forward_hook(leave),
+        outputs.register_forward_pre_hook(note, with_kwargs=True),
+        mode,
+    ):
+        module(tokens)
+    return mode.seen, entered[output]
+
+
+class _Softmaxes(TorchFunctionMode):
+    """Records the number of heads of each softmax over [batch, head, query, key] while it is inside
+    a part."""
+
+    def __init__(self, n_prompts: int, without_first: bool) -> None:
+        super().__init__()
+        self.n_prompts, self.without_first = n_prompts, without_first
+        self.inside, self.runs, self.seen = False, 0, list[int]()
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Make the call and record its number of heads."""
+        result = func(*args, **(kwargs or {}))
+        if not self.inside or func not in (*SOFTMAX, F.scaled_dot_product_attention):
+            return result
+        axes, n = result.ndim, self.n_prompts
+        if (axes == 4 and len(result) == n) or (axes == 3 and len(result) % n == 0):
+            by_head = result.reshape(n, -1, *result.shape[-2:])
+            self.seen.append(by_head.shape[1])
+            if self.without_first:
+                kept = torch.ones_like(by_head)
+                kept[:, 0] = 0
+                return (by_head * kept).reshape(result.shape)
+        return result

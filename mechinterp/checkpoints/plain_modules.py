@@ -180,6 +180,8 @@ def hook_module(
             stated = [outputs] if isinstance(outputs, str) else outputs
             outputs = [f"{prefix}{name}" for name in stated]
         output = _output_of(own, tokens)
+        if read is None:
+            _require_readable(output, tokens, task)
         names = layer_names(own, outputs, tokens)
         places = places_of(own, names, heads, tokens)
         outputs = [place.output for place in places]
@@ -190,7 +192,7 @@ def hook_module(
             n_layers=len(names),
             n_heads=places[0].n_heads,
             embed=enter,
-            read=_own_read(output, tokens, task) if read is None else read,
+            read=partial(_last_entries, d_y=task.d_y) if read is None else read,
             read_every=partial(_at_every_x, d_y=task.d_y) if read is None else None,
             restarts=False,
             position=position,
@@ -257,7 +259,9 @@ class _Entry:
     dtype: torch.dtype
 
     def __call__(self, prompts: Prompts) -> Tensor:
-        tokens = _pairs(prompts, self.task) if self.embed is None else self.embed(prompts)
+        if self.embed is None:  # tokens (x, y), the query last
+            require_sizes(prompts, d_x=self.task.d_x, d_y=self.task.d_y)
+        tokens = prompts.tokens if self.embed is None else self.embed(prompts)
         if not isinstance(tokens, Tensor):
             raise ValueError(
                 f"embed must return one tensor, got {type(tokens).__name__}; wrap a module of several inputs in one that splits them."
@@ -265,55 +269,28 @@ class _Entry:
         return tokens.to(self.device, self.dtype)
 
 
-def _pairs(prompts: Prompts, task: TaskConfig) -> Float[Tensor, "batch pos d_token"]:
-    """Tokens (x, y), the query last, for prompts of the task's sizes."""
-    require_sizes(prompts, d_x=task.d_x, d_y=task.d_y)
-    return prompts.tokens
-
-
-def _own_read(output: object, tokens: Tensor, task: TaskConfig) -> Callable[[Tensor], Tensor]:
-    """Function that reads the prediction from an output of this shape.
-
-    Raises:
-        ValueError: If the output is no tensor, or the place of the prediction is unknown.
-    """
+def _require_readable(output: object, tokens: Tensor, task: TaskConfig) -> None:
+    """Refuse an output whose shape does not show the place of the prediction."""
     if not isinstance(output, Tensor):
         raise ValueError(
             f"read must be given for a module whose output is not a tensor, got {type(output).__name__}."
         )
     shape, n_prompts = tuple(output.shape), len(tokens)
-    if shape == (n_prompts, task.d_y):
-        return _whole
-    if task.d_y == 1 and shape == (n_prompts,):
-        return _as_column
-    # One number for every token, or for every x.
-    if task.d_y == 1 and shape in (
-        (n_prompts, tokens.shape[1]),
-        (n_prompts, task.context_length + 1),
-    ):
-        return _last_number
-    if len(shape) < 3:
+    # One prediction, or one number for every token or for every x.
+    numbers = (1, tokens.shape[1], task.context_length + 1) if task.d_y == 1 else (task.d_y,)
+    flat = task.d_y == 1 and shape == (n_prompts,)
+    if not flat and len(shape) < 3 and shape not in [(n_prompts, each) for each in numbers]:
         raise ValueError(
             f"read must be given: the output {list(shape)} of {n_prompts} prompts is neither a prediction [batch, {task.d_y}] nor one "
             f"number for each of {tokens.shape[1]} positions."
         )
-    return partial(_last_entries, d_y=task.d_y)
 
 
-def _whole(output: Tensor) -> Tensor:
-    return output
-
-
-def _as_column(output: Float[Tensor, " batch"]) -> Float[Tensor, "batch 1"]:
-    return output[:, None]
-
-
-def _last_number(output: Float[Tensor, "batch pos"]) -> Float[Tensor, "batch 1"]:
-    return output[:, -1:]
-
-
-def _last_entries(output: Tensor, d_y: int) -> Tensor:
-    return output[:, -1, -d_y:]
+def _last_entries(output: Tensor, d_y: int) -> Float[Tensor, "batch d_y"]:
+    """Prediction in an output [batch], [batch, d_y], [batch, pos] or [batch, pos, width]."""
+    if output.ndim == 1:
+        return output[:, None]
+    return (output if output.ndim == 2 else output[:, -1])[:, -d_y:]
 
 
 def _at_every_x(output: Tensor, n_pairs: int, d_y: int) -> Tensor:

@@ -43,9 +43,8 @@ class Run:
         """Step and eval_loss of the history; no rows if there is none."""
         if self.history is None:
             return np.zeros((0, 2))
-        return self.history.drop_duplicates("step")[["step", "eval_loss"]].to_numpy(
-            dtype=np.float64
-        )
+        rows = self.history.drop_duplicates("step")
+        return rows[["step", "eval_loss"]].to_numpy(dtype=np.float64)
 
     def at(self: Self, step: int) -> Self:
         """The model after this number of updates.

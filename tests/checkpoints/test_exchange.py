@@ -183,7 +183,10 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
         ),
         ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car file states"),
         ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
-        ({"blocks.0.ln1.w": torch.ones(5)}, "must have no LayerNorm, got blocks.0.ln1.w"),
+        (
+            {"blocks.0.ln1.w": torch.ones(5)},
+            "blocks.0.ln1.w is not among the tensors of an attention-only HookedTransformer",
+        ),
         ({"unembed.W_U": torch.ones(5, 2)}, "W_U must copy the y entries"),
     ],
 )

@@ -436,7 +436,7 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     with pytest.raises(CheckpointError, match="b_Q is not among the arrays of such a model"):
         load(stated(tmp_path / "more.npz", config, b_Q=np.zeros((2, 4), np.float32)))
     np.savez(tmp_path / "number.npz", config=np.array(1.0), **arrays(random_heads()))
-    assert_refused("config must be a text, got float64", load, tmp_path / "number.npz")
+    assert_refused("must hold a JSON object, got float", load, tmp_path / "number.npz")
 
 
 def test_hooked_names_are_told_from_arrays(tmp_path: Path):

@@ -296,7 +296,7 @@ def test_what_is_not_known_by_name_is_not_called_a_norm():
     ("module", "settings", "message"),
     [
         (nn.Linear(WIDTH, 1), {}, "outputs must name the modules .* a Linear has no"),
-        (Gated(), {}, "heads must be given: the module around o does not state the number"),
+        (Gated(), {}, "heads must be given: the module around o states no number"),
         (Gated(), {"heads": 3}, "heads must divide the width of the heads' outputs, 4, got 3"),
         (Bare(), {"heads": 4}, "heads must be 2, the number in the softmax in Bare, got 4"),
         (Idle(), {"heads": 2}, "o must run for a prediction, got 0 times"),

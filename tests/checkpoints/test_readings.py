@@ -1,5 +1,6 @@
 """Shipped models, saved under names that do not say their score: the true label, or the option that decides."""
 
+import pickle
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -206,3 +207,14 @@ def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
         convert(load(file), "native", tmp_path / "out")
     convert(load(file, score="softmax"), "native", tmp_path / "out")
     assert classify(load(tmp_path / "out")).pattern == "kernel_regression"
+
+
+@pytest.mark.parametrize("write", [as_circuits, as_layers])
+def test_a_file_with_several_readings_is_pickled_with_them(tmp_path: Path, write):
+    suffix = ".npz" if write is as_circuits else ".safetensors"
+    file = write(shipped("softmax-h2-s0").weights.circuits, tmp_path / f"x{suffix}")
+    checkpoint = load(file)
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert len(again.readings) > 1
+    assert [each.loss for each in again.readings] == [each.loss for each in checkpoint.readings]
+    assert torch.equal(again.readings[1].weights.OV, checkpoint.readings[1].weights.OV)

@@ -73,7 +73,7 @@ PAPERS: dict[str, State] = {
     "or names that can be recognised": {"q_proj.weight": None},
     "must hold finite numbers, got 32 NaN": {"v_proj.weight": torch.full((8, 4), torch.nan)},
     "v_proj.weight must hold floating-point numbers": {"v_proj.weight": ones(8, 4).int()},
-    "o_proj.weight must have shape (4, 8), got (5, 8)": {"o_proj.weight": ones(5, 8)},
+    "o_proj.weight must have shape (8, 4) as [in, out], got (8, 5)": {"o_proj.weight": ones(5, 8)},
     "q_proj.weight must be a matrix": {"q_proj.weight": ones(8)},
     "q_proj.weight must have 4 rows for each head, got 9": {"q_proj.weight": ones(9, 4)},
 }
@@ -89,22 +89,22 @@ TORCHS: dict[str, State] = {
 LINEARS: dict[str, State] = {
     "to_q.weight stand for the same part": {"to_q.weight": ones(4, 4)},
     "grouped keys (4 rows of queries, 2 of keys)": {"k_proj.weight": ones(2, 4)},
-    "k_proj.weight must have shape (4, 4), got (4, 3)": {"k_proj.weight": ones(4, 3)},
-    "o_proj.weight must have shape (4, 4), got (5, 4)": {"o_proj.weight": ones(5, 4)},
+    "k_proj.weight must have shape (4, 4) as [in, out], got (3, 4)": {"k_proj.weight": ones(4, 3)},
+    "o_proj.weight must have shape (4, 4) as [in, out], got (4, 5)": {"o_proj.weight": ones(5, 4)},
     "o_proj.bias must have shape (4,), got (3,)": {"o_proj.bias": ones(3)},
 }
 MERGEDS: dict[str, State] = {
     "kq.weight must have 4 rows for each head, got 6": {"kq.weight": ones(6, 4)},
-    "value.weight must have shape (4, 4), got (8, 4)": {"kq.weight": ones(4, 4)},
+    "value.weight must have shape (4, 4) as [in, out], got (4, 8)": {"kq.weight": ones(4, 4)},
 }
 HEADS_APART: dict[str, State] = {
     "must be numbered from 0 on, got attn.heads.1.query": {"0.query.weight": None},
     "must have the shape (4, 4) of the other heads, got (4, 5)": {"1.query.weight": ones(5, 4)},
 }
 ARRAYS_APART: dict[str, State] = {
-    "W_K must have shape (2, 4, 4), got (2, 4, 3)": {"W_K": ones(2, 4, 3)},
-    "W_O must have shape (2, 4, 4), got (2, 4, 5)": {"W_O": ones(2, 4, 5)},
-    "W_O must have shape (8, 4), got (2, 4)": {"W_O": ones(2, 4)},
+    "W_K must have shape (4, 8) as [in, out], got (4, 6)": {"W_K": ones(2, 4, 3)},
+    "W_O must have shape (8, 4) as [in, out], got (8, 5)": {"W_O": ones(2, 4, 5)},
+    "W_O must have shape (8, 4) as [in, out], got (2, 4)": {"W_O": ones(2, 4)},
     "W_Q must be a matrix, got shape (0, 4, 4)": {"W_Q": ones(0, 4, 4)},
     "W_Q must be a matrix, got shape ()": {"W_Q": torch.tensor(1.0)},
     "b_Q must have shape (8,), got (4,)": {"b_Q": ones(4)},
@@ -112,9 +112,15 @@ ARRAYS_APART: dict[str, State] = {
     "W_Q and QK stand for the same part": {"QK": ones(2, 4, 4)},
 }
 ALONE: dict[str, State] = {
-    "QK must have shape (2, 4, 5), got (2, 4, 4)": {"QK": ones(2, 4, 5), "OV": ones(2, 4, 1)},
+    "QK must have shape (4, 10) as [in, out], got (4, 8)": {
+        "QK": ones(2, 4, 5),
+        "OV": ones(2, 4, 1),
+    },
     "OV must have 1 heads, got 2": {"QK": ones(4, 4), "OV": ones(2, 4, 1)},
-    "OV must have shape (2, 4, 4), got (2, 4, 6)": {"QK": ones(2, 4, 4), "OV": ones(2, 4, 6)},
+    "OV must have shape (4, 8) as [in, out], got (4, 12)": {
+        "QK": ones(2, 4, 4),
+        "OV": ones(2, 4, 6),
+    },
     r"got a, b\x1b[2J\n<b>": {"a": ones(1), "b\x1b[2J\n<b>": ones(1)},
     "mine must hold floating-point numbers": {"mine": ones(4, 4).int()},
     "a model of word tokens (embed.W_E [6, 9])": OLD_LENS | {"embed.W_E": ones(6, 9)},
@@ -150,14 +156,18 @@ OF_ONE_HEAD: dict[str, State] = {
 ENCODERS: dict[str, State] = {
     "norm.bias is a bias without a weight": {"norm.bias": ones(4)},
     "must have the same parts, got layers.0.linear1.bias in some": {"layers.1.linear1.bias": None},
-    "0.weight is a second tensor for mlp_in.weight": {"layers.0.feed_forward.0.weight": ones(8, 4)},
+    "0.weight stand for the same part": {"layers.0.feed_forward.0.weight": ones(8, 4)},
     "two matrices, got only layers.1.linear1.weight": {"layers.1.linear2.weight": None},
     "layers.0.linear1.weight must be a matrix": {"layers.0.linear1.weight": ones(8)},
-    "linear2.weight must have shape (4, 8), got (4, 9)": {"layers.1.linear2.weight": ones(4, 9)},
+    "linear2.weight must have shape (8, 4) as [in, out], got (9, 4)": {
+        "layers.1.linear2.weight": ones(4, 9)
+    },
     "read_in.weight, a read-in, needs a read-out": {"read_in.weight": ones(4, 4)},
 }
 ENDS: dict[str, State] = {
-    "read_out.weight must have shape (1, 4), got (1, 5)": {"read_out.weight": ones(1, 5)},
+    "read_out.weight must have shape (4, 1) as [in, out], got (5, 1)": {
+        "read_out.weight": ones(1, 5)
+    },
     "two layers needs both, got only read_in.0.weight": {
         "read_in.weight": None,
         "read_in.0.weight": ones(4, 4),
@@ -176,11 +186,13 @@ GPT2S: dict[str, State] = {
 }
 LENSES: dict[str, State] = {
     "head.weight is not among the tensors of an attention-only Hooked": {"head.weight": ones(1)},
-    "no LayerNorm, got blocks.0.ln1.w": {"blocks.0.ln1.w": ones(4)},
+    "blocks.0.ln1.w is not among the tensors of an attention-only Hooked": {
+        "blocks.0.ln1.w": ones(4)
+    },
     "W_K must have three axes, head first, got nothing": {W_K: None},
     "W_K must have three axes, head first, got shape": {W_K: ones(4, 2)},
-    "W_K must have shape (2, 4, 2), got (2, 4, 3)": {W_K: ones(2, 4, 3)},
-    "b_Q must have shape (2, 2), got (2, 5)": {"blocks.0.attn.b_Q": ones(2, 5)},
+    "W_K must have shape (4, 4) as [in, out], got (4, 6)": {W_K: ones(2, 4, 3)},
+    "b_Q must have shape (4,), got (10,)": {"blocks.0.attn.b_Q": ones(2, 5)},
     "embed.W_E must be zero (tokens must be vectors": {"embed.W_E": ones(1, 4)},
     "without added positions), got entries up to 0.5;": {"pos_embed.W_pos": ones(6, 4) / -2},
     "without added positions), got entries up to 1;": {"pos_embed.W_pos": ones(6, 4).bool()},

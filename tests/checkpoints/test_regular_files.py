@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mechinterp.checkpoints.io.archives import read_text
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
@@ -56,7 +55,6 @@ def piped(file: Path) -> Path:
 
 READERS: dict[str, Callable[[Path], object]] = {
     **{suffix: read_arrays for suffix in SUFFIXES},
-    ".text.npz": lambda file: read_text(file, "config"),
     ".json": read_json,
     ".state": read_state,
     ".models": stored_models,

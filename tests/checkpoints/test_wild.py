@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.layout import layout_of
-from mechinterp.checkpoints.foreign.matrices import attention_matrices
+from mechinterp.checkpoints.foreign.parsed import attention_matrices
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved

@@ -1,15 +1,13 @@
 """Models from the parts of a file, combined as a reading states."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.names import Tensors
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
 from mechinterp.config import ModelConfig
@@ -20,38 +18,17 @@ TOKEN, ATTENTION, MLP = range(3)
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions; prompts of more tokens are not possible."""
 JOINED = (
-    "norm",
-    "activation",
-    "layout",
-    "score",
-    "attend_to_self",
-    "context_only",
-    "norm_eps",
-    "rms_norm",
+    *("norm", "activation", "layout", "attend_to_self", "context_only", "norm_eps", "rms_norm"),
+    *("score", "score_slope"),
 )
 """Choices that are fields of ModelConfig."""
+Columns = tuple[list[int], list[int]]
+"""Columns of the token that are x and y, and columns of the layers' output that are the prediction.
+"""
 
 
-@dataclass(frozen=True)
-class Stream:
-    """The residual stream, or three parts of it side by side (token, attention, MLP) if their
-    outputs are not added."""
-
-    width: int
-    apart: bool
-
-    def placed(self, tensor: Tensor, axis: int, block: int) -> Tensor:
-        """Embed a tensor in the wider stream: its axis of the stream's width goes to one of the
-        three parts."""
-        if not self.apart:
-            return tensor
-        behind = (3 - block) * self.width - tensor.shape[axis]
-        return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [block * self.width, behind])
-
-
-def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """Columns of the token that are x and y, and columns of the layers' output that are the
-    prediction."""
+def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Columns:
+    """Columns that are read and that are the prediction, under one reading."""
     d_x, d_y = sizes
     if chosen.get("layout") == "in_turn":
         inputs = list(range(d_x))
@@ -67,7 +44,7 @@ def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> tuple[list[in
     return inputs, list(range(start, start + d_y))
 
 
-def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) -> Weights:
+def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Weights:
     """Model of one reading, with weights rescaled so that scores have the factor 1/sqrt(d_head).
 
     Args:
@@ -75,35 +52,47 @@ def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints) 
     Raises:
         ValueError: If there is no such model.
     """
-    model, inputs, outputs = architecture(parts, chosen, sizes, hints)
-    parts = parts.normed(chosen)
+    model, parts = architecture(parts, chosen, sizes), parts.normed(chosen)
+    at = columns(parts, chosen, sizes)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
-    stream = Stream(parts.width, model.d_model == 3 * parts.width)
+    apart = parts.width if model.d_model == 3 * parts.width else None
     named: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers * _passes(chosen)):
-        heads = _heads(parts, layer, chosen.get("scale"), d_head, outputs)
+        heads = _heads(parts, layer, chosen.get("scale"), d_head, at[1])
         if model.one_attention:
-            inside = _one_layer(heads, model, (inputs, outputs), sizes[0], sign)
+            inside = _one_layer(heads, model, at, sizes[0], sign)
         else:
-            inside = _joined(layer, heads, model, stream)
+            inside = _joined(layer, heads, model, apart)
         named |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
         named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
         table = parts.ends.get("positions.weight", _table(model.n_positions, parts.width, chosen))
-        named["pos_embed.W_pos"] = stream.placed(table, 1, TOKEN)
+        named["pos_embed.W_pos"] = _placed(table, 1, TOKEN, apart)
     if model.d_model is not None:
-        named |= _ways(parts, model, (inputs, outputs), stream, sign)
+        named |= _ways(parts, model, at, apart, sign)
     dtype = parts.layers[0]["query.weight"].dtype
-    tensors = {name: tensor.to(dtype).contiguous().clone() for name, tensor in named.items()}
+    kept = [name for name in named if model.biases or ".b_" not in f".{name}"]
+    tensors = {name: named[name].to(dtype).contiguous().clone() for name in kept}
     return Weights.of_names(model, *sizes, tensors)
 
 
-def architecture(
-    parts: Parts, chosen: Said, sizes: tuple[int, int], hints: Hints
-) -> tuple[ModelConfig, list[int], list[int]]:
-    """The architecture of one reading, and the columns that are read and that are the prediction.
+def _placed(tensor: Tensor, axis: int, block: int, apart: int | None) -> Tensor:
+    """A tensor with its axis of the stream's width in one of three parts of the stream (token,
+    attention, MLP), which lie side by side if their outputs are not added.
+
+    Args:
+        apart: Width of each of the three parts; None: there is one stream, to which all is added.
+    """
+    if apart is None:
+        return tensor
+    behind = (3 - block) * apart - tensor.shape[axis]
+    return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [block * apart, behind])
+
+
+def architecture(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> ModelConfig:
+    """The architecture of one reading.
 
     Raises:
         ValueError: If there is no such architecture.
@@ -124,7 +113,6 @@ def architecture(
         "n_heads": parts.n_heads,
         "d_head": None if parts.alone and d_head == d_token else d_head,
         "biases": parts.biases,
-        "score_slope": hints.score_slope or 1.0,
     }
     rotary = chosen["positions"] == "rotary"
     if rotary:
@@ -135,12 +123,11 @@ def architecture(
         fields["rotary_adjacent_pairs"] = chosen["rotary_adjacent_pairs"]
     if parts.alone and not rotary:
         fields["merged_qk"] = parts.merged
-        return build(ModelConfig, fields, "model."), inputs, outputs
+        return build(ModelConfig, fields, "model.")
     own = inputs == list(range(width)) and outputs == list(range(sizes[0], d_token))
     # The query's y entries are 0, so that one layer alone predicts the same with a residual.
-    apart = chosen.get("residual") is False or (
-        parts.alone and not (own and parts.written == width)
-    )
+    same = own and parts.written == width
+    apart = chosen.get("residual") is False or (parts.alone and not same)
     around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
     if around or apart or chosen["sign"] == "minus" or not own:
         fields["d_model"] = 3 * width if apart else width
@@ -153,7 +140,7 @@ def architecture(
         fields["n_positions"] = len(parts.ends["positions.weight"])
     elif str(chosen["positions"]).startswith("sinusoidal"):
         fields["n_positions"] = N_POSITIONS
-    return build(ModelConfig, fields, "model."), inputs, outputs
+    return build(ModelConfig, fields, "model.")
 
 
 def _passes(chosen: Said) -> int:
@@ -162,7 +149,7 @@ def _passes(chosen: Said) -> int:
 
 
 def _heads(
-    parts: Parts, layer: Mapping[str, Tensor], scale: object, d_head: int, outputs: Sequence[int]
+    parts: Parts, layer: Tensors, scale: object, d_head: int, outputs: Sequence[int]
 ) -> dict[str, Tensor]:
     """W_Q, W_K, W_V, W_O and biases of a layer, padded to one width of heads, with scores of the
     factor 1/sqrt(d_head)."""
@@ -177,7 +164,7 @@ def _heads(
     else:  # values are the output
         written = heads["W_V"].shape[2]
         heads |= {n: heads[n][..., list(outputs)] for n in ("W_V", "b_V")}
-        rows = torch.eye(written, dtype=heads["W_V"].dtype, device="cpu")[list(outputs)]
+        rows = torch.eye(written).to(heads["W_V"])[list(outputs)]
         heads["W_O"], heads["b_O"] = rows.expand(n_heads, -1, -1), rows.new_zeros(written)
     factor = (heads["W_Q"].shape[2] ** -0.5 if scale is None else scale) * d_head**0.5
     for name in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
@@ -193,11 +180,7 @@ def _heads(
 
 
 def _one_layer(
-    heads: Mapping[str, Tensor],
-    model: ModelConfig,
-    at: tuple[list[int], list[int]],
-    d_x: int,
-    sign: int,
+    heads: Tensors, model: ModelConfig, at: Columns, d_x: int, sign: int
 ) -> dict[str, Tensor]:
     """Weights of one layer of attention on tokens (x, y), whose output counts only in the y
     entries."""
@@ -207,58 +190,52 @@ def _one_layer(
     if model.merged_qk:
         tensors["attn.W_QK"] = tensors.pop("attn.W_Q")[..., inputs]
         del tensors["attn.W_K"]
-    if model.biases:
-        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        tensors["attn.b_O"] = pad(sign * heads["b_O"][outputs], (d_x, 0))
-    return tensors
+    tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+    return tensors | {"attn.b_O": pad(sign * heads["b_O"][outputs], (d_x, 0))}
 
 
 def _joined(
-    layer: Mapping[str, Tensor], heads: Mapping[str, Tensor], model: ModelConfig, stream: Stream
+    layer: Tensors, heads: Tensors, model: ModelConfig, apart: int | None
 ) -> dict[str, Tensor]:
     """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
-    tensors = {f"attn.W_{x}": stream.placed(heads[f"W_{x}"], 1, TOKEN) for x in "QKV"}
-    tensors["attn.W_O"] = stream.placed(heads["W_O"], 2, ATTENTION)
-    if model.biases:
-        tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-        tensors["attn.b_O"] = stream.placed(heads["b_O"], 0, ATTENTION)
+    tensors = {f"attn.W_{x}": _placed(heads[f"W_{x}"], 1, TOKEN, apart) for x in "QKV"}
+    tensors["attn.W_O"] = _placed(heads["W_O"], 2, ATTENTION, apart)
+    tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
+    tensors["attn.b_O"] = _placed(heads["b_O"], 0, ATTENTION, apart)
     for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
         if f"{name}.weight" in layer:
             tensors |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
     if model.d_mlp is not None:
         W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
         more = model.d_mlp - W_in.shape[1]
-        tensors["mlp.W_in"] = stream.placed(pad(W_in, (0, more)), 0, ATTENTION)
-        tensors["mlp.W_out"] = stream.placed(pad(W_out, (0, 0, 0, more)), 1, MLP)
-        if model.biases:
-            tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
-            tensors["mlp.b_out"] = stream.placed(layer["mlp_out.bias"], 0, MLP)
+        tensors["mlp.W_in"] = _placed(pad(W_in, (0, more)), 0, ATTENTION, apart)
+        tensors["mlp.W_out"] = _placed(pad(W_out, (0, 0, 0, more)), 1, MLP, apart)
+        tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
+        tensors["mlp.b_out"] = _placed(layer["mlp_out.bias"], 0, MLP, apart)
     return tensors
 
 
 def _ways(
-    parts: Parts, model: ModelConfig, at: tuple[list[int], list[int]], stream: Stream, sign: int
+    parts: Parts, model: ModelConfig, at: Columns, apart: int | None, sign: int
 ) -> dict[str, Tensor]:
     """Read-in and read-out; if the file has none, selections of the columns of x and y and of the
     prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
-    eye, zeros = (
-        partial(make, dtype=torch.float32, device="cpu") for make in (torch.eye, torch.zeros)
-    )
-    read_in = ends.get("read_in.weight", eye(width))
+    query = parts.layers[0]["query.weight"]
+    read_in = ends.get("read_in.weight", torch.eye(width).to(query))
     first = ends.get("read_mlp.weight", read_in)[inputs]
-    read_out = ends.get("read_out.weight", eye(parts.written)[:, outputs])
-    tensors = {"W_in": stream.placed(read_in if model.d_read_in else first, 1, TOKEN)}
+    read_out = ends.get("read_out.weight", torch.eye(parts.written).to(query)[:, outputs])
+    b_in = ends.get("read_in.bias", query.new_zeros(width))
+    b_U = ends.get("read_out.bias", query.new_zeros(read_out.shape[1]))
     last = MLP if model.d_mlp is not None else ATTENTION
-    tensors["unembed.W_U"] = sign * stream.placed(read_out, 0, last)
-    if model.d_read_in is not None:
-        tensors["W_read"] = first
-    if model.biases:
-        tensors["b_in"] = stream.placed(ends.get("read_in.bias", zeros(width)), 0, TOKEN)
-        tensors["unembed.b_U"] = sign * ends.get("read_out.bias", zeros(read_out.shape[1]))
-        if model.d_read_in is not None:
-            tensors["b_read"] = ends["read_mlp.bias"]
-    return tensors
+    tensors = {
+        "W_in": _placed(read_in if model.d_read_in else first, 1, TOKEN, apart),
+        "b_in": _placed(b_in, 0, TOKEN, apart),
+        "unembed.W_U": sign * _placed(read_out, 0, last, apart),
+        "unembed.b_U": sign * b_U,
+    }
+    read = {"W_read": first, "b_read": ends.get("read_mlp.bias", b_in)}
+    return tensors | read if model.d_read_in is not None else tensors
 
 
 def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
@@ -269,9 +246,8 @@ def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
     Source:
         Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
     """
-    angle = torch.arange(n_positions, device="cpu")[:, None] * 1e4 ** (
-        -torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-    )
+    at = torch.arange(n_positions, device="cpu")[:, None]
+    angle = at * 1e4 ** (-torch.arange(0, width, 2, device="cpu") / width)
     if chosen["positions"] == "sinusoidal_halves":
         return torch.cat([angle.sin(), angle.cos()], -1)[:, :width]
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width]

@@ -4,10 +4,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
-from torch import Tensor
-
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
-from mechinterp.checkpoints.foreign.names import ROTARY
+from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parsed import Parts
 from mechinterp.checkpoints.foreign.readings import Said
@@ -68,7 +66,7 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     return choices
 
 
-def rotary_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def rotary_of(tensors: Tensors) -> dict[str, object]:
     """Rotary positions and their base, if the file has a table of their angles; else empty."""
     tables = [name for name in tensors if ROTARY.fullmatch(name)]
     if not tables:
@@ -88,14 +86,13 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     Raises:
             ValueError: If the user contradicts what the format fixes.
     """
-    tries = _of_attention(parts, form) if parts.alone else _of_layers(parts, form)
+    tries = _of_attention(form) if parts.alone else _of_layers(parts, form)
+    tries["score_slope"] = (hints.score_slope or 1.0,)
     if not parts.has("read_out.weight"):
         tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
         column = hints.output_column
-        raise ValueError(
-            f"output_column must be left out, as the file has a read-out, got {column}."
-        )
+        raise ValueError(f"output_column needs a file without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
     closed = {**form.usual, **form.settled}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
@@ -129,7 +126,7 @@ def _output_columns(parts: Parts, hints: Hints) -> tuple[int | None, ...]:
     return (None, last) if wide and parts.written == parts.width else (None,)
 
 
-def _of_attention(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
+def _of_attention(form: Format) -> dict[str, tuple[object, ...]]:
     bare = form is BARE
     return {
         "score": ("linear", "linear/L", "softmax") if bare else ("softmax", "linear/L"),
@@ -175,8 +172,7 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
 
 
 def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str]) -> list[Said]:
-    """Readings with rotary positions, several runs through the layers, or RMS norms, for the same
-    parts.
+    """Changes of a reading to rotary positions, several runs through the layers, or RMS norms.
 
     Args:
             closed: Names of choices that the file or the user states.
@@ -192,11 +188,10 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
     }
     numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
     # Linear scores of a wrong size can predict better than softmax scores of the right one.
-    possible["scale"] = (
-        "layout" in chosen and chosen["score"] == "softmax" and parts.d_head != parts.width
-    )
+    softmax = "layout" in chosen and chosen["score"] == "softmax"
+    possible["scale"] = softmax and parts.d_head != parts.width
     return [
-        {**chosen, **change}
+        change
         for change in (*REFINED, {"scale": parts.width**-0.5})
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed

@@ -7,32 +7,49 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.hooked import hooked_layer
 from mechinterp.checkpoints.foreign.layout import (
     Layout,
     TensorError,
     layout_of,
     require_known_kind,
     shown,
+    unstacked,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, is_harmless
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.parsed import require_numbers
-from mechinterp.checkpoints.foreign.scanned import unstacked
 from mechinterp.models.shapes import NAMES
 
+PREFIX = "blocks.0.attn."
+MASK = PREFIX + "mask"
+ZERO = {
+    "words": "tokens must be vectors (x, y) that enter by start_at_layer=0; with an embedding it is a model of word tokens",
+    "positions": "tokens are vectors (x, y), without added positions",
+    "read_out": "the model has no bias after its read-out",
+    "mlp_in": "the model has no MLP",
+    "mlp_out": "the model has no MLP",
+}
+"""Parts that our model does not have, but every HookedTransformer has, with the reason why they
+must be zero."""
 HEADS = tuple(f"attention_layer.{x}_proj.weight" for x in "qkvo")
 PACKED = ("in_proj_weight", "out_proj.weight")
 UNPACKED = (*(f"{x}_proj_weight" for x in "qkv"), "out_proj.weight")
+MERGED = ("kq.weight", "value.weight")
 SEPARATE = ("key.weight", "query.weight", "value.weight")
 LINEAR = (
     (*SEPARATE, "out.weight"),
     ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"),
 )
 TASK = {"beta_var": 1.0, "query_noise": False}
+
+
+def _softmax_papers(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Task of the softmax paper, which is the default one."""
+    return {}
 
 
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
@@ -62,22 +79,22 @@ class Format:
     format."""
     parts: tuple[str, ...] | None = None
     """All parts that a file of this format may hold; None: any."""
-    tells: tuple[str, ...] = ()
-    """For formats without `marks`: patterns, each of which must match at least one name."""
     only_said: bool = False
     """True: other files have the same names, so the format must be stated (--format)."""
+    tells: tuple[str, ...] = ()
+    """For formats without `marks`: patterns, each of which must match at least one name."""
     settled: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that the format's code fixes, by name; a scale of None is 1/sqrt(d_head).
     """
     usual: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that are assumed without trying others, by name."""
-    turns: bool = True
+    turns: bool = False
     """True: rotary positions are possible and tried, as a file has no trace of them."""
     wide_heads: bool = False
     """True: queries of each head have the width of a token, which gives the number of heads."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values to try, by name, in an order other than that for unknown layers."""
-    task: Callable[[int, int, str], dict[str, object]] = lambda d_x, d_y, score: {}
+    task: Callable[[int, int, str], dict[str, object]] = _softmax_papers
     """Task to assume, by d_x, d_y and score, where it differs from that of the softmax paper."""
     beside: Mapping[str, object] = field(default_factory=dict)
     """Further assumptions, by the name under which they are shown."""
@@ -87,6 +104,8 @@ CAUSAL = {"attend_to_self": True, "context_only": False}
 IN_TURN = {"layout": "in_turn", "norm": "before", "residual": True, "positions": "none"}
 X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
 SOFTMAX = {"score": "softmax", "scale": None}
+IN_OUT = {"orientation": "in,out", "output_column": None}
+PADDED = "y padded with zeros to d_x; predicted at x_query"
 PUBLISHED = {"score": "linear", "scale": 1.0, "attend_to_self": True, **X_FIRST}
 FORMATS = (
     Format(
@@ -94,7 +113,6 @@ FORMATS = (
         (HEADS,),
         ATTENTION,
         settled={**SOFTMAX, **X_FIRST, "attend_to_self": False},
-        turns=False,
         wide_heads=True,
         task=_several,
     ),
@@ -103,23 +121,10 @@ FORMATS = (
         (PACKED, UNPACKED),
         settled={**SOFTMAX, "sign": "plus", "output_column": None},
         usual={"attend_to_self": False},
-        turns=False,
     ),
-    Format(
-        "linear-paper",
-        (("kq.weight", "value.weight"),),
-        ATTENTION,
-        settled=PUBLISHED,
-        turns=False,
-        task=_eigenvalues,
-    ),
-    Format("arrays", (NAMES,), ATTENTION, settled={"orientation": "in,out", "output_column": None}),
-    Format(
-        "arrays",
-        (("QK", "OV"),),
-        ATTENTION,
-        settled={"orientation": "in,out", "scale": 1.0, "output_column": None},
-    ),
+    Format("linear-paper", (MERGED,), ATTENTION, settled=PUBLISHED, task=_eigenvalues),
+    Format("arrays", (NAMES,), ATTENTION, settled=IN_OUT, turns=True),
+    Format("arrays", (("QK", "OV"),), ATTENTION, settled={**IN_OUT, "scale": 1.0}, turns=True),
     Format(
         "gpt2",
         tells=(
@@ -128,48 +133,35 @@ FORMATS = (
         ),
         settled={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
         usual={"activation": "gelu_new", "norm_eps": 1e-5},
-        turns=False,
         task=_points,
-        beside={
-            "model.tokens": "x_1, y_1, ..., x_L, y_L, x_query; y padded with zeros to d_x; predicted at x_query"
-        },
+        beside={"model.tokens": f"x_1, y_1, ..., x_L, y_L, x_query; {PADDED}"},
     ),
     Format(
         "torch-encoder",
         tells=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
         settled={**SOFTMAX, **X_FIRST, "residual": True},
         usual={"norm_eps": 1e-5, "attend_to_self": True},
-        turns=False,
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
     Format(
-        "linear-paper",
-        (SEPARATE,),
-        ATTENTION,
-        only_said=True,
-        settled=PUBLISHED,
-        turns=False,
-        task=_eigenvalues,
+        "linear-paper", (SEPARATE,), ATTENTION, only_said=True, settled=PUBLISHED, task=_eigenvalues
     ),
-    Format("torch-attention", LINEAR, only_said=True),
+    Format("torch-attention", LINEAR, only_said=True, turns=True),
 )
 OWN_LAYERS = FORMATS[-1]
 HOOKED = Format(
     "transformer-lens",
     parts=ATTENTION,
     tells=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
-    settled={"orientation": "in,out", **X_FIRST},
+    settled={**X_FIRST, **IN_OUT},
     usual={**SOFTMAX, "attend_to_self": False},
-    turns=False,
     beside={"normalization": None},
 )
-BARE = Format("linear-paper", task=_eigenvalues)
-LAYERED = Format("named-layers")
+BARE = Format("linear-paper", task=_eigenvalues, turns=True)
+LAYERED = Format("named-layers", turns=True)
 ONE_MATRIX = Format(
-    "one-matrix",
-    settled={"score": "linear/L", "scale": 1.0, "attend_to_self": False, **X_FIRST},
-    turns=False,
+    "one-matrix", settled={**PUBLISHED, "score": "linear/L", "attend_to_self": False}
 )
 """Merged step y_l x_l W x: a single square matrix."""
 OTHERS = {
@@ -182,9 +174,7 @@ NAMED = tuple(dict.fromkeys(row.name for row in (HOOKED, *FORMATS)))
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 
 
-def recognised(
-    tensors: Mapping[str, Tensor], hints: Hints
-) -> tuple[Format, Layout, dict[str, Tensor]]:
+def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str, Tensor]]:
     """Format of a file, its parts, and its tensors by the names that the parts refer to.
 
     Raises:
@@ -204,22 +194,18 @@ def recognised(
     strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
     strange = [*layout.unknown, *strange]
     require_known_kind(known, layout)
+    listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12])) or "none"
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
-        listed = ", ".join(map(shown, strange[:12]))
         verb = "is" if len(strange) == 1 else "are"
         raise TensorError("", f"{listed} {verb} not among the tensors of {what}")
     if strange or layout.lacking or not layout.layers:
-        listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12]))
-        raise TensorError(
-            "",
-            f"must hold the tensors of a format known here ({', '.join(NAMED)}), or names that can be recognised ({ARRAYS}); "
-            f"got {listed or 'none'}",
-        )
+        rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
+        raise TensorError("", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}")
     return form, layout, known
 
 
-def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
+def _row(tensors: Tensors, hints: Hints) -> Format:
     """The row of a file, by the stated format or else by its names."""
     wanted = hints.format
     # A stack of encoder layers holds modules of attention, so rows without marks come first.
@@ -230,9 +216,8 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
             return LAYERED if row is OWN_LAYERS else row
     if wanted is not None:
         if not rows:
-            raise ValueError(
-                f"format must be one of external files ({', '.join(NAMED)}), got {wanted!r}."
-            )
+            named = ", ".join(NAMED)
+            raise ValueError(f"format must be one of external files ({named}), got {wanted!r}.")
         sets = [", ".join(marks) for row in rows for marks in row.marks] or [OTHERS[wanted]]
         raise TensorError(f"a file of format {wanted}", f"must hold {' or '.join(sets)}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
@@ -240,7 +225,7 @@ def _row(tensors: Mapping[str, Tensor], hints: Hints) -> Format:
     return ONE_MATRIX if lone else LAYERED
 
 
-def _matches(row: Format, tensors: Mapping[str, Tensor], *, stated: bool) -> bool:
+def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
     """Compare the names of a file with a format.
 
     Args:
@@ -264,7 +249,7 @@ def _matches(row: Format, tensors: Mapping[str, Tensor], *, stated: bool) -> boo
     return False
 
 
-def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_sequential(tensors: Tensors) -> dict[str, Tensor]:
     """Tensors of an nn.Sequential (read-in, encoder layers, norm, read-out) under the names of
     these parts."""
     numbers = {int(name.partition(".")[0]) for name in tensors}
@@ -283,14 +268,13 @@ def _of_sequential(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif int(number) < layers[0]:
             place = "read_in"
         if f"{place}.{rest}" in renamed:
-            raise TensorError(
-                name, "is not among the tensors of an nn.Sequential of encoder layers"
-            )
+            rule = "is not among the tensors of an nn.Sequential of encoder layers"
+            raise TensorError(name, rule)
         renamed[f"{place}.{rest}"] = tensor
     return renamed
 
 
-def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Tensor]:
+def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:
     """One square matrix as a merged head whose OV circuit passes on y.
 
     d_x says whether the matrix acts on x alone or on x and y.
@@ -309,3 +293,78 @@ def _of_one_matrix(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Ten
     OV = W.new_zeros(1, len(W), len(W))
     OV[0, -1, -1] = 1
     return {"QK": W[None], "OV": OV}
+
+
+def hooked_layer(
+    tensors: Tensors, d_y: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """Attention of a HookedTransformer or a Bridge, and `attend_to_self` if a stored mask shows it.
+
+    If there is a read-out, outputs are cut to the y entries, whose number is the read-out's width.
+
+    Args:
+        d_y: Number of responses; None: the width of the read-out.
+    Raises:
+            ValueError: If the tensors are not a causal one-layer model that predicts the y entries,
+                without positions,
+        norms and MLP.
+    """
+    layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
+    _require_attention_alone(layout, tensors)
+    attention = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
+    if (read_out := layout.ends.get(("read_out", "weight"))) is not None:
+        d_y = _read_responses(read_out.name, tensors, d_y)
+        written = {p.name for p in layout.layers[0] if p.part == "o"}
+        attention |= {name: attention[name][..., -d_y:] for name in written}
+    return attention, _mask_says(tensors)
+
+
+def _require_attention_alone(layout: Layout, tensors: Tensors) -> None:
+    if len(layout.layers) != 1:
+        raise ValueError(f"the model must have one layer, got {len(layout.layers)}.")
+    norms = (piece.name for piece in layout.pieces if "norm" in piece.part)
+    if strange := [*layout.unknown, *norms]:
+        rule = "is not among the tensors of an attention-only HookedTransformer of one layer"
+        raise TensorError(strange[0], rule)
+    # Whatever shows that it is a model of words comes first.
+    for part, reason in ZERO.items():
+        for piece in layout.pieces:
+            if piece.part == part and (part, piece.kind) != ("read_out", "weight"):
+                require_zero(piece.name, tensors[piece.name], reason)
+    for name in (PREFIX + each for each in NAMES):
+        if name not in tensors or tensors[name].ndim != 3:
+            got = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing"
+            raise TensorError(name, f"must have three axes, head first, got {got}")
+
+
+def _read_responses(name: str, tensors: Tensors, d_y: int | None) -> int:
+    """Number of responses of a read-out, which must copy the last entries."""
+    read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
+    d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
+    expected = torch.eye(d_model, dtype=torch.float32, device="cpu")[:, d_model - d_y :]
+    if d_y >= d_model or not torch.equal(read_out.to(expected), expected):
+        rule = f"must copy the y entries, [d_model, d_y] = {list(expected.shape)} with ones"
+        got = f"at y and zeros elsewhere, got another of shape {list(read_out.shape)}"
+        raise TensorError(name, f"{rule} {got}")
+    return d_y
+
+
+def require_zero(name: str, tensor: Tensor, reason: str) -> None:
+    """Refuse a tensor with nonzero entries, as our model has no such part."""
+    if tensor.any():
+        largest = tensor.to(torch.complex128).abs().max().item()
+        raise TensorError(name, f"must be zero ({reason}), got entries up to {largest:.3g}")
+
+
+def _mask_says(tensors: Tensors) -> dict[str, bool]:
+    """`attend_to_self` as a stored mask shows it; empty without a mask, or with the empty one of
+    version 3.5.0 and later."""
+    mask = tensors.get(MASK)
+    if mask is None or mask.numel() == 0:
+        return {}
+    allowed = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
+    for diagonal, attends in ((-1, False), (0, True)):
+        if mask.ndim == 2 and torch.equal(mask.bool(), allowed.tril(diagonal)):
+            return {"attend_to_self": attends}
+    rule = "must be causal, mask.tril(-1) or mask.tril()"
+    raise TensorError(MASK, f"{rule}, got another of shape {list(mask.shape)}")

@@ -2,23 +2,14 @@
 
 If no reading of a known format predicts anything, choices that the format fixes are tried too."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from mechinterp.checkpoints.foreign.case import AGAIN, Case, Look, looked_at, n_prompts_for
-from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES
+from mechinterp.checkpoints.foreign.choices import DOUBTED, REFINED_NAMES, near_values
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.parsed import Parts
-from mechinterp.checkpoints.foreign.readings import (
-    MARGIN,
-    Reading,
-    Said,
-    below,
-    ranked,
-)
+from mechinterp.checkpoints.foreign.readings import MARGIN, Reading, below, ranked
 
 MAX_READINGS = 64
 MOST_REFINED = 24
@@ -66,22 +57,11 @@ class Tried:
     """True if the chosen reading predicts clearly better than 0."""
 
 
-def tried(
-    cases: Sequence[Case],
-    closed: Collection[str],
-    make: Callable[[Parts, Said], Case],
-    refine: Callable[[Case], Sequence[Said]],
-    less_usual: Callable[[Case], Mapping[str, tuple]],
-) -> Tried:
+def tried(cases: Sequence[Case]) -> Tried:
     """The case that predicts best, and the readings that it was compared with.
 
     Where none predicts, what is settled by convention is doubted: those that predict without it come behind.
 
-    Args:
-        closed: Names of choices that are not doubted.
-        make: The case of parts that are read in one way.
-        refine: Further readings to try once a case is known to be among the best.
-        less_usual: Less usual values of choices, by name, to try on the way from the best cases.
     Raises:
         ValueError: If too much is left open, or both orientations predict for another d_x.
     """
@@ -89,17 +69,16 @@ def tried(
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
         raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
-    refinements = partial(_refinements, make=make, refine=refine)
     better: list[Case] = []
     look = looked_at(cases, n_prompts_for(cases, 1))
     (order,) = look.groups().values()
-    if refined := [each for i in order[:MOST_REFINED] for each in refinements(look.cases[i])]:
+    if refined := [each for i in order[:MOST_REFINED] for each in look.cases[i].refined()]:
         every = [*look.cases, *refined]
         look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
     every = list(look.cases)
     for start in _starts(look):
         if look.losses[start] < 1 - MARGIN:
-            better += _improved(look.cases[start], every, make, refinements, less_usual, look.count)
+            better += _improved(look.cases[start], every, look.count)
     look = looked_at([*every, *better], look.count) if better else look
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings = _ranked(look, names)
@@ -108,7 +87,7 @@ def tried(
     if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
         near = _near_the_best(look, cases)
         rest = [each for each in readings if each.build not in {case.shown for case in near}]
-        near += refinements(look.best)
+        near += look.best.refined()
         look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
     look, other = _of_usual_mask(look, cases)
     look = _without_idle_refinements(look, cases)
@@ -123,7 +102,7 @@ def tried(
             readings.append(replace(rival, stands=False, ties=rival.predicts))
         several = len(cases) > 1 or len(readings) > 1 or not understood
         return Tried(first, (*readings, *rest) if several else (), tuple(names), understood)
-    doubts = looked_at([first, *_doubts(cases, [*closed, *names], make)], look.count)
+    doubts = looked_at([first, *_doubts(cases, names)], look.count)
     names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
         told = {n: first.told(n) for n in names}
@@ -141,52 +120,23 @@ def _starts(look: Look) -> list[int]:
     return sorted(best | {i for i in by_score if look.cases[i].said.get("score") == "softmax"})
 
 
-def _refinements(
-    case: Case, make: Callable[[Parts, Said], Case], refine: Callable[[Case], Sequence[Said]]
-) -> list[Case]:
-    """Refinements of a case, without those that are not possible."""
-    refined = []
-    for said in refine(case):
-        with suppress(ValueError):  # rotary positions need heads of even width
-            refined.append(make(case.parts, said))
-    return refined
-
-
-def _improved(
-    case: Case,
-    cases: Sequence[Case],
-    make: Callable[[Parts, Said], Case],
-    refinements: Callable[[Case], list[Case]],
-    less_usual: Callable[[Case], Mapping[str, tuple]],
-    count: int,
-) -> list[Case]:
+def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
     """Better readings found from a case by refinements and changes of one choice at a time.
 
     The norm or activation that predicts best can depend on a refinement, and one refinement on another.
     """
-    names = [
-        n
-        for n in open_choices(cases)
-        if n in case.said and not n.startswith(("rotary", "positions", "context_only"))
-    ]
+    kept = ("rotary", "positions", "context_only")
+    names = [n for n in open_choices(cases) if n in case.said and not n.startswith(kept)]
     values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
     better: list[Case] = []
     for _ in range(ROUNDS):
-        more = less_usual(case)
-        tries = {
-            n: dict.fromkeys([*values.get(n, ()), *more.get(n, ())]) for n in {**values, **more}
-        }
+        more = near_values(case.said, case.parts, case.source.closed)
+        tries = {n: dict.fromkeys((*values.get(n, ()), *more.get(n, ()))) for n in values | more}
         changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.said[n]]
         # A less usual value can need another value of a second choice.
-        less = [{n: v} for n, vs in more.items() for v in vs]
-        changes += [
-            {**one, **two} for one in less for two in changes if not one.keys() & two.keys()
-        ]
-        others = refinements(case)
-        for change in changes:
-            with suppress(ValueError):
-                others.append(make(case.parts, {**case.said, **change}))
-        look = looked_at([case, *others], count)
+        less = [(n, v) for n, vs in more.items() for v in vs]
+        changes += [{n: v, **other} for n, v in less for other in changes if n not in other]
+        look = looked_at([case, *case.refined(), *case.changed(changes)], count)
         if look.best is case:
             break
         case = look.best
@@ -210,9 +160,7 @@ def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
 def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     """The cases in the order of their choices, so that of tied refinements the most common comes
     first."""
-    values = {
-        name: list(dict.fromkeys(case.said[name] for case in cases)) for name in cases[0].said
-    }
+    values = {n: list(dict.fromkeys(case.said[n] for case in cases)) for n in cases[0].said}
 
     def rank(case: Case) -> list[int]:
         orders = ((case.said.get(name), order) for name, order in values.items())
@@ -281,18 +229,17 @@ def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
     return ranked(said, look.errors)
 
 
-def _doubts(
-    cases: Sequence[Case], closed: Collection[str], make: Callable[[Parts, Said], Case]
-) -> list[Case]:
-    """Cases that differ from the format's code in one choice, for choices that are neither open nor
-    stated."""
-    doubts = []
+def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
+    """Cases that differ from the format's code in one choice, for choices that are neither stated
+    nor among those that were compared."""
+    doubts: list[Case] = []
+    source = cases[0].source
+    # A format's mask is not doubted.
+    closed = {*compared, *source.given, *({"attend_to_self"} & source.form.settled.keys())}
     for case, (name, values) in product(cases, DOUBTED.items()):
         is_open = name not in closed and case.said.get(name) is not None
-        for value in values if is_open and _is_possible(case, name) else ():
-            if value != case.said[name]:
-                with suppress(ValueError):  # tokens of other sizes may not fit
-                    doubts.append(make(case.parts, {**case.said, name: value}))
+        if is_open and _is_possible(case, name):
+            doubts += case.changed({name: v} for v in values if v != case.said[name])
     return doubts if len(doubts) <= MAX_READINGS else doubts[: len(doubts) // len(cases)]
 
 

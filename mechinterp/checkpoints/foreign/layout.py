@@ -2,7 +2,7 @@
 unknown kinds."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,15 @@ from mechinterp.checkpoints.foreign.names import (
     ATTENTION,
     COMPLETE,
     ENDS,
+    GATED,
     INNER,
     KINDS,
     KNOWN,
+    TABLE,
     TORCH,
     TRANSPOSED,
     Piece,
+    Tensors,
     piece_of,
 )
 from mechinterp.checkpoints.io.errors import naming
@@ -55,7 +58,7 @@ class Layout:
         return any(piece.axes is None and piece.part in ATTENTION for piece in pieces)
 
 
-def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+def layout_of(tensors: Tensors) -> Layout:
     """Parts that the names of the tensors stand for."""
     read = {name: piece_of(name) for name in tensors}
     pieces = [piece for piece in read.values() if piece is not None]
@@ -85,7 +88,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     return Layout(tuple(tuple(layers[n]) for n in sorted(layers)), ends, tuple(unknown))
 
 
-def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int]) -> str:
+def _part_of(piece: Piece, tensors: Tensors, widths: Collection[int]) -> str:
     """Part that a name stands for; shapes decide if the name alone does not.
 
     Args:
@@ -107,7 +110,7 @@ def _part_of(piece: Piece, tensors: Mapping[str, Tensor], widths: Collection[int
     return piece.part
 
 
-def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Tensor]) -> bool:
+def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Tensors) -> bool:
     """True if another output matrix of the same layer is wider, so that this one is the read-out."""
     own = [p for p in outputs if p.name.rpartition(".")[0] == piece.name.rpartition(".")[0]]
     others = [p for p in outputs if (p.layer, p.head) == (piece.layer, piece.head) and p not in own]
@@ -117,30 +120,11 @@ def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Mapping[str, Ten
     return written[0] < written[1]
 
 
-OTHER_MODELS = {
-    r"relative|rpe\.": "relative positions",
-    "fourier_proj": "tokens of random Fourier features",
-    "cls_token": "class tokens",
-    r"A_log|conv1d|dt_proj|ssm": "state-space models (Mamba)",
-    r"conv1\.": "convolutions",
-    r"lstm|gru\.|rnn\.|weight_[ih]h_l0": "recurrent layers",
-    r"feature_map|kernel_proj|random_features|phi\.": "features of kernels",
-    r"[EF]_block|\b[EF](?:_[kv])?(?:\.weight)?$|linformer|low_rank": "low-rank attention (Linformer, low-rank blocks)",
-    r"\blayers?\.\d+\.scale$": "learned factors of layers, as in attention by kernels,",
-    r"bias_[kv]$": "learned extra keys and values",
-    r"[qk]_norm\b|[qk]_ln\b|query_norm|key_norm": "norms of queries and keys",
-}
-"""Patterns of names that show another kind of model, with the part that they stand for."""
-GATED = re.compile(
-    r"gate_proj|gate_up_proj|w_gate|(?:mlp|ffn?|feed_?forward)\.(?:.*\.)?(?:gate|w3|w12|linear_gate)\b|\bw3\.weight",
-    re.IGNORECASE,
-)
-"""Names of the gate of an MLP, such as SwiGLU."""
-GATES = re.compile(r"W_g\b|\bgates?\b")
+KERNELS = ("kernel", "w")
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
-def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     """Refuse models of other kinds, as names and shapes show them.
 
     Raises:
@@ -156,7 +140,7 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         what += ["norms without biases (RMSNorm)"] if norms == {"weight"} else []
         kind = "a Llama-like block" if len(what) > 1 else "a model"
         raise ValueError(f"{kind} with {', '.join(what)}, which is not read from a file; {HOOK}.")
-    for mark, what_else in {**OTHER_MODELS, GATES.pattern: "gates"}.items():
+    for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
                 raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
@@ -171,12 +155,11 @@ def require_known_kind(tensors: Mapping[str, Tensor], layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
-        raise ValueError(
-            f"a model of word tokens ({words.name} {shape}); tokens must be numbers (x, y)."
-        )
+        kind = f"a model of word tokens ({words.name} {shape})"
+        raise ValueError(f"{kind}; tokens must be numbers (x, y).")
 
 
-def _grouped(tensors: Mapping[str, Tensor], layout: Layout) -> str:
+def _grouped(tensors: Tensors, layout: Layout) -> str:
     """Sizes of queries and keys if several heads share keys, else an empty text."""
     for layer in layout.layers[:1]:
         found = {p.part: tensors[p.name] for p in layer if p.kind == "weight" and p.head is None}
@@ -218,7 +201,7 @@ def of_file(file: Path) -> Iterator[None]:
             ) from None
 
 
-def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tensor]:
+def mapped(tensors: Tensors, rows: Iterable[str]) -> dict[str, Tensor]:
     """Tensors renamed by rows "theirs=known".
 
     The left side is a whole name, or whole words of names. Words before the last one stay. The
@@ -249,3 +232,51 @@ def mapped(tensors: Mapping[str, Tensor], rows: Iterable[str]) -> dict[str, Tens
             raise ValueError(f"map must give different names to different tensors, got {row!r}.")
         named = renamed
     return named
+
+
+def unstacked(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors, with `layers.0.`, `layers.1.` and so on in place of the container whose tensors are stacked.
+
+    JAX files stack layers on a first axis (flax's nn.scan, haiku's layer_stack). Names and axes show it: a norm has two axes, or a matrix has one more than a layer's.
+
+    Raises:
+        ValueError: If the stacked tensors include a read-in or read-out, so that they are several models.
+    Example:
+        >>> import torch
+        >>> stacked = {f"net.attn.{x}.kernel": torch.zeros(2, 4, 2, 2) for x in ("query", "key", "value")}
+        >>> list(unstacked(stacked))[:2]
+        ['layers.0.net.attn.query.kernel', 'layers.1.net.attn.query.kernel']
+    """
+    words = {name: re.split("[./]", name) for name in tensors}
+    depth = max(map(len, words.values()), default=0)
+    containers = dict.fromkeys(tuple(w[:n]) for n in range(depth) for w in words.values() if len(w) > n)  # fmt: skip
+    for path in containers:
+        inside = {n: t for n, t in tensors.items() if tuple(words[n][: len(path)]) == path}
+        if not _is_stack(inside):
+            continue
+        ends = [n for n in inside if (piece := piece_of(n)) is not None and piece.part in ENDS]
+        if ends:
+            count = len(inside[ends[0]])
+            raise ValueError(f"must hold one model, got {count} on the first axis of all tensors; write one of them.")  # fmt: skip
+        named = {
+            ".".join((*path[:-1], "layers", str(number), *words[name][len(path) :])): each
+            for name, tensor in inside.items()
+            for number, each in enumerate(tensor)
+        }
+        return {n: tensor for n, tensor in tensors.items() if n not in inside} | named
+    return dict(tensors)
+
+
+def _is_stack(tensors: Tensors) -> bool:
+    """True if all have one first axis, and axes show that it counts layers of attention."""
+    pieces = {name: piece for name in tensors if (piece := piece_of(name)) is not None}
+    parts = {piece.part for piece in pieces.values()}
+    if not any(each <= parts for each in COMPLETE) or any(p.layer is not None for p in pieces.values()):  # fmt: skip
+        return False
+    if len({tensor.shape[:1] for tensor in tensors.values()}) > 1:
+        return False
+    return any(
+        tensors[name].ndim > (3 if piece.part in ATTENTION else 2 if name.endswith(KERNELS) else 1)
+        for name, piece in pieces.items()
+        if name.endswith((*KERNELS, "scale"))
+    )

@@ -5,10 +5,16 @@ precedes it."""
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by name."""
 
 WORDS = {"q": ("query", "queries"), "k": ("key", "keys"), "v": ("value", "values")}
 TABLE = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
@@ -27,10 +33,7 @@ KNOWN = (
 """
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}
 """Parts of modules in a list, as in the Annotated Transformer."""
-BARE_BIASES = {
-    **{"b": "mlp_in", "bp": "mlp_out", "b_in": "mlp_in", "b_out": "mlp_out", "b_U": "read_out"},
-    **{f"b_{x}": x.lower() for x in "QKVOqkvo"},
-}
+BARE_BIASES = {word: part for part, words in TABLE["bare_biases"].items() for word in words.split()}
 PARAMETERS = re.compile(r"(.*(?:in|[qkv])_proj)_(weight|bias)")
 """Parameters of torch.nn.MultiheadAttention, which are not modules."""
 HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att_heads")
@@ -38,30 +41,17 @@ NUMBERED = re.compile(r"(?:h|layers?|blocks?|attn|attention|trans_block|transfor
 NUMBERED_HEAD = re.compile(r"heads?_?(\d+)")
 NUMBERED_WORD = re.compile(r"(\D*)(\d+)")
 TORCH, TRANSPOSED = ORIENTATIONS
-KINDS = {
-    "weight": ("weight", TORCH),
-    "kernel": ("weight", TRANSPOSED),
-    "w": ("weight", TRANSPOSED),
-    "bias": ("bias", None),
-    "b": ("bias", None),
-    "scale": ("weight", None),
-    "alpha": ("weight", None),
-    "beta": ("bias", None),
-    "embedding": ("weight", None),
+KINDS: dict[str, tuple[str, str | None]] = {
+    word: (kind.split()[0], kind.split()[1] if " " in kind else None)
+    for kind, words in TABLE["kinds"].items()
+    for word in words.split()
 }
 """Last word of a name: the kind of tensor, and the order of a matrix's axes."""
-HARMLESS = re.compile(
-    r"(?:.*[./])?(?:(?:attn_|attention_|causal_|src_|tgt_)?mask|tril|masked_bias|position_ids|num_batches_tracked"
-    r"|pos_weight|class_weights?|loss_weights?|loss_?(?:history|curve)?|losses|(?:train|val|test|eval)_loss(?:es)?"
-    r"|step|epoch|IGNORE|(?:loss_fn|criterion|metrics?)[./].*)",
-    re.IGNORECASE,
+HARMLESS, ROTARY, GATED = (
+    re.compile(TABLE[name].replace("\n", ""), re.IGNORECASE)
+    for name in ("harmless", "rotary_tables", "gated")
 )
-"""Names of buffers and logs, which do not change predictions."""
-ROTARY = re.compile(
-    r"(?:.*[./])?(?:(?:rotary|rope)\w*[./]\w+|inv_freq|freqs_cis|(?:cos|sin)_cache[d]?)",
-    re.IGNORECASE,
-)
-"""Names of tables of rotary positions, which are computed and not read."""
+"""Names of buffers and logs, of tables of rotary positions, and of the gate of an MLP."""
 
 
 INNER = ("q", "k", "v", "qkv", "kv", "qk")

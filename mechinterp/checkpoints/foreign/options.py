@@ -33,8 +33,6 @@ of `Hints.model`.
 to `MOST_PASSES`.
 """
 MOST_PASSES = 64
-HEAD_KEYS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
-"""Settings beside the weights that state the number of heads."""
 Value = TypeVar("Value", bool, int, float, str)
 
 
@@ -82,11 +80,10 @@ class Hints:
     n_heads: int | None = _hint("Number of heads, if the file does not state it.", min=1)
     scale: float | None = _hint("Factor on the scores, if the file does not state it.")
     attend_to_self: bool | None = _hint(
-        "Let the query attend to itself, or to the context only.",
-        names=["--attend-to-self/--context-only"],
+        "Let the query attend to itself, or not.", names=["--attend-to-self/--context-only"]
     )
     score: str | None = _hint(
-        f"Score function, if the file does not state it: {', '.join(SCORES)}.",
+        f"Score function, if the file states none: {', '.join(SCORES)}.",
         values=SCORES,
         metavar="NAME",
     )
@@ -96,11 +93,9 @@ class Hints:
         "Axes of matrices, if their names do not show them: W x or x W.", values=ORIENTATIONS
     )
     sign: str | None = _hint("Sign of the y entry in the prediction.", values=SIGNS)
-    output_column: int | None = _hint(
-        "Entry of the layer's output that is the prediction, from 0.", min=0
-    )
+    output_column: int | None = _hint("Entry of the output that is the prediction, from 0.", min=0)
     output_scale: float | None = _hint(
-        "Factor on the output of attention, if the file does not state it."
+        "Factor on the output of attention, if the file states none."
     )
     model: Mapping[str, object] | None = _hint(
         "How norms, MLPs and tokens are combined (norm=before, layout=in_turn); repeatable.",
@@ -108,14 +103,12 @@ class Hints:
         metavar="NAME=VALUE",
     )
     map: Sequence[str] | None = _hint(
-        "Known name for an unknown one (to_q=q_proj); repeatable.",
+        "Known name for an unknown one (q=q_proj); repeatable.",
         kind=list[str],
         metavar="THEIRS=KNOWN",
     )
     weights: str | None = _hint("State dict to read, if the file has several.", metavar="NAME")
-    anyway: bool | None = _hint(
-        "Show tables even if the file was not understood.", names=["--anyway"]
-    )
+    anyway: bool | None = _hint("Read a file that was not understood, too.", names=["--anyway"])
 
     def __post_init__(self) -> None:
         require = Rules("", self).require

@@ -1,10 +1,10 @@
 """The tensors of a file as parts of a model: attention, norms, MLPs, read-in and read-out, with
 matrices [in, out].
 
-This module checks that shapes fit together; its messages have the file's own names and order of
-axes."""
+This module checks that shapes fit together; its messages have the file's own names."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -12,19 +12,26 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import Layout, TensorError, shown
-from mechinterp.checkpoints.foreign.matrices import (
-    Matrix,
-    attention_matrices,
-    number_of_heads,
-    require_layer,
-    require_matrix,
-    require_shapes,
-    whole_tokens,
-)
-from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece
-from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece, Tensors
+from mechinterp.checkpoints.foreign.options import Hints, settle
+from mechinterp.checkpoints.io.headers import require_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
+GROUPED = "grouped or multi-query attention is not read"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [in, out] with heads side by side, or a bias [out]."""
+
+    name: str
+    """Name in the file."""
+    tensor: Tensor
+    n_heads: int | None = None
+    """Number of heads, if the shape shows it."""
+    packed: bool = False
+    """True: the file has it in one tensor with others, such as a qkv matrix."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +91,13 @@ class Parts:
         file."""
         if chosen.get("norm") is None or self.has("norm1.weight"):
             return self
-        ones = torch.ones(self.width, dtype=self.layers[0]["query.weight"].dtype, device="cpu")
+        ones = self.layers[0]["query.weight"].new_ones(self.width)
+        unit = {"weight": ones, "bias": 0 * ones}
         norms = ("norm1", "norm2") if self.has("mlp_in.weight") else ("norm1",)
-        added = {
-            f"{n}.{kind}": ones * (kind == "weight") for n in norms for kind in ("weight", "bias")
-        }
-        last = (
-            {"final_norm.weight": ones, "final_norm.bias": 0 * ones}
-            if chosen["norm"] == "before"
-            else {}
-        )
+        added = {f"{name}.{kind}": unit[kind] for name in norms for kind in unit}
+        final = {f"final_norm.{kind}": unit[kind] for kind in unit if chosen["norm"] == "before"}
         layers = tuple({**layer, **added} for layer in self.layers)
-        return replace(self, layers=layers, ends={**self.ends, **last})
+        return replace(self, layers=layers, ends={**self.ends, **final})
 
     @property
     def alone(self) -> bool:
@@ -105,7 +107,7 @@ class Parts:
 
 
 def parts_of(
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     layout: Layout,
     axes: str,
     hints: Hints,
@@ -128,11 +130,11 @@ def parts_of(
     query = every_layer[0]["query.weight"]
     width = len(query.tensor)
     apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
-    heads = (whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
-    n_heads = number_of_heads(every_layer[0], hints, settings, heads)
+    heads = (_whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
+    n_heads = _number_of_heads(every_layer[0], hints, settings, heads)
     for pieces, matrices in zip(layout.layers, every_layer, strict=True):
         matrices |= _beside(pieces, tensors, width)
-        require_layer(matrices, n_heads, width)
+        _require_layer(matrices, n_heads, width)
         if other := matrices.keys() ^ every_layer[0].keys():
             name = shown((matrices | every_layer[0])[min(other)].name)
             raise TensorError("layers", f"must have the same parts, got {name} in some of them")
@@ -152,7 +154,7 @@ def parts_of(
     return Parts(*full, n_heads, merged, biased, bare_norms=norms == {"weight"})
 
 
-def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_biases(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors, with zeros for missing biases."""
     zeros = {n.replace("weight", "bias"): t.new_zeros(t.shape[-1]) for n, t in tensors.items()}
     return zeros | dict(tensors)
@@ -164,11 +166,9 @@ def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[
     kinds = (matrix.tensor.dtype for layer in layers for matrix in layer.values())
     dtype = reduce(torch.promote_types, kinds, torch.float32)
     last = "out." if "out.weight" in layers[0] else "value."
+    factors = {name: factor if name.startswith(last) else 1.0 for name in layers[0]}
     return tuple(
-        {
-            name: matrix.tensor.detach().to("cpu", dtype) * (factor if name.startswith(last) else 1)
-            for name, matrix in layer.items()
-        }
+        {n: matrix.tensor.detach().to("cpu", dtype) * factors[n] for n, matrix in layer.items()}
         for layer in layers
     )
 
@@ -181,9 +181,7 @@ def _require_all_layers(layout: Layout) -> None:
         raise ValueError(f"layer {min(missing)} of {count} is missing.")
 
 
-def _beside(
-    pieces: Sequence[Piece], tensors: Mapping[str, Tensor], width: int
-) -> dict[str, Matrix]:
+def _beside(pieces: Sequence[Piece], tensors: Tensors, width: int) -> dict[str, Matrix]:
     """Norms and MLP of a layer, transposed so that they fit the stream."""
     matrices: dict[str, Matrix] = {}
     shapes = [tensors[p.name].shape for p in pieces if (p.part, p.kind) == ("qkv", "weight")]
@@ -191,17 +189,15 @@ def _beside(
     for piece in pieces:
         if piece.part in ATTENTION:
             continue
-        name, tensor, order = f"{piece.part}.{piece.kind}", tensors[piece.name], TRANSPOSED
-        if name in matrices:
-            rule = f"is a second tensor for {name}, as {shown(matrices[name].name)} is"
-            raise TensorError(piece.name, f"{rule}; an MLP must have two layers")
+        name, tensor = f"{piece.part}.{piece.kind}", tensors[piece.name]
+        _require_first(matrices.get(name), piece)
         if piece.part.startswith("mlp") and piece.kind == "weight":
-            require_matrix(piece.name, tensor)
+            _require_matrix(piece.name, tensor)
             axis = 0 if piece.part == "mlp_in" else 1
             by_torch = tensor.shape[1 - axis] == width and piece.axes != TRANSPOSED
             if (by_torch and not by_columns) or tensor.shape[axis] != width:
-                order, tensor = TORCH, tensor.mT
-        matrices[name] = Matrix(piece.name, tensor, order)
+                tensor = tensor.mT
+        matrices[name] = Matrix(piece.name, tensor)
     mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
     if "norm2.weight" in matrices and not mlp:
         # Two norms around attention alone: a layer whose MLP writes zeros.
@@ -215,39 +211,32 @@ def _beside(
     return matrices
 
 
-def _ends(tensors: Mapping[str, Tensor], layout: Layout, width: int) -> dict[str, Tensor]:
+def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
     """Read-in, read-out, positions and final norm."""
     matrices: dict[str, Matrix] = {}
     for (part, kind), piece in layout.ends.items():
-        tensor, order = tensors[piece.name], TRANSPOSED
+        tensor = tensors[piece.name]
         if part in ("words", "words_out"):
             continue
         if part == "positions" and tensor.ndim == 3 and 1 in tensor.shape[:2]:
             tensor = tensor.squeeze(tensor.shape.index(1))
         if kind == "weight" and part != "final_norm":
-            require_matrix(piece.name, tensor)
+            _require_matrix(piece.name, tensor)
             if part != "positions" and piece.axes != TRANSPOSED:
-                order, tensor = TORCH, tensor.mT
-        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor, order)
+                tensor = tensor.mT
+        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor)
     if "read_in.weight" in matrices and "read_out.weight" not in matrices:
         name = f"{shown(matrices['read_in.weight'].name)}, a read-in,"
         raise TensorError(name, "needs a read-out too, got none")
     if "read_mlp.weight" in matrices and "read_in.weight" not in matrices:
         first = shown(matrices["read_mlp.weight"].name)
         raise TensorError("a read-in of two layers", f"needs both, got only {first}")
-    sizes = {name: tuple(m.tensor.shape) for name, m in matrices.items()}
-    hidden, n_out = (sizes.get(f"{n}.weight", (0,))[-1] for n in ("read_mlp", "read_out"))
-    require_shapes(
-        matrices,
-        {
-            **dict.fromkeys(("final_norm.weight", "final_norm.bias", "read_in.bias"), (width,)),
-            "read_in.weight": (hidden or sizes.get("read_in.weight", (0,))[0], width),
-            "read_mlp.bias": (hidden,),
-            "positions.weight": (sizes.get("positions.weight", (0,))[0], width),
-            "read_out.weight": (width, n_out),
-            "read_out.bias": (n_out,),
-        },
-    )
+    hidden = matrices["read_mlp.weight"].tensor.shape[1] if "read_mlp.weight" in matrices else None
+    shapes: dict[str, tuple[int | None, ...]] = {
+        **{"final_norm": (width,), "positions": (None, width)},
+        **{"read_in": (hidden, width), "read_out": (width, None)},
+    }
+    _require_shapes(matrices, shapes)
     return {name: matrix.tensor for name, matrix in matrices.items()}
 
 
@@ -260,5 +249,192 @@ def require_numbers(tensor: Tensor, what: str) -> None:
     if stored < numbers:
         what = f"{what} of shape {tuple(tensor.shape)}"
         raise ValueError(f"{shown(what)} must hold {numbers} numbers, got {stored}.")
-    if bad := int((~torch.isfinite(tensor)).sum()):
-        raise ValueError(f"{shown(what)} must hold finite numbers, got {bad} NaN or infinite.")
+    require_finite(shown(what), int((~torch.isfinite(tensor)).sum()))
+
+
+def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> dict[str, Matrix]:
+    """Weights and biases of one layer: `query.weight`, `query.bias`, and so on for key, value and
+    out."""
+    grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
+    for piece in pieces:
+        if piece.part in ATTENTION:
+            heads = grouped.setdefault((piece.part, piece.kind), {})
+            _require_first(heads.get(piece.head), piece)
+            heads[piece.head] = piece
+    order = _packed_axes(grouped, tensors)
+    matrices: dict[str, Matrix] = {}
+    for (part, kind), heads in grouped.items():
+        whole = _matrix(heads, tensors, order, axes)
+        for x, matrix in zip(part, _unpacked(whole, part), strict=True):
+            name = f"{FULL[x]}.{kind}"
+            _require_first(matrices.get(name), matrix)
+            matrices[name] = matrix
+    return matrices
+
+
+def _require_first(one: Piece | Matrix | None, other: Piece | Matrix) -> None:
+    """Refuse a second tensor for a part."""
+    if one is not None:
+        raise TensorError(one.name, f"and {shown(other.name)} stand for the same part")
+
+
+def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
+    """Matrices that are packed in one tensor; for a merged QK the keys are the identity."""
+    tensor, count = whole.tensor, len(part)
+    if part == "qk":
+        n = len(tensor)
+        eye = torch.eye(n, dtype=tensor.dtype, device=tensor.device).repeat(1, tensor.shape[1] // n)
+        return [whole, replace(whole, tensor=eye)]
+    if tensor.shape[-1] % count:
+        rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
+        raise TensorError(whole.name, rule)
+    return [replace(whole, tensor=each, packed=count > 1) for each in tensor.chunk(count, -1)]
+
+
+def _matrix(
+    heads: Mapping[int | None, Piece], tensors: Tensors, order: str | None, axes: str
+) -> Matrix:
+    """One part of all heads, [in, heads side by side], or [heads side by side, out] for outputs."""
+    first = next(iter(heads.values()))
+    turned = {h: _turned(p, tensors[p.name], order or p.axes or axes) for h, p in heads.items()}
+    if set(turned) == {None}:
+        tensor = turned[None]
+        if tensor.ndim == (1 if first.kind == "bias" else 2):
+            return Matrix(first.name, tensor)
+    else:
+        tensor = _stacked(turned, heads)
+    if first.part == "o":
+        joined = tensor.sum(0) if first.kind == "bias" else tensor.flatten(0, 1)
+    else:
+        joined = tensor.movedim(0, -2).flatten(-2)
+    return Matrix(first.name, joined, len(tensor))
+
+
+def _turned(piece: Piece, tensor: Tensor, order: str) -> Tensor:
+    """A weight as [in, out], a bias as [out], with a first axis of heads if there is one."""
+    got = tuple(tensor.shape)
+    if piece.kind == "bias":
+        if tensor.ndim not in (1, 2):
+            raise TensorError(piece.name, f"must have one axis, got shape {got}")
+        return tensor
+    if tensor.ndim == 3 and piece.head is None and 0 not in tensor.shape:
+        # flax: [in, head, d_head], and [head, d_head, out] for outputs
+        if piece.axes == TRANSPOSED:
+            return tensor if piece.part == "o" else tensor.transpose(0, 1)
+        return tensor if order == TRANSPOSED else tensor.mT
+    _require_matrix(piece.name, tensor)
+    if piece.part == "qk":  # rows of each head are the query's coordinates
+        rows, width = got
+        if rows % width:
+            raise TensorError(piece.name, f"must have {width} rows for each head, got {rows}")
+        return tensor.unflatten(0, (-1, width))
+    return tensor.mT if order == TORCH else tensor
+
+
+def _require_matrix(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not a matrix, or is empty."""
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise TensorError(name, f"must be a matrix, got shape {tuple(tensor.shape)}")
+
+
+def _stacked(turned: Mapping[int | None, Tensor], heads: Mapping[int | None, Piece]) -> Tensor:
+    """Numbered heads as one tensor; all must have one shape."""
+    numbers = sorted(h for h in turned if h is not None)
+    if numbers != list(range(len(turned))):
+        names = ", ".join(shown(piece.name) for piece in list(heads.values())[:3])
+        raise TensorError("heads", f"must be numbered from 0 on, got {names}")
+    for head in numbers:
+        wanted, got = tuple(turned[0].shape), tuple(turned[head].shape)
+        if got != wanted:
+            rule = f"must have the shape {wanted} of the other heads, got {got}"
+            raise TensorError(heads[head].name, rule)
+    return torch.stack([turned[head] for head in numbers])
+
+
+def _packed_axes(
+    grouped: Mapping[tuple[str, str], Mapping[int | None, Piece]], tensors: Tensors
+) -> str | None:
+    """Order of axes if queries, keys and values are one matrix, by its shape; a Conv1D of GPT-2 is
+    [in, out]."""
+    qkv, out = (grouped.get((part, "weight"), {}).get(None) for part in ("qkv", "o"))
+    if qkv is None or tensors[qkv.name].ndim != 2:
+        return None
+    rows, columns = tensors[qkv.name].shape
+    if out is None or tensors[out.name].ndim != 2:
+        return TRANSPOSED if columns == 3 * rows else TORCH if rows == 3 * columns else None
+    if rows == 3 * tensors[out.name].shape[1]:
+        return TORCH
+    return TRANSPOSED if columns == 3 * len(tensors[out.name]) else None
+
+
+def _number_of_heads(
+    layer: Mapping[str, Matrix], hints: Hints, settings: Mapping[str, object], n_heads: int | None
+) -> int:
+    """Number of heads, from the tensors' shapes, the file, its config or the user."""
+    stated = settings.get("n_heads")
+    n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
+    query, value = layer["query.weight"].tensor, layer["value.weight"]
+    width, inner = query.shape
+    if n_heads is None and "out.weight" not in layer:  # each head writes a whole token, or y
+        n_heads = _whole_tokens(value, width)
+    elif n_heads is None and math.gcd(inner, value.tensor.shape[1]) == 1:
+        n_heads = 1
+    n_heads = settle("n_heads", n_heads, hints.n_heads)
+    if n_heads is None:
+        several = settings.get("several_heads")
+        why = f"must be one number, got {several}" if several else "is not stated in the file"
+        raise ValueError(f"n_heads {why}; give --n-heads (n_heads=).")
+    return n_heads
+
+
+def _whole_tokens(value: Matrix, width: int) -> int | None:
+    """Number of heads whose values are as wide as a token; None if values are narrower."""
+    rows = value.tensor.shape[1]
+    if rows < width and not value.packed:
+        return None
+    if rows % width:
+        raise TensorError(value.name, f"must have {width} rows for each head, got {rows}")
+    return rows // width
+
+
+def _require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> None:
+    """Check that the matrices of one layer fit together."""
+    for matrix in matrices.values():
+        if matrix.n_heads not in (None, n_heads):
+            rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
+            raise TensorError(matrix.name, rule)
+    inner, values, written, hidden, narrowed = (
+        matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
+        for name in ("query", "value", "out", "mlp_in", "mlp_out")
+    )
+    # Without an output projection, each head writes at most a whole token.
+    most = values if "out.weight" in matrices else n_heads * width
+    shapes: dict[str, tuple[int | None, ...]] = {
+        **{"query": (width, None), "key": (width, inner), "value": (width, min(values, most))},
+        **{"out": (values, min(written, width)), "norm1": (width,), "norm2": (width,)},
+        **{"mlp_in": (width, None), "mlp_out": (hidden, min(narrowed, width))},
+    }
+    _require_shapes(matrices, shapes)
+    for size in (inner, values):
+        if size % n_heads:
+            raise ValueError(f"n_heads must divide the width {size}, got {n_heads}.")
+
+
+def _require_shapes(
+    matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int | None, ...]]
+) -> None:
+    """Refuse weights of other shapes than these, by part (None: any size), and biases that fit no
+    weight."""
+    weights_first = sorted(matrices, key=lambda name: name.endswith("bias"))
+    for name in weights_first:
+        matrix = matrices[name]
+        part, got = name.rpartition(".")[0], tuple(matrix.tensor.shape)
+        weight = matrices.get(f"{part}.weight")
+        if weight is None:
+            raise TensorError(matrix.name, "is a bias without a weight")
+        of_weight = shapes.get(part, got)
+        wanted = tuple(weight.tensor.shape[-1:]) if name.endswith("bias") else of_weight
+        shape = tuple(n if n is not None else size for n, size in zip(wanted, got, strict=False))
+        if shape != got:
+            order = " as [in, out]" if len(shape) == 2 and part != "positions" else ""
+            raise TensorError(matrix.name, f"must have shape {shape}{order}, got {got}")

@@ -3,21 +3,18 @@ becomes the checkpoint.
 
 What neither the file nor the user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.assemble import architecture
-from mechinterp.checkpoints.foreign.case import Case
+from mechinterp.checkpoints.foreign.case import Case, Source, case_of
 from mechinterp.checkpoints.foreign.choices import (
-    Choices,
     choices_of,
     combinations,
     given_choices,
-    near_values,
     refinements,
     rotary_of,
 )
@@ -25,13 +22,13 @@ from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.interpret import Tried, tried
 from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
-from mechinterp.checkpoints.foreign.names import is_harmless
+from mechinterp.checkpoints.foreign.names import Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
 from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
-from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.fields import build, flatten
+from mechinterp.config import ExperimentConfig
+from mechinterp.fields import flatten
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
@@ -53,7 +50,7 @@ class Stored:
     """Tensors of a file whose format is not known yet, with the settings beside it."""
 
     file: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     settings: Mapping[str, object]
     """Settings of config.json or config.yaml beside the file; empty if there is none."""
     step: int = 0
@@ -111,17 +108,16 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         except ValueError as error:
             faults.append(error)
             continue
-        source = _Source(last, form, hints, choices)
+        source = Source(form, choices, given, hints, last.settings)
         for chosen in combinations(choices, given):
             try:
-                cases.append(source.case(parts, {"orientation": axes, **chosen}))
+                cases.append(case_of(source, parts, {"orientation": axes, **chosen}))
             except ValueError as error:
                 faults.append(error)
     if not cases:
         raise faults[0]
-    closed = {*given, *({"attend_to_self"} & form.settled.keys())}
-    found = tried(cases, closed, source.case, *source.refinements(given))
-    checkpoint = source.checkpoint(found, given)
+    found = tried(cases)
+    checkpoint = _checkpoint(last, found)
     if len(run) == 1:
         return checkpoint
     kept, axes = {}, str(found.case.said["orientation"])
@@ -164,147 +160,52 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     return OWN_LAYERS if "out.weight" in parts.layers[0] else BARE
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """Facts about a file that do not depend on its reading."""
+def _checkpoint(stored: Stored, found: Tried) -> Checkpoint:
+    """Checkpoint of the chosen reading, with what was assumed."""
+    case, readings = found.case, found.readings
+    weights, form, closed = case.weights(), case.source.form, case.source.closed
+    config = ExperimentConfig(task=case.task, model=weights.model)
+    kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
+    values = flatten(config.to_dict()).items()
+    assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
+    names = [*form.usual, *found.names]
+    if case.said["positions"] == "rotary":
+        names += OF_POSITIONS
+    names += [n for n in PLAIN_SAID if n in _without_trace(case)]
+    unsaid = [n for n in dict.fromkeys(names) if n not in closed and n in case.said]
+    assumed |= {f"model.{name}": case.told(name) for name in unsaid if name != "scale"}
+    if assumed.get("model.positions") == "none":
+        assumed["model.positions"] = UNTRACED
+    if base := assumed.get("model.rotary_base"):
+        assumed["model.rotary_base"] = f"{base:g} (the loss hardly shows which)"
+    if form.turns and case.said["score"] == "softmax":
+        assumed["model.attention_biases"] = NO_BIASES
+    if "score" in form.usual and "score" not in closed:
+        assumed["model.score_slope"] = 1.0
+    if "scale" not in closed:
+        assumed["attn_scale"] = 1 / case.scale
+    assumed |= {**form.beside, **_left_out(case), "step": stored.step}
+    if readings:
+        assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
+    if open_between := tied(readings):
+        assumed["undetermined"] = open_between
+    if not found.understood:
+        assumed |= {"understood": False, "doubt": not_understood(readings)}
+    elif doubt := doubt_of(case):
+        assumed["doubt"] = doubt
+    ignored = [name for name, tensor in stored.tensors.items() if is_harmless(name, tensor.ndim)]
+    if ignored and form.name != "transformer-lens":
+        assumed["ignored"] = ignored
+    named = (form.name, assumed)
+    return Checkpoint(stored.file, config, stored.step, weights, *named, readings=readings)
 
-    stored: Stored
-    form: Format
-    hints: Hints
-    choices: Choices
-    """Choices that the names and shapes leave open."""
 
-    def case(self, parts: Parts, chosen: Said) -> Case:
-        """The parts under one reading, with the sizes of the task.
-
-        Raises:
-                ValueError: If no model or task has these sizes.
-        """
-        sizes = self._sizes(parts, chosen)
-        stated = dict(self.hints.task or {})
-        model, *_ = architecture(parts, chosen, sizes, self.hints)
-        limits = (model.longest_context, self._room(parts, chosen))
-        most = min((n for n in limits if n is not None), default=None)
-        length = self._stated_length()
-        if length is not None and (most is None or length <= most):
-            stated = {"context_length": length, **stated}
-        fields = {
-            **self.form.task(*sizes, str(self.choices["score"][0])),
-            "d_x": sizes[0],
-            "d_y": sizes[1],
-            **stated,
-        }
-        task = build(TaskConfig, fields, "task.")
-        if most is not None and "context_length" not in stated:
-            task = replace(task, context_length=max(1, min(task.context_length, most)))
-        ExperimentConfig(task=task, model=model)
-        known = set(flatten(stated, "task."))
-        stated_sizes = [name for name in ("d_x", "d_y") if self._stated_size(name) is not None]
-        if parts.shown_responses or stated_sizes:
-            known.add("task.d_y")
-            in_doubt = len(self.choices.get("layout", ())) > 1 and "d_x" not in stated_sizes
-            known |= set() if in_doubt else {"task.d_x"}
-        return Case(parts, chosen, task, self.hints, frozenset(known))
-
-    def _stated_length(self) -> int | None:
-        """Number of pairs in a prompt, if the file's settings state it."""
-        points, length = (self.stored.settings.get(n) for n in ("n_points", "context_length"))
-        return points - 1 if isinstance(points, int) else length if isinstance(length, int) else None  # fmt: skip
-
-    def _room(self, parts: Parts, chosen: Said) -> int | None:
-        """Largest number of pairs that fits the number of positions in the file's settings.
-
-        None if a table of positions shows it, as Garg et al. state half of the rows of their table.
-        """
-        room = self.stored.settings.get("n_positions")
-        if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
-            return None
-        return (room - 1) // 2 if chosen.get("layout") == "in_turn" else room - 1
-
-    def _sizes(self, parts: Parts, chosen: Said) -> tuple[int, int]:
-        """d_x and d_y; if the user states both and the token is longer, its further columns are
-        positions."""
-        d_x, stated_d_y, n = self._stated_size("d_x"), self._stated_size("d_y"), parts.d_token
-        in_turn = chosen.get("layout") == "in_turn"
-        room = 0 if in_turn else 1
-        d_y = parts.shown_responses or stated_d_y
-        if d_y is None:
-            d_y = n - d_x if d_x is not None and not in_turn else 1
-        if not 1 <= d_y <= n - room:
-            wide = f"tokens of x are {n} wide" if in_turn else f"tokens are d_x + d_y = {n} wide"
-            raise ValueError(f"d_y must lie in 1 to {n - room}, as {wide}, got {d_y}.")
-        sizes = {"d_x": n - room * d_y, "d_y": d_y}
-        exact = "output_column" in self.form.settled or in_turn
-        if d_x is not None and stated_d_y is not None and d_x < sizes["d_x"] and not exact:
-            sizes["d_x"] = d_x
-        for label, values in (("task.", self.hints.task or {}), ("", self.hints.given)):
-            for name, size in sizes.items():
-                got = values.get(name, size)
-                if type(got) is int and got != size:
-                    raise ValueError(f"{label}{name} must be the weights' {size}, got {got}.")
-        return sizes["d_x"], sizes["d_y"]
-
-    def _stated_size(self, name: str) -> int | None:
-        value = self.hints.given.get(name, (self.hints.task or {}).get(name))
-        return value if type(value) is int else None
-
-    def refinements(
-        self, given: Collection[str]
-    ) -> tuple[Callable[[Case], Sequence[Said]], Callable[[Case], Mapping[str, tuple]]]:
-        """Functions from a case to further readings, for choices that are neither stated nor fixed by
-        the format."""
-        closed = {*given, *self.form.settled}
-        return (
-            lambda case: refinements(case.said, case.parts, self.form, closed),
-            lambda case: near_values(case.said, case.parts, closed),
-        )
-
-    def checkpoint(self, found: Tried, given: Mapping[str, object]) -> Checkpoint:
-        """Checkpoint of the chosen reading, with what was assumed."""
-        case, readings = found.case, found.readings
-        weights, form, step = case.weights(), self.form, self.stored.step
-        config = ExperimentConfig(task=case.task, model=weights.model)
-        kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
-        values = flatten(config.to_dict()).items()
-        assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
-        closed = {**form.settled, **given}
-        names = [n for n in (*form.usual, *found.names) if n not in closed]
-        if case.said["positions"] == "rotary":
-            names += [n for n in OF_POSITIONS if n not in closed]
-        names += [n for n in PLAIN_SAID if n not in closed and n in self.open_ones(case)]
-        unsaid = [n for n in dict.fromkeys(names) if n in case.said and n != "scale"]
-        assumed |= {f"model.{name}": case.told(name) for name in unsaid}
-        if assumed.get("model.positions") == "none":
-            assumed["model.positions"] = UNTRACED
-        if base := assumed.get("model.rotary_base"):
-            assumed["model.rotary_base"] = f"{base:g} (the loss hardly shows which)"
-        if form.turns and case.said["score"] == "softmax":
-            assumed["model.attention_biases"] = NO_BIASES
-        if "score" in form.usual and "score" not in closed:
-            assumed["model.score_slope"] = 1.0
-        if "scale" not in closed:
-            assumed["attn_scale"] = 1 / case.scale
-        assumed |= {**form.beside, **_left_out(case), "step": step}
-        if readings:
-            assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-        if open_between := tied(readings):
-            assumed["undetermined"] = open_between
-        if not found.understood:
-            assumed |= {"understood": False, "doubt": not_understood(readings)}
-        elif doubt := doubt_of(case):
-            assumed["doubt"] = doubt
-        tensors = self.stored.tensors.items()
-        ignored = [name for name, tensor in tensors if is_harmless(name, tensor.ndim)]
-        if ignored and form.name != "transformer-lens":
-            assumed["ignored"] = ignored
-        file = self.stored.file
-        return Checkpoint(file, config, step, weights, form.name, assumed, readings=readings)
-
-    def open_ones(self, case: Case) -> set[str]:
-        """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
-        norms."""
-        refined = refinements({**case.said, **PLAIN_SAID}, case.parts, self.form, ())
-        return {n for each in refined for n, value in each.items() if value != PLAIN_SAID.get(n, value)}  # fmt: skip
+def _without_trace(case: Case) -> set[str]:
+    """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
+    norms."""
+    refined = refinements({**case.said, **PLAIN_SAID}, case.parts, case.source.form, ())
+    changed = (item for each in refined for item in each.items())
+    return {name for name, value in changed if value != PLAIN_SAID.get(name, value)}
 
 
 def _left_out(case: Case) -> dict[str, object]:

@@ -1,15 +1,15 @@
 """Settings that a file of weights, or a config beside it, states: number of heads, sizes, positions
 and so on.
 
-`SPELLINGS` lists the names that codes use for them. Each value gets the name that this package
-uses."""
+`names.toml` has the names that codes use for them."""
 
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mechinterp.checkpoints.foreign.options import HEAD_KEYS, JOINS
+from mechinterp.checkpoints.foreign.names import TABLE
+from mechinterp.checkpoints.foreign.options import JOINS
 from mechinterp.checkpoints.io.atomic import read_json, read_yaml
 from mechinterp.checkpoints.io.errors import naming
 from mechinterp.checkpoints.native.folder import OWN
@@ -17,62 +17,18 @@ from mechinterp.config.model import SCORES
 
 TASK_KEY = "mechinterp_task"
 """Key of the task's fields in folders of an earlier version."""
-COUNTS = {
-    "n_heads": (
-        *HEAD_KEYS,
-        *("nheads", "n_attn_heads", "num_head", "n_attention_heads", "attention_heads", "heads"),
-        *("attn_heads", "num_attn_heads", "number_of_heads", "encoder_attention_heads"),
-    ),
-    "d_x": ("d_x", "dx", "x_dim", "dim_x", "n_dims"),
-    "d_y": ("d_y", "dy", "y_dim", "dim_y"),
-    "context_length": ("context_length", "n_context", "context_len", "num_context", "n_examples"),
-    "n_points": ("n_points", "num_points"),
-    "n_positions": (
-        *("n_positions", "block_size", "max_len", "max_length", "max_seq_len", "max_seq_length"),
-        *("max_position_embeddings", "n_ctx", "seq_len", "seq_length", "sequence_length"),
-    ),
-    "passes": ("passes", "n_passes", "n_loops", "num_loops", "n_loop"),
-}
-"""Integer settings: sizes of the task, heads, positions, and runs through the layers."""
-WORDS = {
-    "activation": ("activation_function", "activation", "hidden_act"),
-    "positions": (
-        *("positions", "pos_encoding", "positional_encoding", "pos_emb", "pos_emb_type"),
-        *("pos_embedding", "pos_type", "position_embedding_type", "positional_embedding_type"),
-        *("pos_enc", "pe_type"),
-    ),
-    "score": ("score", "attention", "attn_type", "attention_type"),
-    "norm": ("norm",),
-    "layout": ("layout",),
-}
-FLAGS = {
-    "rotary": ("rotary", "rope", "use_rope", "use_rotary"),
-    "norm_first": ("norm_first", "pre_norm"),
-    "residual": ("residual",),
-    "context_only": ("context_only",),
-    "attend_to_self": ("attend_to_self",),
-    "rotary_adjacent_pairs": ("rotary_adjacent_pairs",),
-}
-NUMBERS = {
-    "noise_std": ("noise_std",),
-    "noise_var": ("noise_var",),
-    "norm_eps": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps"),
-    "rotary_base": ("rope_theta", "rope_base", "rotary_base", "rotary_emb_base"),
-}
-SPELLINGS: Mapping[str, tuple[str, ...]] = {**COUNTS, **WORDS, **FLAGS, **NUMBERS}
-POSITIONS = {
-    **dict.fromkeys(("none", "nope", "null", "no", "off"), "none"),
-    **dict.fromkeys(("rotary", "rope"), "rotary"),
-    **dict.fromkeys(("sinusoidal", "sin", "sincos", "sine"), "sinusoidal"),
-    **dict.fromkeys(("learned", "learnt", "learnable", "absolute", "standard", "embedding"), None),
-}
-"""Names of positions; None: a table in the file."""
+COUNTS, WORDS, FLAGS, NUMBERS = (
+    {name: spellings.split() for name, spellings in TABLE[kind].items()}
+    for kind in ("counts", "words", "flags", "numbers")
+)
+"""Spellings of settings by the kind of their values, from names.toml."""
+POSITIONS = {word: name for name, words in TABLE["positions"].items() for word in words.split()}
+"""Names of positions, by their spellings."""
 ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 """Other names of activations."""
 ONLY = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+    **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    **{"add_cross_attention": False},
 }
 """Required values of settings of GPT-2, as other values make another model."""
 
@@ -111,7 +67,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known = {TASK_KEY: raw.get(TASK_KEY)}
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
-    for name, spellings in SPELLINGS.items():
+    for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
         read = {key: _value(name, key, value) for key, value in values}
         different = {value for value in read.values() if value is not None}
@@ -137,13 +93,12 @@ def _value(name: str, key: str, value: object) -> object:
     text = str(value).strip().lower()[:80]
     if name in COUNTS:
         least = 2 if name == "n_points" else 1
-        if isinstance(value, bool) or not (text.isdecimal() and len(text) < 10):
-            if name in ("n_heads", "n_points"):
-                raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
-            return None
-        if int(text) < least:
-            raise ValueError(f"{key} must be an integer >= {least}, got {text}.")
-        return int(text)
+        whole = not isinstance(value, bool) and text.isdecimal() and len(text) < 10
+        if whole and int(text) >= least:
+            return int(text)
+        if whole or name in ("n_heads", "n_points"):
+            raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
+        return None
     if name in FLAGS:
         if name == "attend_to_self" and text not in ("true", "false"):
             raise ValueError(f"{key} must be true or false, got {value!r:.42}.")
@@ -160,10 +115,9 @@ def _value(name: str, key: str, value: object) -> object:
         return None
     if name == "positions":
         if text not in POSITIONS:
-            raise ValueError(
-                f"{key} must be none, sinusoidal, rotary or learned, got {value!r:.42}."
-            )
-        return POSITIONS[text]
+            known = ", ".join(TABLE["positions"])
+            raise ValueError(f"{key} must be one of {known}, got {value!r:.42}.")
+        return None if POSITIONS[text] == "learned" else POSITIONS[text]
     if name == "activation":
         return ALIASES.get(text, text)
     # "linear" does not decide if scores are divided by the number of keys.
@@ -180,19 +134,11 @@ def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
         stated.append((file, document))
     if garg.exists():
         document = read_yaml(garg)
-        model = _within(document, "model")
         points = _within(document, "training", "curriculum", "points", "end")
         noise = _within(document, "training", "task_kwargs", "noise_std")
-        stated.append(
-            (
-                garg,
-                {
-                    **(model if isinstance(model, dict) else {}),
-                    "n_points": points,
-                    "noise_std": noise,
-                },
-            )
-        )
+        model = _within(document, "model")
+        sizes = dict(model) if isinstance(model, dict) else {}
+        stated.append((garg, {**sizes, "n_points": points, "noise_std": noise}))
     return stated
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.headers import reading
 
 MAX_UNPACKED = 2**26
 """Largest unpacked size of a small archive; torch.save and numpy.savez do not compress."""
@@ -46,21 +45,6 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
         yield opened
 
 
-def read_text(file: Path, name: str) -> str | None:
-    """Text in an .npz file; None if there is no entry of this name.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or the entry is no text.
-    """
-    with reading(file), archive(file) as opened:
-        if f"{name}.npy" not in opened.namelist():
-            return None
-        array = _array(opened.read(f"{name}.npy"), name)
-        if array.dtype.kind != "U" or array.ndim:
-            raise CheckpointError(f"{name} must be a text, got {array.dtype}.")
-        return str(array)
-
-
 def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Arrays of an .npz archive by name, and its texts."""
     tensors, texts = {}, {}
@@ -69,24 +53,15 @@ def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             name = entry.filename.removesuffix(".npy")
             if name == entry.filename:
                 raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
-            data = opened.read(entry)
-            array = _array(data, name)
+            array = npy_array(opened.read(entry), name)
             if array.dtype.kind != "U":
-                tensors[name] = npy_tensor(data, name)
+                tensors[name] = native_tensor(array, name)
             elif array.ndim == 0:
                 texts[name] = str(array)
     return tensors, texts
 
 
-def npy_tensor(data: bytes, name: str) -> Tensor:
-    """Numbers of an .npy file."""
-    array = _array(data, name)
-    if array.dtype.kind not in "fiubc":
-        raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
-    return native_tensor(array)
-
-
-def _array(data: bytes, name: str) -> np.ndarray:
+def npy_array(data: bytes, name: str) -> np.ndarray:
     """Array of an .npy file, after its header is checked against the number of bytes."""
     stream = io.BytesIO(data)
     version, headers = np.lib.format.read_magic(stream), np.lib.format
@@ -114,6 +89,8 @@ def array_of(
     return numbers.reshape(shape, order="F" if by_columns else "C")
 
 
-def native_tensor(array: np.ndarray) -> Tensor:
-    """Copy of an array in native byte order, row by row."""
+def native_tensor(array: np.ndarray, name: str) -> Tensor:
+    """Copy of an array of numbers in native byte order, row by row."""
+    if array.dtype.kind not in "fiubc":
+        raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))

@@ -20,12 +20,17 @@ class NotUnderstoodError(CheckpointError):
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Puts the file's name before errors raised inside, unless they name a file already."""
+    """Turns errors raised inside into a one-line CheckpointError that names the file, unless they
+    name one already."""
     try:
         yield
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({one_line(error)}).") from None
+    except RecursionError:
+        raise CheckpointError(f"{file}: cannot be read (nested too deeply).") from None
+    except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
 
 

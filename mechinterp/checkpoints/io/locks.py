@@ -63,10 +63,8 @@ def locked(file: Path, *, wait: bool = False, busy: str = "training") -> Iterato
 def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C until the body has ended."""
     # None: a handler that is not of Python.
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is None
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     came: list[tuple[int, FrameType | None]] = []

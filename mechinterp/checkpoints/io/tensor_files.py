@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.copies import chosen_names
-from mechinterp.checkpoints.io.archives import MAX_ENTRIES, npy_tensor, read_npz
+from mechinterp.checkpoints.io.archives import MAX_ENTRIES, native_tensor, npy_array, read_npz
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import reading, require_header
-from mechinterp.checkpoints.io.pickled_values import STORAGES, ArrayType, StoredArray
 from mechinterp.checkpoints.io.torch_files import Read, arrays_among, read_torch, settings_among
+from mechinterp.checkpoints.io.unpickler import STORAGES, ArrayType, StoredArray
 
 SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
@@ -120,7 +120,7 @@ def _read_npz(file: Path, weights: str | None) -> Read:
 
 
 def _read_npy(file: Path, weights: str | None) -> Read:
-    return {"W": npy_tensor(file.read_bytes(), "W")}, {}
+    return {"W": native_tensor(npy_array(file.read_bytes(), "W"), "W")}, {}
 
 
 def _chosen(tensors: Mapping[str, Tensor], weights: str | None) -> dict[str, Tensor]:

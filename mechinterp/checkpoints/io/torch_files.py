@@ -18,17 +18,17 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.copies import chosen_names
 from mechinterp.checkpoints.foreign.names import piece_of
-from mechinterp.checkpoints.io.archives import CHUNK, archive, array_of, native_tensor
+from mechinterp.checkpoints.io.archives import archive, array_of, native_tensor
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.pickled_values import (
+from mechinterp.checkpoints.io.unpickler import (
+    MAX_BYTES,
     ArrayType,
-    Encoded,
     Storage,
     StoredArray,
     StoredTensor,
     Unread,
+    read_pickle,
 )
-from mechinterp.checkpoints.io.unpickler import MAX_BYTES, read_pickle
 
 MAX_AXES, MAX_ARRAY_AXES = 64, 32
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -154,10 +154,7 @@ class _Storages:
         entry = f"data/{storage.key}"
         if self.kinds.setdefault(storage.key, storage.dtype) != storage.dtype:
             raise CheckpointError(f"the entry {entry} must hold numbers of one kind.")
-        data = bytearray()
-        with self.archive.open(self.folder + entry) as stream:
-            for chunk in iter(lambda: stream.read(CHUNK), b""):
-                data += chunk
+        data = bytearray(self.archive.read(self.folder + entry))
         claimed = storage.size * storage.dtype.itemsize
         if claimed != len(data):
             raise CheckpointError(f"the entry {entry} must have {claimed} bytes, got {len(data)}.")
@@ -181,7 +178,7 @@ def weights_among(
         CheckpointError: If there are no weights, or several state dicts and none is named.
     """
     places = dict(_places(root))
-    names = chosen_names({name: _shape(place) for name, place in places.items()}, weights)
+    names = chosen_names({name: place.shape for name, place in places.items()}, weights)
     if weights is None:
         document = _unwrapped(root)
         places = dict(_places(document, BESIDE))
@@ -204,27 +201,11 @@ def settings_among(root: object) -> dict[str, object]:
 
     A name with two different values gets None."""
     settings: dict[str, object] = {}
-    waiting: list[tuple[object, int]] = [(root, 0)]
-    visits = 0
-    while waiting:
-        values, depth = waiting.pop()
-        values = values.state if isinstance(values, Unread) else values
-        if not isinstance(values, dict) or depth > MAX_DEPTH:
-            continue
-        for name, value in values.items():
-            visits += 1
-            if visits > MAX_VISITS:
-                return settings
-            if isinstance(value, dict | Unread):
-                waiting.append((value, depth + 1))
-            elif isinstance(name, str) and isinstance(value, bool | int | float | str):
-                other = settings.setdefault(name, value)
-                settings[name] = value if other == value else None
+    for (*_, name), value in _entries(root, objects=True):
+        if isinstance(name, str) and isinstance(value, bool | int | float | str):
+            other = settings.setdefault(name, value)
+            settings[name] = value if other == value else None
     return settings
-
-
-def _shape(place: Place) -> tuple[int, ...]:
-    return place.shape if isinstance(place.shape, tuple) else ()
 
 
 def _needed_classes(root: object) -> list[str]:
@@ -233,50 +214,46 @@ def _needed_classes(root: object) -> list[str]:
     return [value.name for value in values if isinstance(value, Unread) and value.name]
 
 
-def _unwrapped(document: object) -> object:
-    """State dict of a run, found under one of a few names."""
-    for _ in range(MAX_DEPTH):
-        inner = _wrapped(document)
-        if inner is None:
-            break
-        document = inner
-    return document
-
-
-def _wrapped(document: object) -> dict | None:
-    """State dict one level deeper; None if parts of the model lie beside it."""
-    if not isinstance(document, dict):
-        return None
+def _unwrapped(document: object, depth: int = 0) -> object:
+    """State dict of a run, found under one of a few names, unless parts of the model lie beside it."""
+    if not isinstance(document, dict) or depth == MAX_DEPTH:
+        return document
     for name in WRAPPERS:
         inner = document.get(name)
-        if isinstance(inner, dict) and inner is not document and any(_places(inner)):
+        if isinstance(inner, dict) and any(_places(inner)):
             others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
             beside = (piece_of(each) for each, _ in _places(others, BESIDE))
-            return None if any(beside) else inner
-    return None
+            return document if any(beside) else _unwrapped(inner, depth + 1)
+    return document
 
 
 def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
     """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
-    waiting: list[tuple[str, object, int]] = [("", root, 0)]
+    for path, value in _entries(root):
+        named = isinstance(path[-1], str) and None not in path
+        if isinstance(value, Place) and named and not skipped.fullmatch(str(path[0])):
+            yield ".".join(map(str, path)), value
+
+
+def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, object]]:
+    """Values in nested dictionaries, each with its path, the keys from the outermost on.
+
+    Args:
+        objects: True: the attributes of objects count, too.
+    """
+    waiting: list[tuple[tuple, object]] = [((), root)]
     visits = 0
     while waiting:
-        prefix, values, depth = waiting.pop()
-        if not isinstance(values, dict) or depth > MAX_DEPTH:
+        path, values = waiting.pop()
+        values = values.state if objects and isinstance(values, Unread) else values
+        if not isinstance(values, dict) or len(path) > MAX_DEPTH:
             continue
-        inner = []
-        for key, value in values.items():
-            visits += 1
-            if visits > MAX_VISITS:
-                raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
-            name = str(key) if isinstance(value, dict) and type(key) is int else key
-            if not isinstance(name, str) or (depth == 0 and skipped.fullmatch(name)):
-                continue
-            if isinstance(value, Place):
-                yield prefix + name, value
-            elif isinstance(value, dict):
-                inner.append((f"{prefix}{name}.", value, depth + 1))
-        waiting += reversed(inner)
+        visits += len(values)
+        if visits > MAX_VISITS:
+            raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
+        inner = [((*path, key), value) for key, value in values.items()]
+        yield from inner
+        waiting += (each for each in reversed(inner) if isinstance(each[1], dict | Unread))
 
 
 def _no_weights(root: object, classes: list[str]) -> str:
@@ -288,7 +265,7 @@ def _no_weights(root: object, classes: list[str]) -> str:
         keys = [str(key)[:40] for key in root][:8]
         got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
     elif isinstance(root, StoredTensor | StoredArray):
-        got = f"one tensor of shape {list(_shape(root))}"
+        got = f"one tensor of shape {list(root.shape)}"
     elif isinstance(root, Unread):
         got = "a list or the like"
     else:
@@ -307,20 +284,19 @@ def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
     tensors, left = {}, MAX_ARRAY_BYTES
     for name, place in places.items():
         kind, shape = _kind(place, name), place.shape
-        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        if min(shape, default=0) < 0:
             raise CheckpointError(f"{name} must have a shape of numbers >= 0.")
         if len(shape) > MAX_ARRAY_AXES:
             rule = f"must have at most {MAX_ARRAY_AXES} axes"
             raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
-        data = place.data.text if isinstance(place.data, Encoded) else place.data
         # Protocol 2 stores bytes as texts, and empty bytes as a call.
-        data = data.encode("latin1") if isinstance(data, str) else data
+        data = place.data.encode("latin1") if isinstance(place.data, str) else place.data
         data = data if isinstance(data, bytes) else b""
         array = array_of(data, kind, shape, place.by_columns is True, name)
         left -= len(data)
         if left < 0:
             raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
-        tensors[name] = native_tensor(array)
+        tensors[name] = native_tensor(array, name)
     return tensors
 
 

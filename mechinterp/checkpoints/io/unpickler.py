@@ -1,34 +1,104 @@
 """Reads pickles with an interpreter of its own, which imports and calls nothing that a file names.
 
-It reads dictionaries, texts, numbers, numpy arrays and the places of tensors; every other value
-becomes `Unread`, which is empty. Only texts and integers are copied, compared or hashed, so that
-repetition and nesting cost no more than their opcodes."""
+It reads dictionaries, tuples, texts, numbers, numpy arrays and the places of tensors; every other
+value becomes `Unread`, which is empty. Only texts and integers are copied, compared or hashed, so
+that repetition and nesting cost no more than their opcodes."""
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pickletools import genops
 from typing import Any, no_type_check
 
+import torch
+
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.pickled_values import (
-    OTHER,
-    Deep,
-    MalformedError,
-    Nested,
-    called,
-    named,
-    set_state,
-    storage_of,
-)
 
 MAX_BYTES = 12_000_000
 """Largest size of a pickle in bytes; the losses of 500,000 steps take 4.5 million bytes."""
 MAX_STEPS = 300_000
 """Largest number of opcodes, without floats."""
+MAX_NAME = 500
+"""Largest length of the name of a class or function."""
+STORAGES = {
+    **{"Float": torch.float32, "Double": torch.float64, "Half": torch.float16},
+    **{"BFloat16": torch.bfloat16, "Int": torch.int32, "Long": torch.int64, "Short": torch.int16},
+    **{"Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool},
+    **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
+}
+"""Number types of torch's storages, by the name of the storage before "Storage"."""
+# Functions and classes under the names that versions of numpy, jax, haiku and flax use.
+NUMPY = "(?:numpy|numpy[.]_?core)[.]"
+RECONSTRUCT = re.compile(NUMPY + "multiarray[.]_reconstruct")
+SCALAR = re.compile(NUMPY + "multiarray[.]scalar")
+FROM_BUFFER = re.compile(NUMPY + "numeric[.]_frombuffer")
+JAX_ARRAY = re.compile(
+    "jax[.](?:_src|interpreters)[.](?:array|device_array|xla)[.]_?reconstruct_(?:device_)?array"
+)
+MAPPING = re.compile(
+    "haiku[.]_src[.]data_structures[.](?:FlatMapping|FlatMap|to_immutable_dict|to_haiku_dict)"
+    "|flax[.]core[.]frozen_dict[.]FrozenDict"
+)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that is not kept."""
+
+    name: str = ""
+    """Class or function that it would call; "" for a list, a set or the like."""
+    state: object = field(default=None, compare=False)
+    """Attributes of an object, as stored in the pickle."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Numbers in an entry of the archive."""
+
+    dtype: torch.dtype
+    key: str
+    size: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Place of a tensor, as the file claims it."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass
+class ArrayType:
+    """Number type of a numpy array; the pickle states the byte order after the name."""
+
+    code: str
+    order: str = "="
+
+
+@dataclass
+class StoredArray:
+    """A numpy array or scalar; the pickle states the bytes of its numbers after the name."""
+
+    kind: object = None
+    shape: tuple[int, ...] = ()
+    by_columns: object = False
+    data: object = None
+    """Bytes, or the text by which a pickle of protocol 2 stores them."""
+
+
+OTHER = Unread()
+
+
+class MalformedError(Exception):
+    """Error: the bytes are no pickle that is read here; the message says what they are."""
 
 
 def read_pickle(pickled: bytes) -> object:
     """Content of a pickle: a dictionary with texts or integers as keys, a tuple, text, number,
-    `StoredTensor` or `Unread`.
+    `StoredTensor`, `StoredArray` or `Unread`.
 
     Raises:
         CheckpointError: If it is too long, or not a pickle of protocol 2 to 5.
@@ -83,6 +153,75 @@ class Machine:
             target.update(zip(keys, items[1::2], strict=True))
 
 
+def named(parts: list) -> Unread:
+    """Placeholder for a class or function, which is named but never loaded."""
+    if not all(isinstance(part, str) and len(part) <= MAX_NAME for part in parts):
+        raise MalformedError("a name that is no short text")
+    return Unread(".".join(parts))
+
+
+def storage_of(values: list) -> Storage:
+    """Storage that torch's persistent id names.
+
+    Raises:
+        MalformedError: If its name, type or size is missing, or its type is not one of torch's
+            storages.
+    """
+    match values[0]:
+        case ("storage", Unread(name), str(key), str(), int(size)) if name:
+            kind = name.removeprefix("torch.").removesuffix("Storage")
+            if name != f"torch.{kind}Storage" or kind not in STORAGES:
+                raise MalformedError(f"one that needs {name}")
+            return Storage(STORAGES[kind], key, size)
+    raise MalformedError("a storage without a name, a type or a size")
+
+
+def called(values: list) -> object:
+    """Value that a call stands for; the call is not made."""
+    match values:
+        case [Unread("collections.OrderedDict"), ()]:
+            return {}
+        case [Unread("_codecs.encode"), (str(text), "latin1")]:
+            return text  # bytes in protocol 2; converted only when needed
+        case [Unread("numpy.dtype"), (str(code), *_)]:
+            return ArrayType(code)
+        case [Unread(name), (ArrayType() as kind, data)] if SCALAR.fullmatch(name):
+            return StoredArray(kind, (), False, data)
+        case [Unread(name), tuple()] if RECONSTRUCT.fullmatch(name):
+            return StoredArray()
+        case [Unread(name), (data, ArrayType() as kind, tuple(shape), order)] if (
+            FROM_BUFFER.fullmatch(name)
+        ):
+            return set_state((1, shape, kind, order == "F", data), StoredArray())
+        case [Unread(name), (_, _, tuple(state), *_)] if JAX_ARRAY.fullmatch(name):
+            return set_state(state, StoredArray())
+        case [Unread(name), (dict(mapping), *_)] if MAPPING.fullmatch(name):
+            return mapping
+        case [
+            Unread("torch._utils._rebuild_tensor_v2"),
+            (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_),
+        ] if all(isinstance(size, int) for size in (*shape, *strides)):
+            return StoredTensor(storage, offset, shape, strides)
+        case [Unread("torch._utils._rebuild_parameter"), (StoredTensor() as tensor, *_)]:
+            return tensor
+    return Unread(values[0].name) if isinstance(values[0], Unread) else OTHER
+
+
+def set_state(state: object, target: object) -> object:
+    """An array, its type or an unread object with its state in the pickle, without a call."""
+    match target, state:
+        case ArrayType(), (int(), str(order), *_):
+            target.order = order
+        case StoredArray(), (int(), tuple(shape), ArrayType() as kind, by_columns, data) if (
+            all(type(size) is int for size in shape)  # anything else could be slow to hash
+        ):
+            target.kind, target.shape = kind, shape
+            target.by_columns, target.data = by_columns, data
+        case Unread(name), dict() if name:
+            object.__setattr__(target, "state", state)  # a reference, not a copy
+    return target
+
+
 Action = Callable[[Machine, Any], object]
 
 
@@ -91,39 +230,10 @@ def _pushes(made: Callable[[Any], object]) -> Action:
     return lambda machine, argument: machine.stack.append(made(argument))
 
 
-@no_type_check
 def _replaces(count: int | None, made: Callable[[list], object]) -> Action:
     """Action that replaces the last `count` values (None: those after the last mark) by a value
     made from them."""
-
     return lambda machine, _: machine.stack.append(made(machine.pop(count)))
-
-
-@no_type_check
-def _get(machine: Machine, place: int) -> None:
-    machine.stack.append(machine.memo[place])
-
-
-@no_type_check
-def _put(machine: Machine, place: int) -> None:
-    machine.memo[place] = machine.stack[-1]
-
-
-@no_type_check
-def _tuple(values: list) -> object:
-    kinds = set(map(type, values))
-    if Deep in kinds:
-        return OTHER
-    if Nested in kinds:
-        return Deep(values)
-    return Nested(values) if tuple in kinds else tuple(values)
-
-
-@no_type_check
-def _build(machine: Machine, argument: object) -> None:
-    """Set the state of an object: kind and numbers of numpy arrays, nothing for others."""
-    (state,) = machine.pop(1)
-    set_state(machine.stack[-1], state)
 
 
 ACTIONS: dict[str, Action] = {
@@ -145,24 +255,26 @@ ACTIONS: dict[str, Action] = {
     "EMPTY_DICT": _pushes(lambda _: {}),
     **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), _pushes(lambda _: OTHER)),
     "FROZENSET": _replaces(None, lambda _: OTHER),
-    "TUPLE": _replaces(None, _tuple),
-    **{f"TUPLE{count}": _replaces(count, _tuple) for count in (1, 2, 3)},
+    "TUPLE": _replaces(None, tuple),
+    **{f"TUPLE{count}": _replaces(count, tuple) for count in (1, 2, 3)},
     "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
-    "POP": lambda machine, _: machine.pop(1),
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
-    "APPEND": lambda machine, _: machine.pop(1),
+    **dict.fromkeys(("POP", "APPEND"), lambda machine, _: machine.pop(1)),
     **dict.fromkeys(("POP_MARK", "APPENDS", "ADDITEMS"), lambda machine, _: machine.pop()),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop()),
-    "BUILD": _build,
+    "BUILD": lambda machine, _: set_state(machine.pop(1)[0], machine.stack[-1]),
     "BINPERSID": _replaces(1, storage_of),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _replaces(2, called)),
     "NEWOBJ_EX": _replaces(3, lambda values: called(values[:2])),
     "GLOBAL": _pushes(lambda name: named(name.split(" "))),
     "STACK_GLOBAL": _replaces(2, named),
-    "BINGET": _get,
-    "LONG_BINGET": _get,
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
-    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    **dict.fromkeys(
+        ("BINGET", "LONG_BINGET"), lambda machine, place: machine.stack.append(machine.memo[place])
+    ),
+    **dict.fromkeys(
+        ("BINPUT", "LONG_BINPUT"),
+        lambda machine, place: machine.memo.update({place: machine.stack[-1]}),
+    ),
+    "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
 }

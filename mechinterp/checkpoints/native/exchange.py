@@ -1,26 +1,30 @@
-"""Exchange with HookedTransformer of transformer-lens 2.x and 3.x, by file.
+"""Exchange with other code by file: HookedTransformer of transformer-lens 2.x and 3.x, and numpy.
 
-Writing makes a folder with a state dict that HookedTransformer loads unchanged, a side-car file
-with all other settings, and a script that loads both. Reading takes such a folder, or a state dict
-alone, of a causal one-layer model."""
+For HookedTransformer, writing makes a folder with a state dict that HookedTransformer loads
+unchanged, a side-car file with all other settings, and a script that loads both. Reading takes such
+a folder, or a state dict alone, of a causal one-layer model. For numpy, one .npz file has the
+weights as plain arrays, and the config as text."""
 
 import json
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.hooked import MASK, hooked_layer, require_zero
-from mechinterp.checkpoints.io.atomic import writing
-from mechinterp.checkpoints.io.errors import CheckpointError, naming
+from mechinterp.checkpoints.foreign.formats import MASK, hooked_layer, require_zero
+from mechinterp.checkpoints.io.atomic import write_new, writing
+from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import document_of, read_document
+from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
 from mechinterp.checkpoints.native.tensors import (
     PREFIX,
     fill_with_tensors,
@@ -29,10 +33,13 @@ from mechinterp.checkpoints.native.tensors import (
 )
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.shapes import BIASES
+from mechinterp.models.shapes import BIASES, tensor_shapes
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"
+ARRAYS = "arrays"
+CONFIG = "config"
+"""Name of the config's text in an .npz file."""
 SIDE_CAR = "transformer_lens.json"
 LEAST_N_CTX = 1024
 SCRIPT = Path(__file__).with_name("load.py.txt")
@@ -128,3 +135,57 @@ def _settings(config: ExperimentConfig) -> dict[str, object]:
         "attention": "softmax",
         "readout": "y_entries",
     }
+
+
+def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
+    """Write a model's tensors and its config. One attention layer gets W_Q, W_K (or W_QK), W_V
+    [head, d_model, d_head], W_O [head, d_head, d_y] and biases; other models get all tensors by
+    their names in HookedTransformer.
+
+    Raises:
+        CheckpointError: If the file exists, does not end in .npz or cannot be written.
+    """
+    if os.path.lexists(file):
+        raise CheckpointError(f"{file}: already exists; it is not overwritten.")
+    if file.suffix != ".npz":
+        raise CheckpointError(f"{file}: must end in .npz.")
+    document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
+    arrays = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
+    if checkpoint.config.model.one_attention:
+        arrays = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
+        for name in {"W_O", "b_O"} & set(arrays):
+            arrays[name] = arrays[name][..., checkpoint.task.d_x :]
+    text = np.array(json.dumps(document))
+    # An open file, because numpy would append .npz to the name of the temporary file.
+    with writing(file):
+        write_new(file, lambda target: _save(target, arrays | {CONFIG: text}))
+    return file
+
+
+def _save(target: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with target.open("wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # numpy < 2.1 has no option allow_pickle
+
+
+def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpoint:
+    """Checkpoint from arrays that come with their config.
+
+    Raises:
+        CheckpointError: If the config cannot be read, or the arrays do not belong to such a model.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {CONFIG} must be JSON ({one_line(error)}).") from None
+    if isinstance(document, dict) and "experiment" not in document:
+        document = {"format_version": 1, "step": 0, "experiment": document}
+    document, config = document_parts(document, file)
+    known = tensor_shapes(config.model, config.task.d_x, config.task.d_y)
+    named = {PREFIX + n if PREFIX + n in known else n: tensor for n, tensor in tensors.items()}
+    if strange := [name.removeprefix(PREFIX) for name in named if name not in known]:
+        raise CheckpointError(f"{file}: {strange[0]} is not among the arrays of such a model.")
+    for name in {PREFIX + "W_O", PREFIX + "b_O"} & set(named) if config.model.one_attention else ():
+        if named[name].ndim and named[name].shape[-1] == config.task.d_y:
+            named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
+    weights = weights_from(named, config, file)
+    return Checkpoint(file, config, document["step"], weights, ARRAYS, document["assumed"])
