@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.pruning import save_pruned
-from mechinterp.analysis.ablation.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.ablation.orders import pruning_curves
+from mechinterp.analysis.ablation.pruning import prune_by_rules, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses

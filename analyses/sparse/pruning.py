@@ -49,12 +49,9 @@ def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
 
 def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
     """Cost of a rule, and the error of each prompt under it; both cross-fitted."""
-    every = np.ones(len(errors.prompts), dtype=bool)
-    kept, rise = crossed.choose(errors, rule, every, sequential=False)
     choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
     masks = [crossed.masked_by(heads) for heads in choices.kept]
-    found = rules.pruning_of(errors, kept, rise, choices)
-    return found, choices.crossed(errors.of(masks).T)
+    return rules.pruned_by(errors, rule), choices.crossed(errors.of(masks).T)
 
 
 def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) -> pd.DataFrame:

@@ -135,7 +135,7 @@ ANALYSES: dict[str, Analysis] = {
         title="Ablation of single heads",
     ),
     "prune": Analysis(
-        "ablation.pruning_curves:prune_by_rules_and_orders",
+        "ablation.pruning:prune_by_rules",
         on_page=has.more_than_attention,
         title="Pruning",
     ),

@@ -1,16 +1,15 @@
 """Cross-fitting: heads are chosen on random halves of the prompts, and their cost is measured on
 the other halves."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.probing.linear import cross_validated, streams
-from mechinterp.analysis.stats import mean_and_sem, random_halves, ratio_and_sem
+from mechinterp.analysis.stats import random_halves, ratio_and_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.predictor import Predictor, Source
@@ -20,7 +19,6 @@ Rule = Callable[[np.ndarray], np.ndarray]
 """Function from the rises [layer, head] of the excess risk to a mask [layer, head], True for heads
 that are kept."""
 Mask = tuple[Head, ...]
-T = TypeVar("T")
 SPLITS = 8
 """Number of random halvings of the prompts. More halvings average over more choices and cost more
 runs."""
@@ -42,42 +40,20 @@ class Choices:
         """Share of the choices that keep each head."""
         return np.tensordot(self.share, self.kept, axes=1)
 
-    def risk(
-        self,
-        errors: Float[np.ndarray, "set prompt"],
-        fit_sem: Float[np.ndarray, " set"] | None = None,
-    ) -> tuple[float, float]:
-        """Mean over prompts of the cross-fitted error, and its standard error.
-
-        Args:
-            fit_sem: Standard error of each set's mean due to a fitted read-out; None without a fit.
-        """
-        risk, sem = mean_and_sem(self.crossed(errors))
-        return float(risk), self._all_errors(sem, errors.mean(1), fit_sem)
-
     def ratio(
         self,
         errors: Float[np.ndarray, "set prompt"],
         full: Float[np.ndarray, " prompt"],
-        fit_sem: Float[np.ndarray, " set"] | None = None,
+        fit_sem: Float[np.ndarray, " set"] | float = 0.0,
     ) -> tuple[float, float]:
         """Ratio of the cross-fitted risk to another risk on the same prompts, with its standard
-        error."""
+        error over prompts, choices and fits; next to errors of 1 the risk itself.
+
+        Args:
+            fit_sem: Standard error of each set's mean due to a fitted read-out.
+        """
         ratio, sem = ratio_and_sem(self.crossed(errors), full)
-        fit_sem = None if fit_sem is None else fit_sem / full.mean()
-        return float(ratio), self._all_errors(sem, ratio_and_sem(errors.T, full)[0], fit_sem)
-
-    def crossed(self, errors: Float[np.ndarray, "set prompt"]) -> Float[np.ndarray, " prompt"]:
-        """Error of each prompt, averaged over the choices that did not use it."""
-        return (self.weight * errors).sum(0)
-
-    def _all_errors(
-        self,
-        sem: np.ndarray,
-        values: Float[np.ndarray, " set"],
-        fit_sem: Float[np.ndarray, " set"] | None,
-    ) -> float:
-        """Standard error over prompts, choices and fits."""
+        values = ratio_and_sem(errors.T, full)[0]
         # The mean over many halves of the same prompts varies from sample to sample by the covariance C
         # of the values of two halves. The spread over the halves is V = variance of one value - C. Two
         # halves share half of their prompts, so the two rises that decide them have correlation 1/2.
@@ -88,8 +64,12 @@ class Choices:
         # conservative. V is then small, and 0 for a clear choice.
         between = self.share @ np.square(values - self.share @ values) / 2
         # All fits see the same noise, so their errors add up.
-        fit = 0.0 if fit_sem is None else self.share @ fit_sem
-        return float(np.sqrt(sem**2 + between + fit**2))
+        fit = (self.share * fit_sem).sum() / full.mean()
+        return float(ratio), float(np.sqrt(sem**2 + between + fit**2))
+
+    def crossed(self, errors: Float[np.ndarray, "set prompt"]) -> Float[np.ndarray, " prompt"]:
+        """Error of each prompt, averaged over the choices that did not use it."""
+        return (self.weight * errors).sum(0)
 
 
 class MaskedErrors:
@@ -105,24 +85,22 @@ class MaskedErrors:
 
     def of(self, masks: Sequence[Sequence[Head]]) -> Float[np.ndarray, "prompt mask"]:
         """Errors under each mask."""
-
-        def run(missing: list[Mask]) -> np.ndarray:
-            return masked_errors(self.predictor, self.prompts, missing, progress=self.progress).T
-
-        errors = _looked_up(self._as_is, masks, run)
-        return np.stack(errors, axis=1)
+        keys = [tuple(sorted(mask)) for mask in masks]
+        if new := [key for key in dict.fromkeys(keys) if key not in self._as_is]:
+            errors = masked_errors(self.predictor, self.prompts, new, progress=self.progress)
+            self._as_is |= zip(new, errors.T, strict=True)
+        return np.stack([self._as_is[key] for key in keys], axis=1)
 
     def refitted(
         self, masks: Sequence[Sequence[Head]]
     ) -> tuple[Float[np.ndarray, "prompt mask"], Float[np.ndarray, " mask"]]:
         """Errors with a new read-out for each mask, and the standard error of each mean due to the
         fit."""
-
-        def run(missing: list[Mask]) -> list[tuple[np.ndarray, float]]:
-            shown = self.progress(missing, "new read-outs")
-            return [refit_errors(self.predictor, self.prompts, mask) for mask in shown]
-
-        errors, fit_sems = zip(*_looked_up(self._refitted, masks, run), strict=True)
+        keys = [tuple(sorted(mask)) for mask in masks]
+        new = [key for key in dict.fromkeys(keys) if key not in self._refitted]
+        for key in self.progress(new, "new read-outs") if new else ():
+            self._refitted[key] = refit_errors(self.predictor, self.prompts, key)
+        errors, fit_sems = zip(*(self._refitted[key] for key in keys), strict=True)
         return np.stack(errors, axis=1), np.array(fit_sems)
 
     def rises(
@@ -133,18 +111,6 @@ class MaskedErrors:
         heads = [(layer, head) for layer in layers for head in range(self.predictor.n_heads)]
         errors = self.of([gone, *([*gone, head] for head in heads)])[scored].mean(0)
         return (errors[1:] - errors[0]).reshape(len(layers), self.predictor.n_heads)
-
-
-def _looked_up(
-    known: dict[Mask, T],
-    masks: Sequence[Sequence[Head]],
-    run: Callable[[list[Mask]], Iterable[T]],
-) -> list[T]:
-    """Cached values of the masks; missing ones are run first."""
-    keys = [tuple(sorted(mask)) for mask in masks]
-    if missing := [key for key in dict.fromkeys(keys) if key not in known]:
-        known |= zip(missing, run(missing), strict=True)
-    return [known[key] for key in keys]
 
 
 def choose(

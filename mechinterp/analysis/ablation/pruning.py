@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 
 from mechinterp.analysis.ablation.cross_fitting import (
     SPLITS,
-    Choices,
     MaskedErrors,
     Rule,
     checked,
@@ -18,8 +17,10 @@ from mechinterp.analysis.ablation.cross_fitting import (
     choose,
     masked_by,
 )
-from mechinterp.analysis.ablation.pruning_result import Pruning
-from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
+from mechinterp.analysis.ablation.masked_risk import single_masks
+from mechinterp.analysis.ablation.orders import greedy_heads, pruning_curves
+from mechinterp.analysis.ablation.pruning_result import FULL, Pruning, PruningByRules
+from mechinterp.analysis.stats import carried_by_few, estimates, halves, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
@@ -36,7 +37,7 @@ def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "
         >>> best_head_later(np.array([[1.0, 2.0], [1.0, 2.0], [0.0, -1.0]])).tolist()
         [[True, True], [False, True], [True, False]]
     """
-    kept = _only(rise.argmax(1), rise.shape[1])
+    kept = rise.argmax(1)[:, None] == np.arange(rise.shape[1])
     kept[0] = True
     return kept
 
@@ -50,7 +51,7 @@ def least_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, 
 def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
     """Control: keeps the head with the largest rise of the first layer, and all heads of the later
     layers."""
-    kept = _only(rise.argmax(1), rise.shape[1])
+    kept = rise.argmax(1)[:, None] == np.arange(rise.shape[1])
     kept[1:] = True
     return kept
 
@@ -62,6 +63,10 @@ RULES: dict[str, Rule] = {
     "least-later": least_head_later,
     "best-first": best_head_first,
 }
+GREEDY_HEADS = 32
+"""Largest number of heads with a greedy search, which needs n (n + 1) / 2 masks."""
+LEAST_PART = 64
+"""Smallest number of prompts in a part, if there are as many."""
 
 
 def prune(
@@ -121,37 +126,86 @@ def prune(
 
 
 def pruned_by(
-    errors: MaskedErrors, rule: Rule, *, sequential: bool = False, splits: int
+    errors: MaskedErrors, rule: Rule, *, sequential: bool = False, splits: int = SPLITS
 ) -> Pruning:
     """Heads that a rule keeps and their cost, chosen on all prompts and on halves of them."""
-    every = np.ones(len(errors.prompts), dtype=bool)
-    kept, rise = choose(errors, rule, every, sequential=sequential)
+    prompts = np.ones(len(errors.prompts))
+    kept, rise = choose(errors, rule, prompts > 0, sequential=sequential)
     choices = choices_on_halves(errors, rule, sequential=sequential, splits=splits)
-    return pruning_of(errors, kept, rise, choices)
-
-
-def pruning_of(
-    errors: MaskedErrors,
-    kept: Bool[np.ndarray, "layer head"],
-    rise: Float[np.ndarray, "layer head"],
-    choices: Choices,
-) -> Pruning:
-    """Result of a choice of heads: its cost on prompts that were not used in the choice, next to
-    the full model."""
     masks = [masked_by(each) for each in choices.kept]
-    full, as_is = errors.of([[]])[:, 0], errors.of(masks).T
-    (full_refitted, (full_fit,)), (refitted, fits) = errors.refitted([[]]), errors.refitted(masks)
-    full_refit_risk, full_refit_sem = mean_and_sem(full_refitted[:, 0])
+    full, as_is = errors.of([[]]), errors.of(masks).T
+    (full_refitted, full_fit), (refitted, fits) = errors.refitted([[]]), errors.refitted(masks)
+    risk, sem = mean_and_sem(full_refitted[:, 0])
     costs = estimates(
-        risk=choices.risk(as_is),
-        ratio=choices.ratio(as_is, full),
-        refit_risk=choices.risk(refitted.T, fits),
-        refit_ratio=choices.ratio(refitted.T, full, fits),
-        full_risk=mean_and_sem(full),
-        full_refit_risk=(full_refit_risk, np.hypot(full_refit_sem, full_fit)),
+        risk=choices.ratio(as_is, prompts),
+        ratio=choices.ratio(as_is, full[:, 0]),
+        refit_risk=choices.ratio(refitted.T, prompts, fits),
+        refit_ratio=choices.ratio(refitted.T, full[:, 0], fits),
+        full_risk=mean_and_sem(full[:, 0]),
+        full_refit_risk=(risk, np.hypot(sem, full_fit[0])),
     )
     few = bool(carried_by_few(choices.crossed(as_is)))
     return Pruning(kept=kept, rise=rise, chosen=choices.chosen, carried_by_few=few, **costs)
+
+
+def prune_by_rules(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> PruningByRules:
+    """Excess risk as heads are masked for good: by rules that choose heads, and one head after
+    another.
+
+    For the rules the prompts are halved at random 8 times: heads are chosen on each half and
+    measured on the other. ± is over prompts and choices. A new read-out is a cross-validated ridge
+    regression on the stream at the query; it separates lost information from information that is
+    only stored differently. One order follows the rises of the single masks on the first half of
+    the prompts. The greedy order, for up to 32 heads, masks at each step the head whose loss costs
+    least in addition to those before it. The risks of the curves use other prompts, a quarter of
+    the second half. Nothing is retrained.
+
+    Args:
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are fewer than 8 prompts, or too few for a read-out.
+    See also:
+        `prune`, `ablate_heads`.
+    Example:
+        >>> from mechinterp.models.constructions.descent import gradient_descent_model
+        >>> found = prune_by_rules(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=64)
+        >>> found.rules, found.curves.orders
+        (('full model',), ('greedy', 'least rise first'))
+    """
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
+    predictor = predictor_of(source)
+    scored, measured = halves(prompts)
+    heads = predictor.heads
+    rises = single_masks(predictor, scored, progress=progress)[1].mean(0).ravel()
+    orders = {"least rise first": [heads[i] for i in rises.argsort(kind="stable")]}
+    if len(heads) <= GREEDY_HEADS:
+        chosen_on, _ = halves(_part(scored, 8))
+        orders = {"greedy": greedy_heads(predictor, chosen_on, progress=progress), **orders}
+    curves = pruning_curves(predictor, _part(measured, 4), orders, progress=progress)
+    errors = MaskedErrors(predictor, prompts, progress)
+    full = pruned_by(errors, lambda rise: np.ones(rise.shape, dtype=bool))
+    by_rule = {name: pruned_by(errors, rule) for name, rule in RULES.items()}
+    pruned = {name: each for name, each in by_rule.items() if not each.kept.all()}
+    return PruningByRules({FULL: full, **pruned}, curves)
+
+
+def _part(prompts: Prompts, part: int) -> Prompts:
+    """The first prompts, one in `part` but at least LEAST_PART; an even number, because prompts may
+    swap in pairs."""
+    size = min(max(len(prompts) // part, LEAST_PART), len(prompts))
+    return prompts[: size // 2 * 2]
 
 
 def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
@@ -209,8 +263,3 @@ def save_pruned(
             f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
         )
     return saved
-
-
-def _only(heads: np.ndarray, n_heads: int) -> np.ndarray:
-    """Mask with one head per layer."""
-    return heads[:, None] == np.arange(n_heads)
