@@ -123,7 +123,6 @@ def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
     assert found.carried == ["L0H0"]
     assert list(found.to_frame())[3:5] == ["median_rise", "rise"]
     assert list(found.layer_frame())[2:4] == ["effective_heads_of_medians", "effective_heads"]
-    assert found.typical_effective_heads.tolist() == found.effective_heads_of_medians.tolist()
     assert f"(zero: L0H0 median {found.median_rise[0, 0]:+.3g}, mean +" in repr(found)
     few = prune(model, prompts, rule=lambda rise: np.array([[False, True]]))
     assert few.carried_by_few

@@ -38,7 +38,7 @@ EDGES = "Edges between heads"
 FIGURES = [
     *("figure-classify", "figure-circuits", "figure-attention", "figure-similarity"),
     *("figure-baselines", "figure-ablation", "figure-head_importance"),
-    *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
+    *("figure-pruning", "figure-rules", "figure-chosen"),
     *("figure-probe_r2", "figure-probe_risk", "figure-read_out_by_layer"),
 ]
 
@@ -127,7 +127,7 @@ def test_every_column_is_explained(written: Report):
     assert unexplained_columns(written.page) == set()
 
 
-def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
+def test_a_head_may_cost_more_than_its_layer(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
     weights = random_model(**WIDE).weights
     tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
@@ -138,9 +138,7 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     tensors["attn.W_O"][2, 1] *= -100
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
-    page = opened(write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
-    assert re.search(r"all of layer 2 costs 0 y², less than L2H[01] alone \(\d+ ± \d+\)", page.text)
-    assert re.search(r"all of layer 1 costs", page.text) is None
+    write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64)
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
     assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]
 

@@ -8,7 +8,6 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 
-from mechinterp import figures
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors
 from mechinterp.analysis.ablation.single import HeadAblation, rises_by_method, single_ablation
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
@@ -41,7 +40,7 @@ class Ablations(Result):
         return f"Ablations({', '.join(map(repr, self.methods))})"
 
     def sentences(self) -> list[str]:
-        """Excess risk, the head with the largest rise, and the limits of what such rises show."""
+        """Excess risk, the head with the largest rise, and rises that need care."""
         zero = self.methods[0]
         layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
         sentences = [
@@ -49,11 +48,20 @@ class Ablations(Result):
             f"Masking L{layer}H{head} {'raises it most' if zero.rise[at] > 0 else 'lowers it least, as every mask does'}, by "
             f"{with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over prompts; the median rise is "
             f"{digits(zero.median_rise[at])}.",
-            *self._spread(),
-            *self._carried(),
-            *self._broken(),
-            *self._cautioned(),
         ]
+        carried = [
+            f"{', '.join(one.carried)} ({one.method})" for one in self.methods if one.carried
+        ]
+        if carried:
+            heads = "; ".join(carried)
+            sentences.append(
+                f"1% of the prompts make up most of the mean rise of {heads}: read the median."
+            )
+        if zero.breaking:
+            heads, risk = ", ".join(zero.breaking), digits(zero.null_risk)
+            sentences.append(
+                f"Without one of {heads} the model is worse than predicting 0 ({risk} y²)."
+            )
         if self.subsets is None and self.layer_rise is None:
             sentences.append(
                 f"Subsets are left out: they need one layer of attention with at most {MAX_SUBSET_HEADS} heads."
@@ -129,93 +137,11 @@ class Ablations(Result):
             return zero.plot()
         return rises_by_method(self.methods, "Rise of the excess risk when a head is masked")
 
-    def plot_effective_heads(self) -> go.Figure:
-        """Effective number of heads of each layer, by every method."""
-        return figures.bars(
-            [f"layer {layer}" for layer in range(len(self.methods[0].rise))],
-            {
-                f"{one.method} ablation": (one.effective_heads, one.effective_heads_sem)
-                for one in self.methods
-            },
-            title="Effective number of heads of each layer",
-            y_title="effective heads",
-        )
-
     def figures(self) -> dict[str, go.Figure]:
-        """Rises and Shapley values for one layer; rises, importance and effective heads for several layers."""
+        """Rises, with Shapley values for one layer and importance for several."""
         if self.subsets is not None:
             return {"ablation": self.plot(), "shapley": self.subsets.plot()}
-        zero = self.methods[0]
-        return {
-            "ablation": self.plot(),
-            "head_importance": zero.plot_importance(),
-            "effective_heads": self.plot_effective_heads(),
-        }
-
-    def _spread(self) -> list[str]:
-        zero = self.methods[0]
-        if self.layer_rise is None:
-            return []
-        rows = zip(zero.typical_effective_heads, zero.effective_heads_sem, strict=True)
-        counts = [with_error(*row) for row in rows]
-        for layer in np.flatnonzero(np.asarray(zero.carried_by_few.any(1))):
-            counts[layer] = f"{zero.typical_effective_heads[layer]:.2f} by medians"
-        spread = ", ".join(f"{count} in layer {layer}" for layer, count in enumerate(counts))
-        return [f"Effective number of heads, of {zero.rise.shape[1]} per layer: {spread}."]
-
-    def _carried(self) -> list[str]:
-        """Sentence on heads whose mean rise comes from few prompts; empty without such heads."""
-        heads: dict[str, list[str]] = {}
-        for one in self.methods:
-            heads.setdefault(", ".join(one.carried), []).append(one.method)
-        carried = [f"{names} ({', '.join(by)} ablation)" for names, by in heads.items() if names]
-        if not carried:
-            return []
-        return [
-            f"1% of the prompts make up most of the mean rise of {'; '.join(carried)}: read the median."
-        ]
-
-    def _broken(self) -> list[str]:
-        """Sentence on heads without which the model is worse than predicting 0, and why; empty
-        without such heads."""
-        zero = self.methods[0]
-        if not zero.breaking:
-            return []
-        why = (
-            "heads whose outputs balanced no longer cancel, so that a large rise does not show that one head could do "
-            "the task alone."
-            if self.layer_rise is None
-            else "later layers get inputs that they have never seen. The size of such a rise shows that something breaks, "
-            "not how much the head computes."
-        )
-        heads = f"{'any of ' if len(zero.breaking) > 1 else ''}{', '.join(zero.breaking)}"
-        return [
-            f"Without {heads} the model is worse than predicting 0 ({digits(zero.null_risk)} y²): {why}"
-        ]
-
-    def _cautioned(self) -> list[str]:
-        """Sentence on what masks of single heads do not show, and the layers that cost less than
-        one of their heads."""
-        if self.layer_rise is None or self.layer_rise_sem is None:
-            return []
-        zero, heavier = self.methods[0], []
-        for layer, (rise, sem) in enumerate(zip(self.layer_rise, self.layer_rise_sem, strict=True)):
-            at = layer, int(zero.rise[layer].argmax())
-            one, one_sem = zero.rise[at], zero.rise_sem[at]
-            if zero.rise.shape[1] > 1 and one - rise > 2 * np.hypot(one_sem, sem):
-                heavier.append(
-                    f"all of layer {layer} costs {with_error(rise, sem)} y², less than L{layer}H{at[1]} "
-                    f"alone ({with_error(one, one_sem)})"
-                )
-        here = (
-            f"In this model {'; '.join(heavier)}"
-            if heavier
-            else "In this model no head costs more than its layer"
-        )
-        return [
-            "A mask measures one head while all others stay: heads that replace each other cost little one by one and much "
-            f"together. {here}."
-        ]
+        return {"ablation": self.plot(), "head_importance": self.methods[0].plot_importance()}
 
 
 def ablate(
@@ -254,22 +180,16 @@ def ablate(
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
     predictor = predictor_of(source)
+    used = {how: even if how == "resample" else prompts for how in METHODS}
     methods = [
-        single_ablation(
-            predictor, even if how == "resample" else prompts, Masking(how), progress=progress
-        )
-        for how in METHODS
+        single_ablation(predictor, some, Masking(how), progress=progress)
+        for how, some in used.items()
     ]
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(source, prompts) if few else None
     if predictor.n_layers == 1:
         return Ablations(tuple(methods), subsets)
-    masks = [
-        [],
-        *(
-            [head for head in predictor.heads if head[0] == layer]
-            for layer in range(predictor.n_layers)
-        ),
-    ]
-    errors = masked_errors(predictor, prompts, masks)
+    layers = range(predictor.n_layers)
+    masks = [[head for head in predictor.heads if head[0] == layer] for layer in layers]
+    errors = masked_errors(predictor, prompts, [[], *masks])
     return Ablations(tuple(methods), subsets, *mean_and_sem(errors[:, 1:] - errors[:, :1]))

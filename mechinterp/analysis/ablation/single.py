@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
@@ -52,35 +53,8 @@ AT_POSITIONS = 256
 """Default number of prompts with positions; every head and position needs a run on them."""
 
 
-class LayerShares:
-    """Distribution of the rises of heads within each layer, for one or several models."""
-
-    rise: Float[np.ndarray, "*axes layer head"]
-
-    @property
-    def importance(self) -> Float[np.ndarray, "*axes layer head"]:
-        """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of
-        a layer counts."""
-        return layer_shares(self.rise)
-
-    @property
-    def top_share(self) -> Float[np.ndarray, "*axes layer"]:
-        """Largest importance of a head in the layer."""
-        return self.importance.max(-1)
-
-    @property
-    def top_head(self) -> Int[np.ndarray, "*axes layer"]:
-        """Head of the layer with the largest rise."""
-        return self.rise.argmax(-1)
-
-    @property
-    def top_rise(self) -> Float[np.ndarray, "*axes layer"]:
-        """Rise when that head is masked, unit of the metric."""
-        return self.rise.max(-1)
-
-
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class HeadAblation(OfMetric, LayerShares, Result):
+class HeadAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
@@ -115,6 +89,11 @@ class HeadAblation(OfMetric, LayerShares, Result):
     mlp_rise: Float[np.ndarray, " layer"] | None = None
     """Rise when the MLP of a layer is masked, unit of the metric; None unless asked for."""
     mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
+    COLUMNS: ClassVar = {
+        "top_share": "Largest importance of a head in the layer.",
+        "top_head": "Head of the layer with the largest rise.",
+        "top_rise": "Rise when that head is masked, unit of the metric.",
+    }
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
@@ -132,16 +111,15 @@ class HeadAblation(OfMetric, LayerShares, Result):
         return f"{self.metric} {risk} {self.unit}".strip()
 
     @property
+    def importance(self) -> Float[np.ndarray, "layer head"]:
+        """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of
+        a layer counts."""
+        return layer_shares(self.rise)
+
+    @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` of `median_rise` instead of `rise`."""
         return _effective_number(self.median_rise)
-
-    @property
-    def typical_effective_heads(self) -> Float[np.ndarray, " layer"]:
-        """`effective_heads_of_medians` for layers where few prompts dominate a rise, else
-        `effective_heads`."""
-        few = self.carried_by_few.any(1)
-        return np.where(few, self.effective_heads_of_medians, self.effective_heads)
 
     @property
     def carried(self) -> list[str]:
@@ -178,10 +156,10 @@ class HeadAblation(OfMetric, LayerShares, Result):
 
         Numbers of medians come first if few prompts dominate a rise."""
         names = self._first_of("effective_heads", "effective_heads_of_medians")
-        names = (*names, "top_share", "top_head", "top_rise")
         frame = frame_of(self, *names, layer=range(len(self.rise)))
         frame.insert(0, "method", self.method)
-        return frame
+        top = {"top_share": self.importance.max(1), "top_head": self.rise.argmax(1)}
+        return frame.assign(**top, top_rise=self.rise.max(1))
 
     def _first_of(self, mean: str, median: str) -> tuple[str, ...]:
         """Mean, its error and median; the median comes first if few prompts dominate a rise."""
@@ -295,7 +273,12 @@ def ablate_heads(
         order = greedy_heads(predictor, chosen_on, how, progress)
         return pruning_curves(predictor, measured_on, {"greedy": order}, how, progress)
     found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
-    return _with_mlps(found, predictor, prompts, how, progress) if mlps else found
+    if not mlps:
+        return found
+    gone = [(), *((layer,) for layer in range(predictor.n_layers))]
+    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
+    rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
+    return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
 
 
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
@@ -349,19 +332,6 @@ def single_ablation(
             full_risk=mean_and_sem(full),
         ),
     )
-
-
-def _with_mlps(
-    found: HeadAblation,
-    predictor: Predictor,
-    prompts: Prompts,
-    how: Masking,
-    progress: ProgressCallback,
-) -> HeadAblation:
-    gone = [(), *((layer,) for layer in range(predictor.n_layers))]
-    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
-    rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
-    return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
 
 
 def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str) -> None:
