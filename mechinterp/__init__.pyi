@@ -4,6 +4,7 @@ from mechinterp.analysis.ablation.fine_tuning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
+from mechinterp.analysis.comparison import sweep_frame as sweep_frame
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
@@ -25,7 +26,6 @@ from mechinterp.analysis.patching.positions import patch_positions as patch_posi
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.probing import p_probe as p_probe
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
-from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,

@@ -116,7 +116,7 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.sweep_table import sweep_frame
+    from mechinterp.analysis.comparison import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.report.bars import progress_bar
@@ -144,7 +144,7 @@ def sweep(
 
 def _merge(out: Path, given: object, as_json: bool) -> None:
     """Make one run of the shards of a sweep, with one table."""
-    from mechinterp.analysis.sweep_table import sweep_frame
+    from mechinterp.analysis.comparison import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.training.shards import delete_shards, merge_shards
