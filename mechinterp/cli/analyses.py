@@ -1,6 +1,7 @@
 """Commands that run one analysis of one model, with options made from the arguments of its
 function: argument parsing only."""
 
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
@@ -26,8 +27,9 @@ from mechinterp.cli.options import (
 from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say, say_json
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mechinterp.analysis.ablation.fine_tuning import FineTuning
-    from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -190,8 +192,8 @@ def prune(
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
-    paths = (path, *asked.files) if out is None else (path, *asked.files, out)
-    with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
+    tuned, written = None, filter(None, [out])
+    with about_paths(path, *asked.files, *written), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         if checkpoint.config.model.n_layers == 1:
             raise ValueError(
@@ -201,9 +203,8 @@ def prune(
         pruned = pruning.prune(
             checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
         )
-        tuned = None
         if fine_tune is not None:
-            tuned = _fine_tuned(checkpoint, pruned, asked, steps=fine_tune, progress=progress)
+            tuned = _fine_tuned(checkpoint, pruned.kept, asked, fine_tune, progress)
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -211,8 +212,7 @@ def prune(
     if asked.as_json:
         document = to_json("prune", checkpoint, pruned)
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
-        document["checkpoint"] = None if out is None else str(out)
-        return say_json(document)
+        return say_json(document | {"checkpoint": None if out is None else str(out)})
     say_of(path, led(checkpoint, to_text("prune", pruned, wide=asked.wide)))
     if tuned is not None:
         say(wrapped(*tuned.sentences()))
@@ -227,9 +227,8 @@ def led(checkpoint: "Checkpoint", text: str) -> str:
 
 def _fine_tuned(
     checkpoint: "Checkpoint",
-    pruned: "Pruning",
+    kept: "np.ndarray",
     asked: Asked,
-    *,
     steps: int,
     progress: "ProgressCallback",
 ) -> "FineTuning":
@@ -241,7 +240,7 @@ def _fine_tuned(
         )
     # The heads are chosen on the prompts of the options, so the losses are measured on others.
     others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
-    return fine_tune(checkpoint, pruned.kept, others, steps=steps, progress=progress)
+    return fine_tune(checkpoint, kept, others, steps=steps, progress=progress)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:
@@ -258,36 +257,27 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
         {'layer': 1, 'variant': 'map'}
     """
     hints = get_type_hints(analysis.function)
-    kinds = {
-        option: kind
-        for option, parameter in analysis.options.items()
-        if option not in SHARED and (kind := _kind(hints.get(option), parameter)) is not None
-    }
-    settings: dict[str, object] = {}
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        option, equals, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        off = key.removeprefix("no_")
-        if kinds.get(off) is bool and not equals:
-            settings[off] = key == off
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    flags = []
+    for option, parameter in analysis.options.items():
+        kind = _kind(hints.get(option), parameter)
+        if option in SHARED or kind is None:
             continue
-        if not option.startswith("--") or key not in kinds or kinds[key] is bool:
-            known = (
-                ", ".join(f"--{each.replace('_', '-')}" for each in kinds) or "no further options"
-            )
-            raise ValueError(f"{name} takes {known}, got {word}.")
-        if not equals:
-            if not left:
-                raise ValueError(f"{option} needs a value.")
-            value = left.pop(0)
-        kind = kinds[key]
-        if isinstance(kind, tuple):
-            settings[key] = [*settings.get(key, []), _value(option, value, kind[0])]  # type: ignore[misc]
+        flags.append(f"--{option.replace('_', '-')}")
+        if kind is bool:
+            parser.add_argument(flags[-1], action=BooleanOptionalAction, default=SUPPRESS)
+        elif isinstance(kind, tuple):
+            parser.add_argument(flags[-1], action="append", type=kind[0], default=SUPPRESS)
         else:
-            settings[key] = _value(option, value, kind)
-    return settings
+            parser.add_argument(flags[-1], type=kind, default=SUPPRESS)
+    try:
+        settings, unknown = parser.parse_known_args(list(words))
+    except ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}.") from None
+    if unknown:
+        known = ", ".join(flags) or "no further options"
+        raise ValueError(f"{name} takes {known}, got {unknown[0]}.")
+    return vars(settings)
 
 
 def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
@@ -304,11 +294,3 @@ def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
         if get_origin(choice) in (list, tuple, Sequence):
             return _kind(choice, parameter)
     return None
-
-
-def _value(option: str, word: str, kind: type) -> object:
-    try:
-        return kind(word)
-    except ValueError:
-        words = {int: "an integer", float: "a number"}
-        raise ValueError(f"{option} must be {words[kind]}, got {word!r}.") from None
