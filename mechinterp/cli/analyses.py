@@ -7,7 +7,7 @@ from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -135,17 +135,11 @@ def show(
 
     with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
-        drawn_by: dict[str, Any] = {
-            "prompts": asked.given,
-            "context_length": asked.context_length,
-            "n_prompts": asked.n_prompts,
-            "seed": asked.seed,
-            "progress": progress,
-        }
+        given = asked.drawn_by | {"progress": progress}
         if steps:
-            result: Finding = over_steps(checkpoint, name, **drawn_by | dict(settings or {}))
+            result: Finding = over_steps(checkpoint, name, **given | dict(settings or {}))
         else:
-            result = run_analysis(name, checkpoint, **drawn_by, settings=settings)
+            result = run_analysis(name, checkpoint, **given, settings=settings)
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:

@@ -12,10 +12,9 @@ from typing import Annotated
 import typer
 
 from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
-from mechinterp.cli.checkpoints import classify, convert, info
+from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
-from mechinterp.cli.reports import report
 from mechinterp.cli.training import predict_jumps, say, sweep, train
 
 app = typer.Typer(

@@ -6,16 +6,16 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.errors import NotUnderstoodError
-from mechinterp.cli.hints import hints_of
 from mechinterp.cli.training import (
     DeviceOption,
     JsonOption,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
@@ -67,6 +66,41 @@ NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 TOO_LARGE = "needs more memory than is available."
 
 
+def _hint_option(hint: Field) -> Any:
+    """Annotation of the option for one field of `Hints`."""
+    more = dict(hint.metadata)
+    kind, names = more.pop("kind", get_args(hint.type)[0]), more.pop("names", ())
+    values = more.pop("values", ())
+    more.setdefault("metavar", "|".join(values) or None)
+    return Annotated[kind | None, typer.Option(*names, **more)]
+
+
+def hints_of(**given: Any) -> Hints:
+    """Settings that the options state for files that do not state them."""
+    from mechinterp.config import task_fields
+
+    task, rows = given.pop("task", None), given.pop("model", None)
+    joins = (row.partition("=") for row in rows or ())
+    model = {name: _typed(value) for name, _, value in joins} or None
+    return Hints(task=None if task is None else task_fields(task), model=model, **given)
+
+
+def _typed(text: str) -> str | bool | int | float:
+    """Value of a typed word: true, false, a number or a text."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+hints_of.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
+        for hint in fields(Hints)
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Asked:
     """Options of all commands about heads."""
@@ -88,6 +122,12 @@ class Asked:
     def given(self) -> "Prompts | None":
         """Prompts of the file; None: prompts are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
+
+    @property
+    def drawn_by(self) -> dict[str, Any]:
+        """Prompts of the file, or number, seed and length of drawn ones, for `run_analysis`."""
+        names = ("n_prompts", "seed", "context_length")
+        return {"prompts": self.given} | {name: getattr(self, name) for name in names}
 
     @property
     def note(self) -> dict[str, object]:
@@ -221,7 +261,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
 class Files:
     """How options let files be read, and the device on which models run."""
 
-    hints: "Hints"
+    hints: Hints
     device: str = "cpu"
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
