@@ -11,10 +11,16 @@ from jaxtyping import Float, Int
 from plotly.basedatatypes import BaseTraceType
 
 from mechinterp import figures
-from mechinterp.analysis.columns import meanings, unit_of
-from mechinterp.analysis.needs import Model
-from mechinterp.analysis.registry import Analysis, analysis_of, run_analysis
-from mechinterp.analysis.result import Finding, Table, figures_of, records, tables_of
+from mechinterp.analysis.registry import Analysis, Model, analysis_of, run_analysis
+from mechinterp.analysis.result import (
+    Finding,
+    Table,
+    figures_of,
+    meanings,
+    records,
+    tables_of,
+    unit_of,
+)
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.progress import ProgressCallback, no_progress

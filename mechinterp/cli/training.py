@@ -65,8 +65,7 @@ def train(
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
-    from mechinterp.report.bars import progress_bar
-    from mechinterp.report.logs import logged
+    from mechinterp.report.bars import logged, progress_bar
     from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 

@@ -18,7 +18,7 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
 from mechinterp.report.contents import section_of
 from mechinterp.report.page import PAGE, Report, require_free, write_page
-from mechinterp.report.parts import Section
+from mechinterp.report.to_html import Section
 
 LONGEST_TABLE = 1000
 

@@ -9,18 +9,23 @@ import plotly.graph_objects as go
 
 from mechinterp import figures
 from mechinterp.analysis.classified import Classified
-from mechinterp.analysis.columns import meanings
-from mechinterp.analysis.needs import one_attention
 from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
-from mechinterp.analysis.registry import ANALYSES, NO_TARGET, Analysis, analysis_of, run_analysis
-from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
+from mechinterp.analysis.registry import (
+    ANALYSES,
+    NO_TARGET,
+    Analysis,
+    analysis_of,
+    one_attention,
+    run_analysis,
+)
+from mechinterp.analysis.result import Card, Finding, figures_of, meanings, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report.parts import Section, Toggles
+from mechinterp.report.to_html import Section, Toggles
 
 HEIGHT, TOP = 420, 60
 """Default height of a figure, and default height of the margin above it, in pixels."""

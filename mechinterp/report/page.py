@@ -20,8 +20,8 @@ from mechinterp.paper import all_drawn, require_format
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
 from mechinterp.report.contents import contents_of
-from mechinterp.report.parts import Section
 from mechinterp.report.to_csv import write_csv
+from mechinterp.report.to_html import Section
 
 PAGE = "index.html"
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}

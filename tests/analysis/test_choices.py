@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.cross_fitting import Choices, random_halves
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import best_head_first, prune, prune_by_rules
+from mechinterp.analysis.ablation.pruning import (
+    Choices,
+    best_head_first,
+    prune,
+    prune_by_rules,
+    random_halves,
+)
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig

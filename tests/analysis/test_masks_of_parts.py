@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mechinterp import dmmse, hook_module, load, masked, sample_prompts, task_pool
-from mechinterp.analysis.ablation.at_positions import PositionAblation
+from mechinterp.analysis.ablation.orders import PositionAblation
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
-from mechinterp.analysis.columns import meanings, unit_of
+from mechinterp.analysis.result import meanings, unit_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import ridge

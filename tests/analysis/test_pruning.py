@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation import pruning
-from mechinterp.analysis.ablation.cross_fitting import masked_by, random_halves
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.orders import pruning_curves
 from mechinterp.analysis.ablation.pruning import (
     RULES,
     best_head_later,
+    masked_by,
     prune,
     prune_by_rules,
     pruned_weights,
+    random_halves,
     save_pruned,
 )
 from mechinterp.analysis.number_format import with_error

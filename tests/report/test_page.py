@@ -11,21 +11,19 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.columns import meanings
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.result import Band, Table
+from mechinterp.analysis.result import Band, Table, meanings
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.report import to_html
-from mechinterp.report.glossary import PAPERS, WORDS
 from mechinterp.report.page import PAGE, Report, write_figure, write_report
-from mechinterp.report.parts import Section
+from mechinterp.report.to_html import PAPERS, WORDS, Section
 from mechinterp.training.train import train_models
 
 N_PROMPTS = 128

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.at_positions import PositionAblation, masked_by_position
 from mechinterp.analysis.ablation.masked_risk import (
     EXCESS,
     Masking,
@@ -26,8 +25,10 @@ from mechinterp.analysis.ablation.masked_risk import (
 )
 from mechinterp.analysis.ablation.orders import (
     PairAblation,
+    PositionAblation,
     PruningCurves,
     greedy_heads,
+    masked_by_position,
     pairs_of,
     pruning_curves,
 )

@@ -3,11 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
-from mechinterp.analysis.learners.nearest import Nearby
-from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming
-from mechinterp.analysis.number_format import beside, digits, explained
-from mechinterp.analysis.verdict import (
+from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Verdict,
     calibration_text,
@@ -15,6 +11,10 @@ from mechinterp.analysis.verdict import (
     nearest_learners,
     none_of,
 )
+from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
+from mechinterp.analysis.learners.nearest import Nearby
+from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming
+from mechinterp.analysis.number_format import beside, digits, explained
 
 
 def layers_verdict(

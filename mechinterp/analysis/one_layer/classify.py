@@ -18,18 +18,23 @@ from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.effective_step import scales_of
-from mechinterp.analysis.one_layer.head_statistics import form_of, read_groups, read_heads
+from mechinterp.analysis.one_layer.head_statistics import (
+    faithfulness,
+    form_of,
+    idealised,
+    read_groups,
+    read_heads,
+    scales_of,
+)
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
     agreed_label,
     head_labels,
     model_label,
 )
+from mechinterp.analysis.one_layer.linear_components import components
 from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
-from mechinterp.analysis.one_layer.pca_components import components
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
-from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.readings import Reading

@@ -1,4 +1,5 @@
-"""Statistics of the heads of a one-layer model, from their circuits and outputs.
+"""Statistics of the heads of a one-layer model, from their circuits and outputs: form, scales, step,
+and the part of the predictions that idealised heads explain.
 
 Heads with equal QK circuits count as one head. One matrix may describe the QK circuits of all
 heads."""
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.thresholds import Thresholds
-from mechinterp.models.heads import share_of
-from mechinterp.models.scores import is_normalised
+from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions.one_layer import from_circuits
+from mechinterp.models.heads import AttentionWeights, share_of
+from mechinterp.models.scores import is_normalised, score_derivative_at_zero
+from mechinterp.theory.softmax import debiased_step_size
 
 SPREAD = 0.25
 """Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
@@ -291,3 +296,147 @@ def _shared(blocks: Tensor, common: CommonMatrix) -> float:
 def _part(part: Tensor, whole: Tensor) -> np.ndarray:
     norm = whole.flatten(1).norm(dim=1)
     return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()
+
+
+ON_SUPPORT = (
+    0.5  # a coordinate belongs to the support if theta exceeds this fraction of its maximum
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Numbers over the active groups of equal heads; omega is the factor of a head on its form."""
+
+    omega_spread: float
+    """max/min - 1 over heads of |omega_mean|. With several responses it is that of the norm of
+    omega, over the heads that serve the same response."""
+    zero_sum: float
+    """|sum mu| / sum |mu|, the largest over responses."""
+    unserved: tuple[int, ...]
+    """Responses that no head serves: their sum of |mu|, relative to the largest, is below the limit
+    `share`."""
+    eta: Float[np.ndarray, " d_y"]
+    """Step size of the model, f'(0) sum mu * omega_mean; unit 1/x^2."""
+    eta_optimal: float
+    """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
+    theta: Float[np.ndarray, "d_y d_x"]
+    """Step size of response n along each coordinate, f'(0) sum mu_n diag(QK); unit 1/x^2."""
+    supports: tuple[tuple[int, ...], ...]
+    """Supports that the task states; otherwise the coordinates where theta_n exceeds half of its
+    maximum."""
+    support_leak: float
+    """Largest |theta_n| off the support divided by the mean on it; 0 for full supports."""
+    theta_spread: float
+    """max/min - 1 of theta_n on its support, the largest over responses."""
+    step: Float[Tensor, "d_y d_x d_x"]
+    """Matrix of the step, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+
+
+def scales_of(
+    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+) -> Scales:
+    """Numbers of the active groups of equal heads.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.5) and (5.7) (theta).
+    """
+    slope = score_derivative_at_zero(
+        weights.score, weights.score_slope, context_length=task.context_length
+    )
+    mu, fitted = groups.mu, form.fitted(groups.blocks)
+    omega = form.omega(groups.blocks).numpy()
+    means = omega.mean(1)
+    sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
+    theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
+    large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
+    supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
+    leak, theta_spread = _on_supports(theta, supports)
+    tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
+    spread = spread_over_heads(*tensors, serving=limits.leak) if len(sizes) else np.nan
+    return Scales(
+        omega_spread=float(spread),
+        zero_sum=float(np.max([_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T])),
+        unserved=_unserved(mu, limits.share),
+        eta=slope * means @ mu,
+        eta_optimal=_optimal_step(task),
+        theta=theta,
+        supports=supports,
+        support_leak=leak,
+        theta_spread=theta_spread,
+        step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
+    )
+
+
+def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
+    total = np.abs(mu).sum(0)
+    return tuple(np.flatnonzero(total <= share * total.max()).tolist()) if len(mu) else ()
+
+
+def _ratio(part: float, whole: float) -> float:
+    """part / whole; infinite if only the whole is 0, NaN if both are 0."""
+    if whole == 0:
+        return float("inf") if part else float("nan")
+    return float(part / whole)
+
+
+def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """Leak of theta off its supports and spread on them; NaN for an empty support."""
+    leak, spread = 0.0, 0.0
+    for row, support in zip(theta, supports, strict=True):
+        on, off = row[list(support)], np.delete(row, list(support))
+        if not len(on) or on.min() <= 0:
+            return float("nan"), float("nan")
+        leak = max(leak, float(np.abs(off).max(initial=0) / on.mean()))
+        spread = max(spread, float(np.ptp(on) / on.min()))
+    return leak, spread
+
+
+def _optimal_step(task: TaskConfig) -> float:
+    if task.covariance.kind != "identity" or task.supports is not None:
+        return float("nan")
+    ratio = task.noise_var / task.signal_var
+    step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    return step / task.covariance.scale
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """Agreement of a substitute's predictions with those of the model."""
+
+    r2: float
+    """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
+    r2_sem: float
+    rms: float
+    """Root of the mean square of model - substitute, unit y."""
+    rms_sem: float
+
+
+def faithfulness(
+    prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
+) -> Faithfulness:
+    """R^2 and error of a substitute's predictions, with standard errors over prompts.
+
+    Example:
+        >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
+        1.0
+    """
+    loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
+    rms = loss**0.5
+    return Faithfulness(r2, r2_sem, rms, sem / (2 * rms) if rms else 0.0)
+
+
+def idealised(
+    weights: AttentionWeights,
+    x_blocks: Float[Tensor, "head d_x d_x"],
+    mu: Float[Tensor, "head d_y"],
+) -> AttentionWeights:
+    """Heads that compare x with x by `x_blocks` and read y_n into prediction n by `mu`, and nothing
+    else."""
+    d_x, d_y = weights.d_x, weights.d_y
+    return from_circuits(
+        torch.nn.functional.pad(x_blocks, (0, d_y, 0, d_y)),
+        torch.nn.functional.pad(torch.diag_embed(mu), (0, 0, d_x, 0)),
+        score=weights.score,
+        score_slope=weights.score_slope,
+        attend_to_self=weights.attend_to_self,
+    )

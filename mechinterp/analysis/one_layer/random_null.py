@@ -11,8 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import Form, common_matrix, spread_over_heads
-from mechinterp.analysis.one_layer.substitution import idealised
+from mechinterp.analysis.one_layer.head_statistics import (
+    Form,
+    common_matrix,
+    idealised,
+    spread_over_heads,
+)
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
