@@ -3,7 +3,7 @@ the evidence, and the verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -104,7 +104,31 @@ class Classification(Evidence, Classified):
     @property
     def verdict(self) -> Verdict:
         """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
-        return heads_verdict(self)
+        pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
+        chance = f"; {chance_text(p, self.n_random, 'random weights')}"
+        if pattern in NO_LABEL:
+            computes = f"{none_of('formulas', pattern)}: {spelled_out(self.reason)}"
+            return nearest_learners(computes, near, chance=chance, doubt=self.task_doubt)
+        label, used = PATTERNS[pattern], self.components
+        if pattern == "kernel_regression":
+            active = np.array(self.labels) != "dummy"
+            computes = _smoother(
+                self.form, self.omega_form[active], self.circuits.mu[active], self.kernel
+            )
+        else:
+            computes = f"{label.text} ({pattern}): {_step(pattern, self.scales)}"
+            if used is not None and used.n_components is not None:
+                count = f"{used.n_components} of {len(used.learned)}"
+                computes += f"; it uses {count} principal directions of x"
+        sure = (
+            f"this formula, with nothing fitted, explains {explained(self.learner.r2, self.learner.r2_sem)} of "
+            f"{self.caveat or 'the predictions'}{chance}{calibration_text(label) if self.calibrated else ''}"
+        )
+        others = [n for n, name in enumerate(near.learners) if name not in label.cases]
+        behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
+        alike = "; ".join(_other(near, n) for n in others if n not in behind)
+        is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
+        return Verdict(computes, sure, is_not, alike, self.task_doubt)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with p-values under random heads."""
@@ -183,35 +207,35 @@ class Classification(Evidence, Classified):
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its range under random weights."""
-        scales, used = self.scales, self.components
+        scales, used, r2 = self.scales, self.components, self.substitution.r2
         values = {
             "pattern": self.pattern,
             "sign_matching": str(self.sign_matching).lower(),
             "omega_spread": cell(scales.omega_spread),
             "zero_sum": cell(scales.zero_sum),
-            "eta": ", ".join(cell(eta) for eta in scales.eta),
+            "eta": ", ".join(map(cell, scales.eta)),
             "optimal eta for the task": cell(scales.eta_optimal),
-            "R² with idealised heads": with_error(self.substitution.r2, self.substitution.r2_sem),
+            "R² with idealised heads": with_error(r2, self.substitution.r2_sem),
             "R² of the closed form": with_error(self.learner.r2, self.learner.r2_sem),
             "R² on its task": cell(self.loss.r2),
         }
         if used is not None:
             n = used.n_components
-            many = "–" if n is None else f"{n} of {len(used.learned)}"
-            values["principal components used"] = many
-            values["learned part of each component"] = ", ".join(map(cell, used.learned))
-            values["share of E y² predicted off the components"] = cell(used.off_diagonal)
-        bands = {
+            values |= {
+                "principal components used": "–" if n is None else f"{n} of {len(used.learned)}",
+                "learned part of each component": ", ".join(map(cell, used.learned)),
+                "share of E y² predicted off the components": cell(used.off_diagonal),
+            }
+        ranges = {
             "omega_spread": self._band("omega_spread", scales.omega_spread),
             "zero_sum": self._band("zero_sum", scales.zero_sum),
-            "R² with idealised heads": self._band("substitution_r2", self.substitution.r2),
+            "R² with idealised heads": self._band("substitution_r2", r2),
             "R² on its task": self._band("task_r2", self.loss.r2),
         }
-        rows = [(n, v, next(iter(bands.get(n, ())), ""), HOW[n]) for n, v in values.items()]
-        reach = "fraction of random models that reach it"
+        rows = [(n, v, next(iter(ranges.get(n, ())), ""), HOW[n]) for n, v in values.items()]
+        least, how = 1 / self.n_random, "fraction of random models that reach it"
         rows += [
-            (f"p of {name}", cell(p, "p_value", 1 / self.n_random), "", reach)
-            for name, p in self.p_values.items()
+            (f"p of {n}", cell(p, "p_value", least), "", how) for n, p in self.p_values.items()
         ]
         return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
 
@@ -220,24 +244,24 @@ class Classification(Evidence, Classified):
         scales, cards = self.circuits, []
         # A score without normalisation attends to opposite tokens with negative weights: omega and
         # mu can flip together.
-        averages = self.kernel not in NO_AVERAGE
+        flips = self.kernel in NO_AVERAGE
         for head, label in enumerate(self.labels):
-            omega, mu, share = scales.omega_mean[head], scales.mu[head], self.share[head]
-            diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
-            facts = {
-                "share of output": ("share", [share], f"{share:.1%}"),
-                "omega (1/x²)": ("omega_mean", [omega], f"{omega:+.3g}"),
-                "mu": ("mu", mu, ", ".join(f"{each:+.3g}" for each in mu)),
-                "QK diagonal": ("qk_diagonal", [diagonal], cell(diagonal)),
-                "OV reads y only": ("ov_last_entry", [reads_y], cell(reads_y)),
+            mu, reads_y = scales.mu[head], scales.ov_last_entry[head]
+            texts = {
+                "share of output": f"{self.share[head]:.1%}",
+                "omega (1/x²)": f"{scales.omega_mean[head]:+.3g}",
+                "mu": ", ".join(f"{each:+.3g}" for each in mu),
+                "QK diagonal": cell(scales.qk_diagonal[head]),
+                "OV reads y only": cell(reads_y),
             }
-            texts = {fact: text for fact, (_, _, text) in facts.items()}
             bands = {
-                fact: tuple(band for value in values for band in self._band(name, value))
-                for fact, (name, values, _) in facts.items()
+                "share of output": self._band("share", self.share[head]),
+                "omega (1/x²)": self._band("omega_mean", scales.omega_mean[head]),
+                "mu": tuple(band for each in mu for band in self._band("mu", each)),
+                "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
+                "OV reads y only": self._band("ov_last_entry", reads_y),
             }
-            signed = averages or label not in ("positive", "negative")
-            meaning = MEANINGS[label] if signed else ADDS
+            meaning = ADDS if flips and label in ("positive", "negative") else MEANINGS[label]
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
@@ -249,24 +273,16 @@ class Classification(Evidence, Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales = self.circuits
-        columns = {
-            "layer": [0] * len(self.labels),
-            "head": range(len(self.labels)),
-            "label": self.labels,
-            "share": self.share,
-            "omega": scales.omega.tolist(),
-            "omega_mean": scales.omega_mean,
-            "omega_form": self.omega_form,
-            "mu": scales.mu.tolist(),
+        scales, arrays = self.circuits, ("omega", "mu", "omega_mean", *NUMBERS)
+        columns = {name: getattr(scales, name).tolist() for name in arrays} | {
+            **{name: getattr(self, name) for name in ("share", "omega_form", "task_leak")},
+            **{f"{name}_p": values for name, values in self.head_p_values.items()},
         }
-        for name in NUMBERS:
-            columns[name] = getattr(scales, name)
-            if name in self.head_p_values:
-                columns[f"{name}_p"] = self.head_p_values[name]
-        columns["task_leak"] = self.task_leak
-        rows = zip(*columns.values(), strict=True)
-        heads = [dict(zip(columns, row, strict=True)) for row in rows]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        heads = [
+            {"layer": 0, "head": head, "label": label} | row
+            for head, (label, row) in enumerate(zip(self.labels, rows, strict=True))
+        ]
         of_components = ("n_components", "learned", "off_diagonal")
         evidence = {
             "sign_matching": self.sign_matching,
@@ -298,41 +314,6 @@ def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
 
 
 MOST_NUMBERS = 8
-
-
-def heads_verdict(classified: Any) -> Verdict:
-    """The verdict on one layer of attention.
-
-    Args:
-        classified: A `Classification`; its type cannot be imported here, because its file imports
-            this one.
-    """
-    pattern, learner, near = classified.pattern, classified.learner, classified.near
-    chance = (
-        f"; {chance_text(classified.p_values['task_r2'], classified.n_random, 'random weights')}"
-    )
-    if pattern in ("undetermined", "unstructured"):
-        computes = f"{none_of('formulas', pattern)}: {spelled_out(classified.reason)}"
-        return nearest_learners(computes, near, chance=chance, doubt=classified.task_doubt)
-    label = PATTERNS[pattern]
-    if pattern == "kernel_regression":
-        active = np.array([label != "dummy" for label in classified.labels])
-        omega, mu = classified.omega_form[active], classified.circuits.mu[active]
-        computes = _smoother(classified.form, omega, mu, classified.kernel)
-    else:
-        used, d_x = classified.components, classified.scales.step.shape[1]
-        computes = f"{label.text} ({pattern}): {_step(pattern, classified.scales)}"
-        if used is not None and used.n_components is not None:
-            computes += f"; it uses {used.n_components} of {d_x} principal directions of x"
-    sure = (
-        f"this formula, with nothing fitted, explains {explained(learner.r2, learner.r2_sem)} of "
-        f"{classified.caveat or 'the predictions'}{chance}{calibration_text(label) if classified.calibrated else ''}"
-    )
-    others = [n for n, name in enumerate(near.learners) if name not in label.cases]
-    behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
-    alike = "; ".join(_other(near, n) for n in others if n not in behind)
-    is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
-    return Verdict(computes, sure, is_not, alike, classified.task_doubt)
 
 
 def _other(near: Nearby, n: int) -> str:
