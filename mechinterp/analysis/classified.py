@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from mechinterp.analysis.labels import NO_LABEL, Label
+from mechinterp.analysis.labels import NO_LABEL, TEXTS, Label
 from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_doubt
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import p_text
@@ -17,22 +17,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.given import PromptsTask, no_law
 
-WORDS = {
-    "zero_sum": "|Σ mu| / Σ |mu| of the heads",
-    "omega_spread": "the spread of |omega| over heads (max/min − 1)",
-    "qk_diagonal_best": "the largest diagonal part of a QK circuit,",
-    "ov_last_entry_best": "the largest part of an OV circuit that reads y,",
-    "substitution_r2 p": "R² of heads that keep only omega and mu, p",
-    "qk_diagonal": "the diagonal part of its QK circuit",
-    "ov_last_entry": "the part of its OV circuit that reads y",
-    "alignment": "the cosine of its QK circuit with the common form of the heads",
-    "support_leak": "the ratio of the step off a response's support to the step on it",
-    "theta_spread": "the spread of the step over coordinates (max/min − 1)",
-    "substitution_r2": "R² of heads that keep only omega and mu",
-    "learner_r2": "R² of the formula",
-    "task_r2": "R² on its task,",
-    "idealised heads": "heads that keep only omega and mu",
-}
+WORDS: dict[str, str] = TEXTS["reasons"]
 """Names of numbers in a reason, in words. A name must stand before any shorter name that it begins
 with."""
 HIGH = 0.1

@@ -4,7 +4,7 @@ and unit of the columns of their tables.
 A result has a repr, `to_frame` and `plot`. These optional methods replace the defaults:
 `sentences()`, a list; `tables()` and `figures()`, by name; `to_document()`, the fields of its JSON
 document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
-results; `headline`, the result in a few words, for tables and titles over training. Meanings are
+results; `switches()`, numbers for switches of the heads; `headline`, the result in a few words, for tables and titles over training. Meanings are
 read from the docstrings of its fields and properties, and from its `COLUMNS`.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import pandas as pd
 import plotly.graph_objects as go
 
+from mechinterp.analysis.labels import TEXTS
 from mechinterp.analysis.number_format import LEAST_P, digits
 
 T = TypeVar("T")
@@ -125,37 +126,6 @@ def _own(result: Finding, method: str, otherwise: Callable[[], T]) -> T:
     return own() if callable(own) else otherwise()
 
 
-COMMON = {
-    "attention": "Attention weight of the query on the token.",
-    "checkpoint": "Folder or file.",
-    "component": "Principal component of x, 1 for the one learned first.",
-    "context_length": "Number of pairs before the query.",
-    "evidence": "Name of the measured number.",
-    "head": "Number of the head, from 0.",
-    "how": "How the number is computed.",
-    "input": "Input of the later head: its query, key or value.",
-    "key": "Number of the token, from 0.",
-    "label": "Kind of head: signs of omega and mu, or why the head has none.",
-    "later_head": "Number of the reading head, from 0.",
-    "later_layer": "Layer of the reading head, from 0.",
-    "layer": "Number of the layer, from 0.",
-    "learner": "Closed-form learner that the model is compared with.",
-    "models": "Number of models of the setting with this pattern.",
-    "n_kept": "Number of heads kept.",
-    "of": "Number of models of the setting.",
-    "order": "Order in which heads are masked.",
-    "other": "The other head.",
-    "pattern": "Pattern that the heads form together.",
-    "pos": "Position of the target in the prompt, from 0; the last position is the query's.",
-    "prompt": "Number of the prompt.",
-    "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
-    "seed": "Seed of the initial weights.",
-    "setting": "Models that differ in nothing but seeds, named by the common start of their names.",
-    "step": "Number of updates.",
-    "tasks": "Tasks of the prompts: those of the pool, or new ones.",
-    "value": "The number.",
-}
-"""Columns that count rows or name what a row is about."""
 METRIC_UNIT = "unit of the metric"
 UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y)\b")
 
@@ -172,7 +142,7 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
         >>> meanings(PairAblation, ["head", "interaction_sem"])["head"]
         'Number of the head, from 0.'
     """
-    known = dict(COMMON)
+    known = dict(TEXTS["columns"])
     for each in reversed(list(_results(result))):
         unit = f"unit {each.unit}".replace("²", "^2") if getattr(each, "unit", "") else METRIC_UNIT
         texts = docstrings(each if isinstance(each, type) else type(each))

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import plotly.graph_objects as go
 
-from mechinterp import figures
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
 from mechinterp.analysis.registry import (
@@ -25,11 +23,10 @@ from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report.to_html import Section, Toggles
+from mechinterp.report.to_html import Section
 
 HEIGHT, TOP = 420, 60
 """Default height of a figure, and default height of the margin above it, in pixels."""
-MOST_TOGGLES = 8
 CLASSIFY = ANALYSES["classify"]
 
 
@@ -212,28 +209,7 @@ def with_heads(
         n_random = getattr(results[name], "n_random", 0)
         legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
         shown[name] = replace(shown[name], cards=tuple(cards), legend=legend)
-    switches = switches_of(results)
-    if switches is not None:
-        shown["ablate"] = replace(shown["ablate"], toggles=switches)
+    for name, result in results.items():
+        if hasattr(result, "switches"):
+            shown[name] = replace(shown[name], switches=result.switches())
     return shown
-
-
-def switches_of(results: Mapping[str, Finding]) -> Toggles | None:
-    """Switches for the heads of one attention layer, from the risks of its subsets and its outputs on a few prompts."""
-    attention = results.get("attention")
-    subsets = getattr(results.get("ablate"), "subsets", None)
-    outputs = getattr(attention, "outputs", None)
-    if subsets is None or outputs is None or subsets.kept.shape[1] > MOST_TOGGLES:
-        return None
-    rows = zip(subsets.kept, subsets.risk, subsets.risk_sem, strict=True)
-    rest = np.asarray(attention.prediction - outputs.sum(1))[0]  # type: ignore[union-attr]
-    return Toggles(
-        colors=tuple(figures.head_color(head) for head in range(subsets.kept.shape[1])),
-        risks={
-            "".join(str(int(k)) for k in kept): (float(risk), float(sem))
-            for kept, risk, sem in rows
-        },
-        outputs=outputs.tolist(),
-        rest=rest.tolist(),
-        target=attention.target.tolist(),  # type: ignore[union-attr]
-    )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -14,53 +15,19 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.labels import ALGORITHMS, PATTERNS
-from mechinterp.analysis.number_format import cell, with_error
+from mechinterp.analysis.labels import ALGORITHMS, PATTERNS, TEXTS
+from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.result import Card, Table
 from mechinterp.checkpoints.io.errors import visible
 from mechinterp.report.text import joined, narrow
 
-WORDS = {
-    "QK": "How strongly a query looks at a key: W_Q W_K^T times the scale of the scores.",
-    "OV": "What a head adds for a token that it looks at: W_V W_O.",
-    "omega, mu": "In the published pattern QK is omega times the identity on x, and OV is mu on y.",
-    "positive, negative": "An active head whose omega and mu are both above, or both below 0.",
-    "mismatched, mixed": "An active head whose omega and mu differ in sign; whose entries do.",
-    "dummy": "A head with at most 1% of the heads' output.",
-    "eta": "Step size: the sum of mu·omega over heads.",
-    "vanilla_gd": "One step of gradient descent from 0: (eta/L) Σ y_l ⟨x_l, x_query⟩.",
+WORDS: dict[str, str] = {
+    **TEXTS["words"],
     **{name: label.meaning for name, label in (PATTERNS | ALGORITHMS).items()},
-    "ridge": "Ridge regression with the penalty that is best for the task.",
-    "unstructured": "No better at the task than random weights; of several layers: than predicting 0, times any factor.",
-    "undetermined": "Not clearly one thing; the answer names the number that lies in between.",
-    "excess risk": "Mean squared error against x·β, the response without its noise.",
-    "R²": "1 − (mean squared difference of two predictions) / (mean square of the model's).",
+    **TEXTS["more_words"],
 }
-PAPERS = {
-    "He, Pan, Chen, Yang 2025, softmax attention": "https://arxiv.org/abs/2503.12734",
-    "Zhang, Singh, Latham, Saxe 2025, linear attention": "https://arxiv.org/abs/2501.16265",
-    "Chen, Zhao, Zou 2024, sparse regression": "https://arxiv.org/abs/2408.04532",
-}
-
-
-@dataclass(frozen=True)
-class Toggles:
-    """Switches for the heads of one layer: excess risk of each subset of heads, and predictions on a few prompts."""
-
-    colors: tuple[str, ...]
-    risks: Mapping[str, tuple[float, float]]
-    """Risk and its standard error by subset; "10" means that head 0 of two is kept."""
-    outputs: list[list[list[float]]]
-    """Output of each head, [prompt][head][response]."""
-    rest: list[float]
-    """Part of the prediction that no head adds: its bias."""
-    target: list[list[float]]
-
-    def to_document(self) -> dict[str, object]:
-        """Document for the script of the page."""
-        names = ("risks", "outputs", "rest", "target")
-        texts = {subset: with_error(*risk) for subset, risk in self.risks.items()}
-        return {name: getattr(self, name) for name in names} | {"said": texts}
+"""Glossary of the pages."""
+PAPERS: dict[str, str] = TEXTS["papers"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +46,8 @@ class Section:
     cards: tuple[Card, ...] = ()
     legend: str = ""
     """Explanation of the bands beside numbers."""
-    toggles: Toggles | None = None
+    switches: Mapping[str, Any] | None = None
+    """Numbers for switches of the heads, for the script of the page."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Addresses of pages, by checkpoint."""
     longest_table: int = 128
@@ -131,6 +99,7 @@ def page(
     )
     environment.filters |= {
         "figure": _drawn,
+        "head_color": figures.head_color,
         "least_width": _least_width,
         "narrow": narrow,
         "texts": _texts,

@@ -21,6 +21,9 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
+MOST_SWITCHES = 8
+"""Largest number of heads with switches on the page."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablations(Result):
@@ -128,6 +131,11 @@ class Ablations(Result):
             columns["Shapley value (y²)"] = values
         rows = zip(*columns.values(), strict=True)
         return [{n: with_error(*v) for n, v in zip(columns, row, strict=True)} for row in rows]
+
+    def switches(self) -> dict[str, object] | None:
+        """Switches of the heads of one layer; None for several layers or many heads."""
+        few = self.subsets is not None and self.subsets.kept.shape[1] <= MOST_SWITCHES
+        return self.subsets.switches() if self.subsets is not None and few else None
 
     def plot(self) -> go.Figure:
         """Rise of the excess risk: by every method for one layer, under zero ablation for several

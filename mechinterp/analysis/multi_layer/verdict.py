@@ -1,5 +1,7 @@
 """Verdict on a model that its circuits do not describe: what it computes, how sure that is, and what it is not."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float
 
@@ -48,7 +50,7 @@ def layers_verdict(
     return Verdict(computes, sure, *_others(algorithm), doubt)
 
 
-def _numbers(letters: tuple[str, ...], values: Float[np.ndarray, " _"], n_layers: int) -> str:
+def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
     """The fitted numbers, layer by layer."""
     if not letters:
         return ""

@@ -14,7 +14,6 @@ from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import rank_correlation
 from mechinterp.display import Result, counted, head_names
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
@@ -44,9 +43,6 @@ class AttentionPatterns(Result):
     """The query's response without noise."""
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
-    outputs: Float[np.ndarray, "prompt head d_y"] | None
-    """Contribution of each head to the prediction, without biases; None unless the model is one
-    layer of attention."""
 
     @property
     def head(self) -> Int[np.ndarray, " head"]:
@@ -233,10 +229,6 @@ def attention_patterns(
     x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
-    outputs = None
-    if predictor.is_one_attention:
-        heads = predictor.circuits.to("cpu").to(torch.float64)
-        outputs = head_outputs(heads, prompts.to("cpu").to(torch.float64)).numpy(force=True)
     return AttentionPatterns(
         pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
         layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
@@ -246,7 +238,6 @@ def attention_patterns(
         prediction=prediction.double().numpy(force=True),
         target=prompts.y_query_clean.double().numpy(force=True),
         n_prompts=n_drawn,
-        outputs=outputs,
     )
 
 

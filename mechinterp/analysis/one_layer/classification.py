@@ -22,7 +22,7 @@ from mechinterp.analysis.classified import (
     none_of,
     spelled_out,
 )
-from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS
+from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
@@ -31,34 +31,12 @@ from mechinterp.analysis.one_layer.label_rules import Evidence
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.display import counted
 
-MEANINGS = {
-    "positive": "attends to tokens whose x is similar to the query's and adds their y",
-    "negative": "attends to tokens whose x is opposite to the query's and subtracts their y",
-    "mismatched": "omega and mu have different signs: the head subtracts the y of similar tokens",
-    "mixed": "the entries of omega, or of mu, have different signs",
-    "unstructured": "the circuits do not have the form that omega and mu describe",
-    "dummy": "contributes almost nothing to the prediction",
-}
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal"),
     *("theta", "supports", "support_leak", "theta_spread"),
 )
-HOW = {
-    "pattern": "the first definition that all numbers below satisfy",
-    "sign_matching": "omega and mu of every active head have the same sign",
-    "omega_spread": "max/min |omega| over active heads, minus 1",
-    "zero_sum": "|Σ mu| / Σ |mu|",
-    "eta": "Σ mu·omega, times f'(0): the step",
-    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² = noise variance / signal variance",
-    "R² with idealised heads": "of the model's predictions; each head keeps its omega and mu only",
-    "R² of the closed form": "of the model's predictions; the formula is built from omega and mu",
-    "R² on its task": "1 − loss / loss of predicting 0",
-    "principal components used": "number of directions that are more than half learned",
-    "learned part of each component": "eᵀ M e divided by its value at the optimum",
-    "share of E y² predicted off the components": "by entries of M between two directions",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -232,7 +210,10 @@ class Classification(Evidence, Classified):
             "R² with idealised heads": self._band("substitution_r2", r2),
             "R² on its task": self._band("task_r2", self.loss.r2),
         }
-        rows = [(n, v, next(iter(ranges.get(n, ())), ""), HOW[n]) for n, v in values.items()]
+        rows = [
+            (n, v, next(iter(ranges.get(n, ())), ""), TEXTS["evidence"][n])
+            for n, v in values.items()
+        ]
         least, how = 1 / self.n_random, "fraction of random models that reach it"
         rows += [
             (f"p of {n}", cell(p, "p_value", least), "", how) for n, p in self.p_values.items()
@@ -261,7 +242,7 @@ class Classification(Evidence, Classified):
                 "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
                 "OV reads y only": self._band("ov_last_entry", reads_y),
             }
-            meaning = ADDS if flips and label in ("positive", "negative") else MEANINGS[label]
+            meaning = ADDS if flips and label in ("positive", "negative") else TEXTS["heads"][label]
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
