@@ -141,6 +141,12 @@ GIVEN = ("prompts", "clean")
 NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 
 
+def target_note(prompts: Prompts) -> str:
+    """Note on given prompts without a noise-free target; empty if they have one."""
+    no_target = prompts.beta is None and prompts.y_query_clean is prompts.y_query
+    return NO_TARGET if no_target else ""
+
+
 @dataclass(frozen=True)
 class Analysis:
     """An analysis: its function, the models that it accepts, and the models whose page includes it

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, fields
-from functools import wraps
+from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -27,8 +27,6 @@ from mechinterp.cli.training import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.icl.prompts import Prompts
 
@@ -118,7 +116,7 @@ class Asked:
         """The file of prompts, if any; errors may begin with its name."""
         return () if self.prompts is None else (self.prompts,)
 
-    @property
+    @cached_property
     def given(self) -> "Prompts | None":
         """Prompts of the file; None: prompts are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
@@ -132,12 +130,11 @@ class Asked:
     @property
     def note(self) -> dict[str, object]:
         """Field of the JSON document that names the file of prompts, if any."""
-        if self.prompts is None:
-            return {}
-        known = {"beta", "y_query_clean"} & set(arrays_of(self.prompts))
-        from mechinterp.analysis.registry import NO_TARGET
+        from mechinterp.analysis.registry import target_note
 
-        return {"prompts": {"file": str(self.prompts), "note": "" if known else NO_TARGET}}
+        if self.given is None:
+            return {}
+        return {"prompts": {"file": str(self.prompts), "note": target_note(self.given)}}
 
     def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
         """Prompts of the file, or else prompts drawn as the analyses draw them."""
@@ -156,35 +153,17 @@ def prompts_of(file: Path) -> "Prompts":
     """Prompts from the arrays of a file.
 
     Raises:
-            ValueError: If it is not an .npz file, an array is missing or unknown, or the shapes do
-                not fit.
-    """
-    from mechinterp.icl.prompts import Prompts
-
-    found = arrays_of(file)
-    try:
-        prompts = Prompts.from_arrays(**found)
-    except ValueError as error:
-        raise ValueError(f"{file}: not prompts ({str(error).removesuffix('.')}).") from None
-    if not {"beta", "y_query_clean"} & found.keys():
-        from mechinterp.analysis.registry import NO_TARGET
-
-        complain(f"{file}: {NO_TARGET}.")
-    return prompts
-
-
-def arrays_of(file: Path) -> "dict[str, np.ndarray]":
-    """Arrays of a file of prompts, by name.
-
-    Raises:
-            ValueError: If it is not an .npz file of numbers, or an array is missing or unknown.
+            ValueError: If it is not an .npz file of numbers, an array is missing or unknown, or the
+                shapes do not fit.
     """
     import zipfile
 
     import numpy as np
 
-    needed, known = NAMES[:4], ", ".join(NAMES)
-    wrong = f"{file}: must be an .npz file of the arrays {known}"
+    from mechinterp.analysis.registry import target_note
+    from mechinterp.icl.prompts import Prompts
+
+    wrong = f"{file}: must be an .npz file of the arrays {', '.join(NAMES)}"
     if file.suffix != ".npz" or not file.is_file():
         raise ValueError(f"{wrong}, got {'another file' if file.exists() else 'nothing'}.")
     try:
@@ -194,10 +173,16 @@ def arrays_of(file: Path) -> "dict[str, np.ndarray]":
         raise ValueError(
             f"{wrong}, got a file that is not .npz, or has other values than numbers."
         ) from None
-    for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
-        what = "is missing" if name in needed else "is unknown"
+    for name in [*(n for n in NAMES[:4] if n not in found), *(n for n in found if n not in NAMES)]:
+        what = "is unknown" if name in found else "is missing"
         raise ValueError(f"{wrong}; {name} {what}, the file has {', '.join(found) or 'none'}.")
-    return found
+    try:
+        prompts = Prompts.from_arrays(**found)
+    except ValueError as error:
+        raise ValueError(f"{file}: not prompts ({str(error).removesuffix('.')}).") from None
+    if note := target_note(prompts):
+        complain(f"{file}: {note}.")
+    return prompts
 
 
 def by_name(given: dict[str, object]) -> None:

@@ -10,11 +10,11 @@ from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
 from mechinterp.analysis.registry import (
     ANALYSES,
-    NO_TARGET,
     Analysis,
     analysis_of,
     one_attention,
     run_analysis,
+    target_note,
 )
 from mechinterp.analysis.result import Card, Finding, figures_of, meanings, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -56,46 +56,41 @@ def contents_of(
         require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
-    def drawn_by(name: str, analysis: Analysis) -> dict[str, Any]:
-        if not name.endswith(SUFFIX):
-            return prompts_of(analysis, n_prompts, seed, prompts)
-        few = None if prompts is None else prompts[:N_PROMPTS]
-        return prompts_of(analysis, min(n_prompts or N_PROMPTS, N_PROMPTS), seed, few)
-
-    def run(name: str, analysis: Analysis) -> Finding:
-        told = drawn_by(name, analysis) | {"progress": progress}
-        if name.endswith(SUFFIX):
-            return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
-        return run_analysis(analysis.function, checkpoint, **told)
-
-    results: dict[str, Finding] = {}
-    left_out: dict[str, str] = {}
-    shown = dict(_named(each) for each in analyses or default_names(checkpoint))
-    for name, analysis in list(shown.items()):
+    found: dict[str, tuple[Analysis, Finding, str]] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, analysis in map(_named, analyses or default_names(checkpoint)):
+        told = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            results[name] = run(name, analysis)
+            result = _result(name, analysis, checkpoint, **told, progress=progress)
+            found[name] = analysis, result, _prompts_text(told)
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
-            left_out[name] = str(error)
-            del shown[name]
+            left_out.setdefault(str(error), []).append(name)
+    results = {name: result for name, (_, result, _) in found.items()}
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
-    classified = classified or cast("Classified", run("classify", CLASSIFY))
+    if classified is None:
+        told = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
+        result = _result("classify", CLASSIFY, checkpoint, **told, progress=progress)
+        classified = cast("Classified", result)
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
-    for name, analysis in shown.items():
-        text = _prompts_text(drawn_by(name, analysis))
-        section = section_of(name, analysis, results[name], shown=top, prompts=text)
+    for name, (analysis, result, text) in found.items():
+        section = section_of(name, analysis, result, shown=top, prompts=text)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        reasons = {
-            why: ", ".join(n for n, each in left_out.items() if each == why)
-            for why in left_out.values()
-        }
-        text = " ".join(f"{names}: {why}" for why, names in reasons.items())
+        text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
+
+
+def _result(
+    name: str, analysis: Analysis, checkpoint: Checkpoint | HookedModule, **told: Any
+) -> Finding:
+    if name.endswith(SUFFIX):
+        return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
+    return run_analysis(analysis.function, checkpoint, **told)
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -113,18 +108,20 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 
 def prompts_of(
-    analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None = None
+    name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
 ) -> dict[str, Any]:
-    """Given prompts of an analysis, or number and seed; slow analyses use at most their default number."""
+    """Given prompts of an analysis, or number and seed; slow analyses use at most their default
+    number, and an analysis over steps few."""
     if not analysis.draws_prompts:
         return {}
+    most = analysis.options["n_prompts"].default if analysis.many_runs else None
+    if name.endswith(SUFFIX):
+        most, n_prompts = N_PROMPTS, n_prompts or N_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
-        most = analysis.options["n_prompts"].default if analysis.many_runs else None
         return {"prompts": prompts[:most]}
     if n_prompts is None:
         return {"seed": seed}
-    usual = analysis.options["n_prompts"].default
-    return {"seed": seed, "n_prompts": min(n_prompts, usual) if analysis.many_runs else n_prompts}
+    return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
 
 
 def _prompts_text(told: Mapping[str, Any]) -> str:
@@ -132,8 +129,7 @@ def _prompts_text(told: Mapping[str, Any]) -> str:
         return ""
     if "prompts" in told:
         given: Prompts = told["prompts"]
-        no_target = given.beta is None and given.y_query_clean is given.y_query
-        return f"{len(given)} given prompts." + (f" {NO_TARGET}." if no_target else "")
+        return ". ".join(filter(None, (f"{len(given)} given prompts", target_note(given)))) + "."
     many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
     return f"{many}, seed {told['seed']}."
 
