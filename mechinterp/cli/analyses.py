@@ -9,8 +9,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
 
-import typer
-
 from mechinterp.cli.options import (
     Asked,
     CountOption,
@@ -24,7 +22,15 @@ from mechinterp.cli.options import (
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say, say_json
+from mechinterp.cli.training import (
+    JsonOption,
+    QuietOption,
+    WideOption,
+    argument,
+    option,
+    say,
+    say_json,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,22 +63,20 @@ def probe(path: PathArgument, *, asked: Asked, files: Files) -> None:
 def analyse(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME",
-            help="An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
+        argument(
+            "NAME",
+            "An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
         ),
     ],
     path: PathArgument,
     steps: Annotated[
         bool,
-        typer.Option(
-            "--over-steps",
-            help="Run it at every saved step of the training of a checkpoint or run.",
+        option(
+            "--over-steps", "Run it at every saved step of the training of a checkpoint or run."
         ),
     ] = False,
     further: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
+        list[str] | None, argument("[--OPTION VALUE]...", "Further options of this analysis.")
     ] = None,
     *,
     asked: Asked,
@@ -94,10 +98,8 @@ def fit(
     seed: SeedOrNoneOption = None,
     context_length: Annotated[
         list[int] | None,
-        typer.Option(
-            "--context-length",
-            min=1,
-            help="Pairs per prompt; repeatable; default: 10, 20, ..., 100.",
+        option(
+            "--context-length", "Pairs per prompt; repeatable; default: 10, 20, ..., 100.", min=1
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -149,24 +151,17 @@ def show(
 @asks_checkpoints
 def prune(
     path: PathArgument,
-    rule: Annotated[
-        str, typer.Option("--rule", help="best-later, least-later or best-first.")
-    ] = "best-later",
+    rule: Annotated[str, option("--rule", "best-later, least-later or best-first.")] = "best-later",
     sequential: Annotated[
-        bool,
-        typer.Option("--sequential", help="Prune layer after layer, with new scores each time."),
+        bool, option("--sequential", "Prune layer after layer, with new scores each time.")
     ] = False,
     fine_tune: Annotated[
         int | None,
-        typer.Option(
-            "--fine-tune", min=1, help="Number of updates for training of the pruned model."
-        ),
+        option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="New folder for the pruned model, with the heads chosen on all prompts."
-        ),
+        option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
     ] = None,
     *,
     asked: Asked,
@@ -253,11 +248,11 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
     hints = get_type_hints(analysis.function)
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     flags = []
-    for option, parameter in analysis.options.items():
-        kind = _kind(hints.get(option), parameter)
-        if option in SHARED or kind is None:
+    for key, parameter in analysis.options.items():
+        kind = _kind(hints.get(key), parameter)
+        if key in SHARED or kind is None:
             continue
-        flags.append(f"--{option.replace('_', '-')}")
+        flags.append(f"--{key.replace('_', '-')}")
         if kind is bool:
             parser.add_argument(flags[-1], action=BooleanOptionalAction, default=SUPPRESS)
         elif isinstance(kind, tuple):

@@ -23,7 +23,7 @@ from mechinterp.cli.options import (
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, answer, say, say_json
+from mechinterp.cli.training import JsonOption, QuietOption, answer, argument, option, say, say_json
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 @asks_checkpoints
 def classify(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")
-    ],
+    paths: Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="New table, .parquet or .csv, with one row per checkpoint."),
+        Path | None, option("--out", "New table, .parquet or .csv, with one row per checkpoint.")
     ] = None,
     *,
     asked: Asked,
@@ -118,7 +115,7 @@ def _steps(
 def info(
     path: PathArgument,
     as_json: JsonOption = False,
-    wide: Annotated[bool, typer.Option("--wide", help="Also list the hook points.")] = False,
+    wide: Annotated[bool, option("--wide", "Also list the hook points.")] = False,
     *,
     hints: "Hints",
 ) -> None:
@@ -135,8 +132,8 @@ def info(
 @reads_checkpoints
 def convert(
     path: PathArgument,
-    target: Annotated[str, typer.Option("--to", help="native, transformer-lens or npz.")],
-    out: Annotated[Path, typer.Option("--out", help="New folder, or new file for npz.")],
+    target: Annotated[str, option("--to", "native, transformer-lens or npz.")],
+    out: Annotated[Path, option("--out", "New folder, or new file for npz.")],
     as_json: JsonOption = False,
     *,
     hints: "Hints",
@@ -162,27 +159,23 @@ def convert(
 @runs_checkpoints
 def report(
     paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="PATH...", help="A checkpoint; several, or a folder, are compared."),
+        list[Path], argument("PATH...", "A checkpoint; several, or a folder, are compared.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the page and its CSV files.")],
+    out: Annotated[Path, option("--out", "Folder for the page and its CSV files.")],
     prompts: PromptsOption = None,
     n_prompts: CountOption = None,
     seed: SeedOption = 0,
     analyses: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--analysis",
+            "An analysis to show, or my_module:my_function; repeatable; for one checkpoint only; default: all that suit the model.",
             metavar="NAME",
-            help="An analysis to show, or my_module:my_function; repeatable; for one checkpoint only; default: all that suit the model.",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing report.")
-    ] = False,
+    overwrite: Annotated[bool, option("--overwrite", "Replace an existing report.")] = False,
     figures: Annotated[
-        str,
-        typer.Option("--figures", help="Also write each figure as a file: pdf, svg or png."),
+        str, option("--figures", "Also write each figure as a file: pdf, svg or png.")
     ] = "",
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -230,9 +223,9 @@ def _written(
         with about_paths(path, out):
             checkpoint = run or files.load(path)
             return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
-    for option, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
+    for flag, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
         if value is not None:
-            raise ValueError(f"{option} needs one checkpoint, got {len(all_paths)}.")
+            raise ValueError(f"{flag} needs one checkpoint, got {len(all_paths)}.")
     loaded, about = _those_that_load(groups, files)
     left_out = {each["path"]: each["error"] for each in about if "error" in each}
     with about_paths(out):

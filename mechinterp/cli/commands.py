@@ -15,7 +15,7 @@ from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
-from mechinterp.cli.training import predict_jumps, say, sweep, train
+from mechinterp.cli.training import option, predict_jumps, say, sweep, train
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -38,8 +38,7 @@ def show_version(wanted: bool) -> bool:
 @app.callback()
 def common(
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+        bool, option("--version", "Show the version.", is_eager=True, callback=show_version)
     ] = False,
 ) -> None:
     """Find out what attention models compute when they do in-context linear regression."""

@@ -21,7 +21,9 @@ from mechinterp.cli.training import (
     JsonOption,
     QuietOption,
     WideOption,
+    argument,
     device_of,
+    option,
     say,
     say_json,
 )
@@ -31,32 +33,27 @@ if TYPE_CHECKING:
     from mechinterp.icl.prompts import Prompts
 
 PathArgument = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint folder, or a file of weights of other code."),
+    Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
 ]
 CountOption = Annotated[
     int | None,
-    typer.Option(
-        "--n-prompts",
-        help="Number of evaluation prompts; default: the analysis' own number.",
-    ),
+    option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
+SeedOption = Annotated[int, option("--seed", "Seed of the evaluation prompts.", min=0)]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--prompts",
+        "Your own prompts: arrays x, y, x_query, y_query and, if known, beta, y_query_clean.",
         metavar="FILE.npz",
-        help="Your own prompts: arrays x, y, x_query, y_query and, if known, beta, y_query_clean.",
     ),
 ]
 LengthOption = Annotated[
-    int | None,
-    typer.Option("--context-length", min=1, help="Pairs per prompt; default: the task's number."),
+    int | None, option("--context-length", "Pairs per prompt; default: the task's number.", min=1)
 ]
 
 SeedOrNoneOption = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; default 0.")
+    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
 ]
 LENGTH = "task.context_length"
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")

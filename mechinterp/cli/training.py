@@ -5,54 +5,56 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from mechinterp.training.jobs import Engine
 
+
+def option(flag: str, text: str, **more: Any) -> Any:
+    """An option of a command, with its help."""
+    return typer.Option(flag, help=text, **more)
+
+
+def argument(name: str, text: str) -> Any:
+    """An argument of a command, with its name in the help."""
+    return typer.Argument(metavar=name, help=text)
+
+
 BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
+DeviceOption = Annotated[str, option("--device", "auto, cpu or cuda.")]
 DEVICES = ("auto", "cpu", "cuda")
 MemoryOption = Annotated[
-    str | None, typer.Option("--memory", help="Most memory that a process may use, such as 2GB.")
+    str | None, option("--memory", "Most memory that a process may use, such as 2GB.")
 ]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue a stopped run.")]
+ResumeOption = Annotated[bool, option("--resume", "Continue a stopped run.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
 WideOption = Annotated[
     bool,
-    typer.Option(
-        "--wide", help="Show all rows and columns, with standard errors in columns of their own."
-    ),
+    option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; repeatable."),
+    list[str] | None, option("--set", "Change a config field; repeatable.", metavar="FIELD=VALUE")
 ]
 
 
 def train(
     what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
-        ),
+        str | None, argument("PRESET_OR_CONFIG", "A preset's name or a config file (JSON or YAML).")
     ] = None,
     assignments: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Checkpoint folder; default: runs/<name>.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "Checkpoint folder; default: runs/<name>.")] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
     resume: ResumeOption = False,
     log: Annotated[
-        str | None,
-        typer.Option("--log", help="wandb, or a .jsonl file: log the progress there, too."),
+        str | None, option("--log", "wandb, or a .jsonl file: log the progress there, too.")
     ] = None,
     quiet: QuietOption = False,
-    list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    list_presets: Annotated[bool, option("--list", "List the presets.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
@@ -82,31 +84,24 @@ def train(
 
 
 def sweep(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.json", help="List or grid of models.")
-    ] = None,
+    file: Annotated[Path | None, argument("FILE.json", "List or grid of models.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder of the run; each model becomes a folder in it."),
+        Path | None, option("--out", "Folder of the run; each model becomes a folder in it.")
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--shard",
+            "Train part I of N, from 0, in OUT/shard-I; default in a SLURM array: its task.",
             metavar="I/N",
-            help="Train part I of N, from 0, in OUT/shard-I; default in a SLURM array: its task.",
         ),
     ] = None,
     merge: Annotated[
-        Path | None,
-        typer.Option("--merge", metavar="OUT", help="Make one run of the shards in OUT."),
+        Path | None, option("--merge", "Make one run of the shards in OUT.", metavar="OUT")
     ] = None,
-    engine: Annotated[
-        str, typer.Option("--engine", help="local, or ray for a Ray cluster.")
-    ] = "local",
+    engine: Annotated[str, option("--engine", "local, or ray for a Ray cluster.")] = "local",
     address: Annotated[
-        str | None,
-        typer.Option("--address", help="Address of a Ray cluster; default: start one here."),
+        str | None, option("--address", "Address of a Ray cluster; default: start one here.")
     ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -161,15 +156,10 @@ def _merge(out: Path, given: object, as_json: bool) -> None:
 
 def predict_jumps(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
-        ),
+        str, argument("PRESET_OR_CONFIG", "A preset's name or a config file (JSON or YAML).")
     ],
     assignments: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="New .html file with the predicted loss.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "New .html file with the predicted loss.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
