@@ -17,7 +17,6 @@ from mechinterp.analysis.result import (
     Table,
     figures_of,
     meanings,
-    records,
     tables_of,
     unit_of,
 )
@@ -91,11 +90,6 @@ class OverSteps(Result):
         row = every.pop("row").to_numpy()
         rest = every.drop(columns=list(first), errors="ignore").reset_index(drop=True)
         return pd.DataFrame({name: values[row] for name, values in first.items()}).join(rest)
-
-    def to_document(self) -> dict:
-        """Fields of the JSON document: the rows of `to_frame`."""
-        rows = records(self.to_frame())
-        return {"analysis": self.analysis, "result": repr(self), "rows": rows}
 
     def tables(self) -> dict[str, Table]:
         """Every row at every step."""

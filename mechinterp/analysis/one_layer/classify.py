@@ -22,7 +22,6 @@ from mechinterp.analysis.one_layer.head_statistics import (
     faithfulness,
     form_of,
     idealised,
-    read_groups,
     read_heads,
     scales_of,
 )
@@ -200,7 +199,7 @@ def _classified(
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
     own = circuits_of(weights)
-    heads, groups = read_heads(own, outputs), read_groups(own, outputs, limits.equal)
+    heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     form = form_of(groups, weights.score, limits)
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)

@@ -217,38 +217,25 @@ def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
     return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
 
 
-def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
-    """Statistics of every head."""
-    d_x = heads.omega.shape[1]
-    return Heads(
-        names=tuple(str(head) for head in range(len(heads.QK))),
-        blocks=torch.from_numpy(heads.QK)[:, :d_x, :d_x],
-        mu=heads.mu,
-        qk_diagonal=heads.qk_diagonal,
-        ov_last_entry=heads.ov_last_entry,
-        share=share_of(outputs).numpy(),
-    )
-
-
-def read_groups(
-    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], tolerance: float
+def read_heads(
+    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], *, tolerance: float | None = None
 ) -> Heads:
-    """Statistics of the groups of equal heads; OV circuits and outputs are summed within a group."""
-    d_x = heads.omega.shape[1]
+    """Statistics of every head, or of the groups of heads that are equal within a tolerance; OV
+    circuits and outputs are summed within a group."""
+    d_x, d_y = heads.omega.shape[1], heads.mu.shape[1]
     QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
-    groups = equal_heads(QK, tolerance=tolerance)
+    groups = np.arange(len(QK)) if tolerance is None else equal_heads(QK, tolerance=tolerance)
     member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
     size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
     average = member * size / (member @ size)[:, None]
     OV = torch.einsum("gh,hmn->gmn", member, each_OV)
-    mu = OV[:, d_x:].diagonal(dim1=1, dim2=2)
+    mu = OV[:, -d_y:].diagonal(dim1=1, dim2=2)
     blocks = torch.einsum("gh,hij->gij", average, QK[:, :, :d_x])
-    diagonal = blocks.diagonal(dim1=1, dim2=2)
     return Heads(
         names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
         blocks=blocks,
         mu=mu.numpy(),
-        qk_diagonal=_part(diagonal, blocks),
+        qk_diagonal=_part(blocks.diagonal(dim1=1, dim2=2), blocks),
         ov_last_entry=_part(mu, OV),
         share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
     )
