@@ -246,7 +246,7 @@ ANALYSES: dict[str, Analysis] = {
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
-    "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
+    "ablate": Analysis("ablation.single:ablate", on_page=nothing, title="Head ablation"),
     "ablate-heads": Analysis(
         "ablation.single:ablate_heads",
         steps_on_page=more_than_attention,

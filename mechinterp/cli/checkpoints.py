@@ -212,8 +212,7 @@ def _written(
 ) -> tuple[list[dict[str, str]], "Report"]:
     """JSON entries of all paths, and the report on one or several checkpoints."""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
-    from mechinterp.report.comparison import write_comparison
-    from mechinterp.report.page import write_report
+    from mechinterp.report.page import write_comparison, write_report
 
     all_paths = checkpoint_paths(paths)
     groups = runs_among(all_paths)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.comparison import write_comparison
-from mechinterp.report.page import PAGE, write_page
+from mechinterp.report.page import PAGE, write_comparison, write_page
 from tests.conftest import CHECKPOINTS, Run
 from tests.report.test_page import EVIL, unexplained_columns
 
