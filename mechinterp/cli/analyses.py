@@ -11,21 +11,14 @@ from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hint
 
 from mechinterp.cli.options import (
     Asked,
-    CountOption,
     Files,
     PathArgument,
-    PromptsOption,
-    SeedOrNoneOption,
     about_paths,
     asks_checkpoints,
-    runs_checkpoints,
     say_of,
     shown_path,
 )
 from mechinterp.cli.training import (
-    JsonOption,
-    QuietOption,
-    WideOption,
     argument,
     option,
     say,
@@ -90,28 +83,12 @@ def analyse(
     show(name, path, asked, files, settings, steps=steps)
 
 
-@runs_checkpoints
-def fit(
-    path: PathArgument,
-    prompts: PromptsOption = None,
-    n_prompts: CountOption = None,
-    seed: SeedOrNoneOption = None,
-    context_length: Annotated[
-        list[int] | None,
-        option(
-            "--context-length", "Pairs per prompt; repeatable; default: 10, 20, ..., 100.", min=1
-        ),
-    ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-    wide: WideOption = False,
-    *,
-    files: Files,
-) -> None:
+@asks_checkpoints
+def fit(path: PathArgument, *, asked: Asked, files: Files) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    asked = Asked(prompts, n_prompts, seed, quiet=quiet, as_json=as_json, wide=wide)
-    settings = {"context_lengths": context_length} if context_length else {}
-    show("fit", path, asked, files, settings)
+    lengths = asked.context_lengths
+    settings = {"context_lengths": lengths} if lengths else {}
+    show("fit", path, replace(asked, context_lengths=None), files, settings)
 
 
 def show(

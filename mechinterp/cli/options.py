@@ -48,8 +48,13 @@ PromptsOption = Annotated[
         metavar="FILE.npz",
     ),
 ]
-LengthOption = Annotated[
-    int | None, option("--context-length", "Pairs per prompt; default: the task's number.", min=1)
+LengthsOption = Annotated[
+    list[int] | None,
+    option(
+        "--context-length",
+        "Pairs per prompt; default: the task's number. Repeatable for fit; there 10, 20, ..., 100.",
+        min=1,
+    ),
 ]
 
 SeedOrNoneOption = Annotated[
@@ -103,7 +108,7 @@ class Asked:
     prompts: PromptsOption = None
     n_prompts: CountOption = None
     seed: SeedOrNoneOption = None
-    context_length: LengthOption = None
+    context_lengths: LengthsOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
     wide: WideOption = False
@@ -117,6 +122,14 @@ class Asked:
     def given(self) -> "Prompts | None":
         """Prompts of the file; None: prompts are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
+
+    @property
+    def context_length(self) -> int | None:
+        """The one length that was given; None: that of the task."""
+        lengths = self.context_lengths or []
+        if len(lengths) > 1:
+            raise ValueError(f"--context-length must be given once, got {lengths}.")
+        return lengths[0] if lengths else None
 
     @property
     def drawn_by(self) -> dict[str, Any]:
