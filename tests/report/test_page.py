@@ -265,7 +265,7 @@ def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 9))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
     assert page.source.count("<summary>How this was computed</summary>") == 8
-    assert "60 steps; final loss on fixed prompts" in page.text
+    assert "logged steps, 0 to 60; loss at the end on fixed prompts" in page.text
     # A checkpoint without history and snapshots has no section about its training.
     assert single[1].headings == names[:-3]
     assert "Training" not in single[1].text

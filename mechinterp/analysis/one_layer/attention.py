@@ -75,7 +75,7 @@ class AttentionPatterns(Result):
                 f" of {self.n_prompts}, from the smallest error of the prediction to the largest; "
                 f"the picture opens on the median"
             )
-        ranks = [self._rank(head) for head in range(n_heads)]
+        ranks = np.array([self._rank(head) for head in range(n_heads)])
         # A head whose weights are all equal has no ranks.
         texts = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
         of_each = [f"{name} {rank}" for rank, name in zip(texts, self.head_names, strict=True)]
@@ -84,12 +84,10 @@ class AttentionPatterns(Result):
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
             listed = f"{of_each[best]}, the strongest of {n_heads} heads"
         signed = (
-            " Weights are products of queries and keys without a softmax: they do not sum to 1, and some are negative."
-            if self.pattern.min() < 0
-            else ""
+            " Weights are products without a softmax: they do not sum to 1, and some are negative."
         )
         return [
-            f"Attention on {chosen}.{signed}",
+            f"Attention on {chosen}.{signed if self.pattern.min() < 0 else ''}",
             f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
             f"{listed}.",
         ]

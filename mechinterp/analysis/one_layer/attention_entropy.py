@@ -1,7 +1,6 @@
 """Entropy of each head's attention weights over the tokens that the query reads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -32,25 +31,20 @@ class AttentionEntropy(Result):
     """Mean over prompts of -sum_l p_l log p_l, in nats."""
     entropy_sem: Float[np.ndarray, "layer head"]
     """Standard error of `entropy` over prompts."""
-    uniform: Float[np.ndarray, " layer"]
+    uniform_entropy: Float[np.ndarray, " layer"]
     """log of the number of keys, the entropy of uniform attention, in nats."""
-    random: Float[np.ndarray, " layer"]
+    random_entropy: Float[np.ndarray, " layer"]
     """Entropy of the same layer with random weights: mean over heads and `RANDOM_MODELS` models, in
     nats. NaN if the architecture is unknown."""
-    random_sd: Float[np.ndarray, " layer"]
-    """Standard deviation of `random` over heads and models."""
-    COLUMNS: ClassVar = {
-        "uniform_entropy": "Entropy of uniform attention, the log of the number of keys; nats.",
-        "random_entropy": "Entropy with random initial weights, mean over heads and models of the same shape; nats.",
-        "random_entropy_sd": "Standard deviation of random_entropy over heads and models.",
-    }
+    random_entropy_sd: Float[np.ndarray, " layer"]
+    """Standard deviation of `random_entropy` over heads and models."""
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)
         least = f"{self.entropy[layer, head]:.3g} ± {self.entropy_sem[layer, head]:.2g} nats"
         return (
             f"AttentionEntropy({self.entropy.size} heads; least L{layer}H{head} {least}, "
-            f"uniform attention {self.uniform[layer]:.3g})"
+            f"uniform attention {self.uniform_entropy[layer]:.3g})"
         )
 
     def sentences(self) -> list[str]:
@@ -60,23 +54,21 @@ class AttentionEntropy(Result):
             at = np.unravel_index(int(which), self.entropy.shape)
             heads.append(
                 f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
-                f"{digits(self.uniform[at[0]])}; random weights: {cell(self.random[at[0]])})"
+                f"{digits(self.uniform_entropy[at[0]])}; random weights: {cell(self.random_entropy[at[0]])})"
             )
         return [f"Smallest entropy of attention: {heads[0]}. Largest: {heads[1]}."]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        own, beside = with_sem("entropy"), ("uniform", "random", "random_sd")
-        named = dict(zip(beside, self.COLUMNS, strict=True))
-        frame = frame_of(self, *own, *beside, **head_axes(self.entropy))
-        return frame.rename(columns=named)
+        beside = ("uniform_entropy", "random_entropy", "random_entropy_sd")
+        return frame_of(self, *with_sem("entropy"), *beside, **head_axes(self.entropy))
 
     def plot(self) -> go.Figure:
         """Entropy of every head next to that of random weights; the dotted line is uniform
         attention."""
         frame = self.to_frame()
         columns = {"model": ["entropy", "entropy_sem"]}
-        if np.isfinite(self.random).all():
+        if np.isfinite(self.random_entropy).all():
             columns["random weights"] = ["random_entropy", "random_entropy_sd"]
         figure = figures.bars(
             head_names(self.entropy.shape),
@@ -84,7 +76,7 @@ class AttentionEntropy(Result):
             title="Entropy of the query's attention; dotted: uniform attention",
             y_title="entropy (nats)",
         )
-        for level in np.unique(self.uniform):
+        for level in np.unique(self.uniform_entropy):
             figure.add_hline(float(level), line_dash="dot", line_width=1)
         return figure
 
@@ -122,9 +114,9 @@ def attention_entropy(
     random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
     return AttentionEntropy(
         **estimates(entropy=entropy),
-        uniform=n_keys.double().log().numpy(force=True),
-        random=random.mean((0, 2)),
-        random_sd=random.std((0, 2), ddof=1),
+        uniform_entropy=n_keys.double().log().numpy(force=True),
+        random_entropy=random.mean((0, 2)),
+        random_entropy_sd=random.std((0, 2), ddof=1),
     )
 
 

@@ -3,7 +3,7 @@ the evidence, and the verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -254,15 +254,17 @@ class Classification(Evidence, Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales, arrays = self.circuits, ("omega", "mu", "omega_mean", *NUMBERS)
-        columns = {name: getattr(scales, name).tolist() for name in arrays} | {
-            **{name: getattr(self, name) for name in ("share", "omega_form", "task_leak")},
-            **{f"{name}_p": values for name, values in self.head_p_values.items()},
-        }
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        columns: dict[str, Any] = {"share": self.share, "omega": self.circuits.omega.tolist()}
+        columns |= {"omega_mean": self.circuits.omega_mean, "omega_form": self.omega_form}
+        columns["mu"] = self.circuits.mu.tolist()
+        for name in NUMBERS:
+            columns[name] = getattr(self.circuits, name)
+            if name in self.head_p_values:
+                columns[f"{name}_p"] = self.head_p_values[name]
+        columns["task_leak"] = self.task_leak
         heads = [
-            {"layer": 0, "head": head, "label": label} | row
-            for head, (label, row) in enumerate(zip(self.labels, rows, strict=True))
+            {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
+            for head, label in enumerate(self.labels)
         ]
         of_components = ("n_components", "learned", "off_diagonal")
         evidence = {
