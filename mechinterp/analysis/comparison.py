@@ -45,8 +45,6 @@ class Comparison(Result):
     COLUMNS: ClassVar = {
         "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
         "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts. Unit y^2.",
-        "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
-        "omega_abs": "Mean |omega| of heads that are not dummies, unit 1/x^2.",
     }
 
     @property

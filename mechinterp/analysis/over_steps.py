@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -46,7 +45,6 @@ class OverSteps(Result):
     """Number of updates."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history; no rows without one."""
-    COLUMNS: ClassVar = {"headline": "Result at the step in a few words."}
 
     def __repr__(self) -> str:
         ends = [f"step {self.step[row]:,}{self._told(row, ' ')}" for row in (0, -1)]

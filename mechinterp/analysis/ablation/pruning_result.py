@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -90,9 +89,7 @@ class Pruning(Result):
         return [
             f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads} per layer.",
             *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
-            "Heads are chosen on random halves of the prompts, risks measured on the other halves; ± is over prompts and "
-            "choices.",
-            "kept: chosen on all prompts. chosen: share of the halves that keep the head.",
+            "Heads are chosen on random halves of the prompts, risks measured on the other halves.",
         ]
 
     def to_document(self) -> dict:
@@ -126,11 +123,6 @@ class PruningByRules(Result):
     """Result of each rule that prunes this model, after the full model."""
     curves: PruningCurves
     """Curves of masking one head after another, in orders chosen on other prompts."""
-    COLUMNS: ClassVar = {
-        "rule": "Rule that chooses the heads. best-later keeps all heads of the first layer and the head with the largest "
-        "rise of each later layer. Controls: least-later keeps the head with the smallest rise of each later layer, "
-        "best-first the best head of the first layer and all later heads."
-    }
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -156,14 +148,8 @@ class PruningByRules(Result):
             f"Rules: {'; '.join(costs)}." if costs else "With one head, no rule prunes anything."
         )
         few = " and ".join(name for name, each in self.by_rule.items() if each.carried_by_few)
-        often = self.pruned["best-later"].chosen.max(1) if "best-later" in self.pruned else ()
-        layers = [f"{share:.0%} in layer {layer}" for layer, share in enumerate(often) if share < 1]
-        notes = {
-            f"{few}: 1% of the prompts make up most of the excess risk without a new read-out.": few,
-            "The head that best-later keeps depends on the prompts: the most frequent choice is kept in "
-            f"{', '.join(layers)} of the halves.": layers,
-        }
-        return [self.curves.sentence, rules, *(note for note, applies in notes.items() if applies)]
+        note = f"{few}: 1% of the prompts make up most of the excess risk without a new read-out."
+        return [self.curves.sentence, rules, *([note] if few else [])]
 
     def tables(self) -> dict[str, Table]:
         """Costs of the rules, the curves, and how often each head is chosen."""

@@ -4,7 +4,6 @@ all options, or by every method side by side."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -95,11 +94,6 @@ class HeadAblation(OfMetric, Result):
     mlp_rise: Float[np.ndarray, " layer"] | None = None
     """Rise when the MLP of a layer is masked, unit of the metric; None unless asked for."""
     mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
-    COLUMNS: ClassVar = {
-        "top_share": "Largest importance of a head in the layer.",
-        "top_head": "Head of the layer with the largest rise.",
-        "top_rise": "Rise when that head is masked, unit of the metric.",
-    }
 
     def __repr__(self) -> str:
         layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)

@@ -222,25 +222,24 @@ class Classification(Evidence, Classified):
 
     def cards(self) -> list[Card]:
         """One card per head, with the ranges of heads with random weights."""
-        scales, cards = self.circuits, []
+        scales, omega, cards = self.circuits, self.circuits.omega_mean, []
         # A score without normalisation attends to opposite tokens with negative weights: omega and
         # mu can flip together.
         flips = self.kernel in NO_AVERAGE
         for head, label in enumerate(self.labels):
-            mu, reads_y = scales.mu[head], scales.ov_last_entry[head]
-            texts = {
-                "share of output": f"{self.share[head]:.1%}",
-                "omega (1/x²)": f"{scales.omega_mean[head]:+.3g}",
-                "mu": ", ".join(f"{each:+.3g}" for each in mu),
-                "QK diagonal": cell(scales.qk_diagonal[head]),
-                "OV reads y only": cell(reads_y),
+            mu = ", ".join(f"{each:+.3g}" for each in scales.mu[head])
+            diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
+            facts = {
+                "share of output": ("share", f"{self.share[head]:.1%}", [self.share[head]]),
+                "omega (1/x²)": ("omega_mean", f"{omega[head]:+.3g}", [omega[head]]),
+                "mu": ("mu", mu, scales.mu[head]),
+                "QK diagonal": ("qk_diagonal", cell(diagonal), [diagonal]),
+                "OV reads y only": ("ov_last_entry", cell(reads_y), [reads_y]),
             }
+            texts = {fact: text for fact, (_, text, _) in facts.items()}
             bands = {
-                "share of output": self._band("share", self.share[head]),
-                "omega (1/x²)": self._band("omega_mean", scales.omega_mean[head]),
-                "mu": tuple(band for each in mu for band in self._band("mu", each)),
-                "QK diagonal": self._band("qk_diagonal", scales.qk_diagonal[head]),
-                "OV reads y only": self._band("ov_last_entry", reads_y),
+                fact: tuple(band for value in values for band in self._band(name, value))
+                for fact, (name, _, values) in facts.items()
             }
             meaning = ADDS if flips and label in ("positive", "negative") else TEXTS["heads"][label]
             color = figures.head_color(head)

@@ -41,15 +41,8 @@ class TrainingDynamics(Result):
     """Sentence with optimiser, step size and logging interval; empty if unknown."""
     COLUMNS: ClassVar = {
         "loss": "Mean training loss since the last row, unit y^2; NaN at step 0 and for weights from files.",
-        "eval_loss": "Loss on the same data at every step, which training never uses or of which it uses all; unit y^2.",
         "share": "Standard deviation of the head's output, divided by the sum of these over its layer's heads.",
         "rise": "Rise of the excess risk when the head is masked, unit y^2.",
-        "omega": "Mean of omega over coordinates, unit 1/x^2.",
-        "mu": "Diagonal of OV on y, mean over responses.",
-        "qk_diagonal": "Norm of the diagonal of QK's x block over that of the block; 1 if the block is diagonal.",
-        "ov_last_entry": "Norm of mu over that of OV; 1 if only y is read.",
-        "qk_norm": "Frobenius norm of the head's QK, scale included.",
-        "ov_norm": "Frobenius norm of the head's OV.",
     }
 
     def __repr__(self) -> str:
