@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,9 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
-from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify, classify_attention
+from mechinterp.analysis.one_layer.circuits import weights_of
+from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.config import ExperimentConfig
@@ -162,7 +164,8 @@ def compare(
         checkpoint_of(each, "compare")
     rows, heads = [], []
     for each in progress(checkpoints, "classifying models"):
-        found = classify_attention(each, n_prompts=n_prompts, seed=seed)
+        weights_of(each, "compare")
+        found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
         task = each.config.task
         losses = shared_losses({each.name: each}, task, n_prompts=5 * n_prompts, seed=seed)
         mu, active = found.circuits.mu.mean(1), np.array(found.labels) != "dummy"

@@ -5,6 +5,7 @@ Every label comes with the numbers that decided it and their values under random
 without a clear label is `undetermined`, and the reason names the number that lies between two
 answers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -64,6 +65,11 @@ def classify(
     """Label of a model: the pattern of one layer of attention, or the algorithm and head ablations
     of any other model.
 
+    If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
+    differ, the model is `undetermined`. The pattern of one layer depends on QK and OV only. It does
+    not depend on the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O.
+    A head split into two with half of mu each counts as one.
+
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None means the
@@ -84,31 +90,41 @@ def classify(
         'debiased_gd'
     """
     predictor = predictor_of(source)
-    task = None if task is None and prompts is None else task_for(source, task, "classify", prompts)
-    one = predictor.is_one_attention
+    limits, one = Thresholds() if thresholds is None else thresholds, predictor.is_one_attention
+    law = None
+    if one or task is not None or prompts is not None:
+        law = task_for(source, task, "classify", prompts)
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
-    if one:
-        return classify_attention(
-            source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
-        )
-    limits = Thresholds() if thresholds is None else thresholds
-    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+
+    def labelled(each: Source) -> Classification | LayeredClassification:
+        if law is None or not one:
+            return _classified_layers(each, law, n_prompts, seed, limits)
+        weights = weights_of(each, "classify")
+        _require_fit(weights, law)
+        return _classified(weights, law, n_prompts, seed, limits)
+
+    readings: Sequence[Reading] = getattr(source, "readings", ())
     if not readings:
-        return _classified_layers(source, task, n_prompts, seed, limits)
-    checkpoint = cast("Checkpoint", source)
-    sizes = None if task is None else (task.d_x, task.d_y)
-    fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
-    possible = [each for each in fitting if each.stands]
-    if not any(each.predicts for each in possible):
-        possible = [*readings[:1]]  # if none predicts, one verdict is enough
-    under_each = [
-        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
-        for each in possible
-    ]
-    labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, possible)
-    return replace(under_each[0], pattern=pattern, reason=reason)
+        found = labelled(source)
+        return replace(found, trained_here=predictor.trained_here) if one else found
+    under: list[Source] = [each.weights for each in readings if each.stands]
+    if not one:
+        checkpoint = cast("Checkpoint", source)
+        sizes = None if law is None else (law.d_x, law.d_y)
+        fits = [e for e in readings if sizes in (None, (e.weights.d_x, e.weights.d_y))]
+        possible = [each for each in fits if each.stands]
+        # If none predicts, one verdict is enough.
+        readings = possible if any(each.predicts for each in possible) else readings[:1]
+        under = [checkpoint.under(each) for each in readings]
+    every = [labelled(each) for each in under]
+    first = every[0]
+    step = None
+    if isinstance(first, Classification) and first.form.kind == "matrix":
+        step = first.scales.step[0]
+    labels = [each.pattern for each in every]
+    pattern, reason = agreed_label(labels, first.reason, readings, step)
+    return replace(first, pattern=pattern, reason=reason)
 
 
 def _classified_layers(
@@ -141,56 +157,6 @@ def _classified_layers(
         layered,
         reason=f"{layered.reason}; a linear read-out of attention has {quality}, and labels the heads {labels}",
     )
-
-
-def classify_attention(
-    source: Source,
-    task: TaskLike | None = None,
-    *,
-    n_prompts: int = N_PROMPTS,
-    seed: int = 0,
-    thresholds: Thresholds | None = None,
-) -> Classification:
-    """Pattern of a model that is one layer of attention.
-
-    If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
-    differ, the model is `undetermined`. The label depends on QK and OV only. It does not depend on
-    the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O. A head split
-    into two with half of mu each counts as one.
-
-    Args:
-        source: Weights, a checkpoint, or a hooked model.
-        task: Law of the prompts that weigh the heads. None means a checkpoint's own task, or else
-            the setting of the softmax paper for the model's d_x and d_y.
-        n_prompts: Number of prompts behind `share`, `substitution` and `learner`.
-    Raises:
-        ValueError: If d_x or d_y of model and task differ, the model has more than one layer, or
-            n_prompts is below 8.
-    Source:
-        He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
-        ('positive', 'negative')
-    """
-    weights = weights_of(source, "classify_attention")
-    task = task_for(source, task, "classify_attention")
-    _require_fit(weights, task)
-    here = predictor_of(source).trained_here
-    limits = Thresholds() if thresholds is None else thresholds
-    readings: tuple[Reading, ...] = getattr(source, "readings", ())
-    if not readings:
-        found = _classified(weights, task, n_prompts, seed, limits)
-        return replace(found, trained_here=here)
-    under_each = [
-        _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
-        for each in readings
-        if each.stands
-    ]
-    step = under_each[0].scales.step[0] if under_each[0].form.kind == "matrix" else None
-    labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, readings, step)
-    return replace(under_each[0], pattern=pattern, reason=reason)
 
 
 def _classified(
@@ -304,7 +270,8 @@ def classify_circuits(
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
-    return classify_attention(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    found = classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    return cast("Classification", found)
 
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:

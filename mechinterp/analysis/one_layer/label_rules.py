@@ -133,11 +133,7 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
     """Settings in which readings with different labels differ; a setting that differs alone is
     preferred."""
     differing = [
-        {
-            name
-            for name in one.said.keys() | other.said.keys()
-            if one.said.get(name) != other.said.get(name)
-        }
+        {name for name, _ in one.said.items() ^ other.said.items()}
         for (label, one), (another, other) in combinations(labelled, 2)
         if label != another
     ]
