@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.orders import pruning_curves
+from mechinterp.analysis.ablation.masked_risk import pruning_curves
 from mechinterp.analysis.ablation.pruning import prune_by_rules, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines

@@ -11,9 +11,8 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.head_statistics import common_matrix, read_heads
+from mechinterp.analysis.one_layer.head_statistics import Thresholds, common_matrix, read_heads
 from mechinterp.analysis.one_layer.random_null import null_of
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,

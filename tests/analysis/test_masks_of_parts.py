@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mechinterp import dmmse, hook_module, load, masked, sample_prompts, task_pool
-from mechinterp.analysis.ablation.orders import PositionAblation
+from mechinterp.analysis.ablation.masked_risk import PositionAblation
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
 from mechinterp.analysis.result import meanings, unit_of
 from mechinterp.config import TaskConfig

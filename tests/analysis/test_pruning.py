@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation import pruning
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.orders import pruning_curves
+from mechinterp.analysis.ablation.masked_risk import masked_errors, pruning_curves
 from mechinterp.analysis.ablation.pruning import (
     RULES,
     best_head_later,

@@ -18,20 +18,18 @@ from mechinterp.analysis.ablation.masked_risk import (
     Masking,
     Metric,
     OfMetric,
-    layer_shares,
-    masked_errors,
-    masked_values,
-    rise_heatmap,
-    single_masks,
-)
-from mechinterp.analysis.ablation.orders import (
     PairAblation,
     PositionAblation,
     PruningCurves,
     greedy_heads,
+    layer_shares,
     masked_by_position,
+    masked_errors,
+    masked_values,
     pairs_of,
     pruning_curves,
+    rise_heatmap,
+    single_masks,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.number_format import digits, with_error

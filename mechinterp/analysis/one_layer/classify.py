@@ -3,7 +3,11 @@ implements.
 
 Every label comes with the numbers that decided it and their values under random weights. A model
 without a clear label is `undetermined`, and the reason names the number that lies between two
-answers."""
+answers.
+
+If the prediction is nearly linear in the output of one attention layer at the query, a linear
+read-out replaces what lies behind, and the heads have circuits to the prediction: W_O times the
+direction of the read-out. It is fitted on one half of the prompts and scored on the other."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +24,7 @@ from mechinterp.analysis.multi_layer.classify import LayeredClassification, clas
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.head_statistics import (
+    Thresholds,
     faithfulness,
     form_of,
     idealised,
@@ -33,9 +38,7 @@ from mechinterp.analysis.one_layer.label_rules import (
     model_label,
 )
 from mechinterp.analysis.one_layer.linear_components import components
-from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import TaskConfig, TaskLike
@@ -43,9 +46,11 @@ from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 from mechinterp.models.scores import is_normalised, kernel_text
+from mechinterp.models.weights import Weights, heads_of
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -294,3 +299,65 @@ def _require_fit(weights: AttentionWeights, task: TaskConfig) -> None:
             raise ValueError(
                 f"The task must have the model's {name} = {own}, got {name} = {other}."
             )
+
+
+READ_PROMPTS, CHUNK = 1024, 64
+
+
+def has_linear_way_in(weights: Weights) -> bool:
+    """True if the model is one layer whose attention reads the tokens through linear maps only."""
+    model = weights.model
+    around = (model.norm, model.n_positions, model.d_read_in)
+    plain = (around, model.layout) == ((None, None, None), "pairs")
+    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+
+
+def read_through(
+    weights: Weights, task: TaskConfig, *, seed: int = 0
+) -> tuple[AttentionWeights, float]:
+    """The attention layer followed by the linear read-out, and the R^2 of the read-out.
+
+    R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on the half that was not
+    fitted.
+
+    Args:
+        weights: Weights of a model that satisfies `has_linear_way_in`.
+        task: Law of the prompts.
+    """
+    # Imported here: TransformerLens is slow to import.
+    from mechinterp.models.hooked.transformer import ICLTransformer
+
+    weights = weights.to(torch.float64)
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = evaluation_prompts(task, n_prompts=READ_PROMPTS, seed=seed)
+    name, predicted, outputs = "blocks.0.hook_attn_out", [], []
+    with torch.no_grad():
+        for start in range(0, READ_PROMPTS, CHUNK):  # patterns of all prompts at once are gigabytes
+            some = prompts[start : start + CHUNK]
+            predicted.append(model.predict(some))
+            _, cache = model.run_with_cache(some.tokens, names_filter=name)
+            outputs.append(cache[name][:, -1])
+    prediction, written = torch.cat(predicted), torch.cat(outputs)
+    half = READ_PROMPTS // 2
+    known = torch.cat([written, written.new_ones(READ_PROMPTS, 1)], 1)
+    solved = torch.linalg.pinv(known[:half], rtol=1e-8) @ prediction[:half]
+    error = prediction[half:] - known[half:] @ solved
+    spread = (prediction[half:] - prediction[half:].mean(0)).square().mean()
+    r2 = float(1 - error.square().mean() / spread) if spread > 0 else float("nan")
+    return _seen_through(weights, solved[:-1], solved[-1]), r2
+
+
+def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
+    """The attention layer on tokens (x, y), with the read-out multiplied into W_O."""
+    tensors, into = weights.attention(0), weights.tensors.get("W_in")
+    seen = {"W_O": tensors["W_O"] @ direction}
+    for x in "QKV":
+        matrix = tensors[f"W_{x}"]
+        seen[f"W_{x}"] = matrix if into is None else into @ matrix
+        if weights.model.biases:
+            moved = weights.tensors["b_in"] @ matrix if into is not None else 0
+            seen[f"b_{x}"] = tensors[f"b_{x}"] + moved
+    if weights.model.biases:
+        seen["b_O"] = tensors["b_O"] @ direction + constant
+    # With a read-in, the keys of merged heads are no longer the tokens themselves.
+    return heads_of(replace(weights.model, merged_qk=False), seen, weights.scale)

@@ -8,9 +8,14 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from mechinterp.analysis.one_layer.head_statistics import Faithfulness, Form, Heads, Scales
+from mechinterp.analysis.one_layer.head_statistics import (
+    Faithfulness,
+    Form,
+    Heads,
+    Scales,
+    Thresholds,
+)
 from mechinterp.analysis.one_layer.linear_components import LEARNED, Components
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result

@@ -12,11 +12,11 @@ from torch import Tensor
 from mechinterp.analysis.learners.nearest import evaluation
 from mechinterp.analysis.one_layer.head_statistics import (
     Form,
+    Thresholds,
     common_matrix,
     idealised,
     spread_over_heads,
 )
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
