@@ -14,15 +14,13 @@ from mechinterp.cli.options import (
     Files,
     PathArgument,
     about_paths,
-    asks_checkpoints,
-    say_of,
-    shown_path,
-)
-from mechinterp.cli.training import (
     argument,
+    asks_checkpoints,
     option,
     say,
     say_json,
+    say_of,
+    shown_path,
 )
 
 if TYPE_CHECKING:

@@ -11,19 +11,25 @@ from mechinterp.cli.options import (
     Asked,
     CountOption,
     Files,
+    JsonOption,
     PathArgument,
     PromptsOption,
+    QuietOption,
     SeedOption,
     about_paths,
+    answer,
+    argument,
     asks_checkpoints,
     complain,
+    option,
     prompts_of,
     reads_checkpoints,
     runs_checkpoints,
+    say,
+    say_json,
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, answer, argument, option, say, say_json
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified

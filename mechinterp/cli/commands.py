@@ -14,8 +14,8 @@ import typer
 from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
-from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
-from mechinterp.cli.training import option, predict_jumps, say, sweep, train
+from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory, option, say
+from mechinterp.cli.training import predict_jumps, sweep, train
 
 app = typer.Typer(
     pretty_exceptions_enable=False,

@@ -16,22 +16,31 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.errors import NotUnderstoodError
-from mechinterp.cli.training import (
-    DeviceOption,
-    JsonOption,
-    QuietOption,
-    WideOption,
-    argument,
-    device_of,
-    option,
-    say,
-    say_json,
-)
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.icl.prompts import Prompts
 
+
+def option(flag: str, text: str, **more: Any) -> Any:
+    """An option of a command, with its help."""
+    return typer.Option(flag, help=text, **more)
+
+
+def argument(name: str, text: str) -> Any:
+    """An argument of a command, with its name in the help."""
+    return typer.Argument(metavar=name, help=text)
+
+
+BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
+JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
+DeviceOption = Annotated[str, option("--device", "auto, cpu or cuda.")]
+DEVICES = ("auto", "cpu", "cuda")
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
+WideOption = Annotated[
+    bool,
+    option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
+]
 PathArgument = Annotated[
     Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
 ]
@@ -252,6 +261,25 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
+def require_device(name: str) -> None:
+    """Refuse an unknown device."""
+    if name not in DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
+
+
+def device_of(device: DeviceOption = "auto") -> str:
+    """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
+    require_device(device)
+    if device == "cpu":
+        return device
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
+    return "cuda" if available else "cpu"
+
+
 @dataclass(frozen=True)
 class Files:
     """How options let files be read, and the device on which models run."""
@@ -380,3 +408,48 @@ def complain(message: str) -> None:
             break_on_hyphens=False,
         )
     say(line, error=True)
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print on standard output or standard error; all output of the commands goes through here.
+
+    Control characters, which may come from names of files, are shown as escapes, as are characters
+    that the stream's encoding lacks.
+
+    Raises:
+            ValueError: If standard output is full; if its reader has closed it, the command exits
+                as if by SIGPIPE.
+    """
+    from mechinterp.checkpoints.io.errors import one_line, spelled, visible
+
+    stream = sys.stderr if error else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = spelled(visible(text), encoding)
+    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(shown, file=stream, flush=True)
+    except OSError as fault:
+        # The rest of the buffer would be written again at exit.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+        if error:
+            return
+        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
+            raise SystemExit(BROKEN_PIPE) from None
+        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
+
+
+def answer(document: object, text: str, *, as_json: bool) -> None:
+    """Print the result of a command: a JSON document, or a text."""
+    if as_json:
+        say_json(document)
+    else:
+        say(text)
+
+
+def say_json(document: object) -> None:
+    """Print a document as JSON."""
+    from mechinterp.report.header import dumps
+
+    say(dumps(document))

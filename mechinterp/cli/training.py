@@ -1,41 +1,29 @@
 """Commands that train models or predict their training: argument parsing only."""
 
-import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from mechinterp.cli.options import (
+    DeviceOption,
+    JsonOption,
+    QuietOption,
+    answer,
+    argument,
+    device_of,
+    option,
+    require_device,
+)
 
 if TYPE_CHECKING:
     from mechinterp.training.jobs import Engine
 
 
-def option(flag: str, text: str, **more: Any) -> Any:
-    """An option of a command, with its help."""
-    return typer.Option(flag, help=text, **more)
-
-
-def argument(name: str, text: str) -> Any:
-    """An argument of a command, with its name in the help."""
-    return typer.Argument(metavar=name, help=text)
-
-
-BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
-JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
-DeviceOption = Annotated[str, option("--device", "auto, cpu or cuda.")]
-DEVICES = ("auto", "cpu", "cuda")
 MemoryOption = Annotated[
     str | None, option("--memory", "Most memory that a process may use, such as 2GB.")
 ]
 ResumeOption = Annotated[bool, option("--resume", "Continue a stopped run.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
-WideOption = Annotated[
-    bool,
-    option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
-]
 SetOption = Annotated[
     list[str] | None, option("--set", "Change a config field; repeatable.", metavar="FIELD=VALUE")
 ]
@@ -183,51 +171,6 @@ def predict_jumps(
     answer(forecast_document(config, forecast, out), "\n".join(lines), as_json=as_json)
 
 
-def say(text: str, *, error: bool = False) -> None:
-    """Print on standard output or standard error; all output of the commands goes through here.
-
-    Control characters, which may come from names of files, are shown as escapes, as are characters
-    that the stream's encoding lacks.
-
-    Raises:
-            ValueError: If standard output is full; if its reader has closed it, the command exits
-                as if by SIGPIPE.
-    """
-    from mechinterp.checkpoints.io.errors import one_line, spelled, visible
-
-    stream = sys.stderr if error else sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = spelled(visible(text), encoding)
-    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, file=stream, flush=True)
-    except OSError as fault:
-        # The rest of the buffer would be written again at exit.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
-        if error:
-            return
-        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
-            raise SystemExit(BROKEN_PIPE) from None
-        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
-
-
-def answer(document: object, text: str, *, as_json: bool) -> None:
-    """Print the result of a command: a JSON document, or a text."""
-    if as_json:
-        say_json(document)
-    else:
-        say(text)
-
-
-def say_json(document: object) -> None:
-    """Print a document as JSON."""
-    from mechinterp.report.header import dumps
-
-    say(dumps(document))
-
-
 def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":
     if name not in ("local", "ray"):
         raise ValueError(f"--engine must be local or ray, got {name!r}.")
@@ -255,22 +198,3 @@ def _bytes(text: str) -> int:
     if not size:
         raise ValueError(f"--memory must be a number of MB or GB such as 2GB, got {text!r}.")
     return int(float(size[1]) * {"MB": 1e6, "GB": 1e9}[size[2]])
-
-
-def require_device(name: str) -> None:
-    """Refuse an unknown device."""
-    if name not in DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
-
-
-def device_of(device: DeviceOption = "auto") -> str:
-    """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
-    require_device(device)
-    if device == "cpu":
-        return device
-    import torch
-
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
-    return "cuda" if available else "cpu"
