@@ -234,7 +234,7 @@ ANALYSES: dict[str, Analysis] = {
         on_page=nothing,
         title="Attention on prompts",
     ),
-    "attention-entropy": Analysis("one_layer.attention_entropy:attention_entropy", a_distribution),
+    "attention-entropy": Analysis("one_layer.attention:attention_entropy", a_distribution),
     "composition": Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     "algorithm": Analysis("multi_layer.naming:name_algorithm"),
     "baselines": Analysis(

@@ -26,7 +26,7 @@ from mechinterp.cli.options import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from mechinterp.analysis.ablation.fine_tuning import FineTuning
+    from mechinterp.analysis.ablation.pruning import FineTuning
     from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -196,7 +196,7 @@ def _fine_tuned(
     steps: int,
     progress: "ProgressCallback",
 ) -> "FineTuning":
-    from mechinterp.analysis.ablation.fine_tuning import fine_tune
+    from mechinterp.analysis.ablation.pruning import fine_tune
 
     if checkpoint.format != "native":
         raise ValueError(

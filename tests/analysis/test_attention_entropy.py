@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.analysis.one_layer.attention import attention_entropy
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import kernel_head
