@@ -103,18 +103,25 @@ def sweep(
     from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.to_json import training_document
-    from mechinterp.training.shards import shard_folder, shard_named, shard_of
+    from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
     from mechinterp.training.train import RESULTS, require_finite, train_models
 
     if merge is not None:
-        return _merge(merge, file or out or shard, as_json)
+        if (given := file or out or shard) is not None:
+            raise ValueError(f"--merge stands alone, got {given} too.")
+        models, diverged = shards.merge_shards(merge)
+        write_own_table(merge / RESULTS, sweep_frame(models, merge, diverged=diverged))
+        shards.delete_shards(merge)
+        document = {"out": str(merge), "models": list(models), "diverged": dict(diverged)}
+        text = f"{printable(str(merge))}: {len(models)} models; results in {RESULTS}"
+        return answer(document, text, as_json=as_json)
     if file is None or out is None:
         raise ValueError("sweep needs FILE.json and --out, or --merge OUT alone.")
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
-    if (part := shard_named(shard)) is not None:
-        out = shard_folder(models, out, part)
-        models = shard_of(models, part)
+    if (part := shards.shard_named(shard)) is not None:
+        out = shards.shard_folder(models, out, part)
+        models = shards.shard_of(models, part)
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
@@ -122,24 +129,6 @@ def sweep(
     require_finite(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(training_document(summary, str(out)), text, as_json=as_json)
-
-
-def _merge(out: Path, given: object, as_json: bool) -> None:
-    """Make one run of the shards of a sweep, with one table."""
-    from mechinterp.analysis.comparison import sweep_frame
-    from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.native.history import write_own_table
-    from mechinterp.training.shards import delete_shards, merge_shards
-    from mechinterp.training.train import RESULTS
-
-    if given is not None:
-        raise ValueError(f"--merge stands alone, got {given} too.")
-    models, diverged = merge_shards(out)
-    write_own_table(out / RESULTS, sweep_frame(models, out, diverged=diverged))
-    delete_shards(out)
-    document = {"out": str(out), "models": list(models), "diverged": dict(diverged)}
-    text = f"{printable(str(out))}: {len(models)} models; results in {RESULTS}"
-    answer(document, text, as_json=as_json)
 
 
 def predict_jumps(

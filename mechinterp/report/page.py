@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
@@ -246,16 +247,14 @@ def write_comparison(
     )
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[Any]:
     """Sort key of names, which puts s2 before s10.
 
     Example:
         >>> sorted(["s10", "s2", "s1"], key=natural)
         ['s1', 's2', 's10']
     """
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _left_out(reasons: Mapping[str, str]) -> Section:
