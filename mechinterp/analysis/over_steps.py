@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from plotly.basedatatypes import BaseTraceType
 
 from mechinterp import figures
-from mechinterp.analysis.registry import Analysis, Model, analysis_of, run_analysis
+from mechinterp.analysis.registry import Model, analysis_of, run_analysis
 from mechinterp.analysis.result import (
     Finding,
     Table,
@@ -278,7 +278,8 @@ def over_steps(
         got = type(source).__name__ if path is None else f"{path} without"
         raise ValueError(f"{name} over steps needs a checkpoint with snapshots, got {got}.")
     if n_prompts is None and prompts is None and chosen.draws_prompts:
-        n_prompts = _number(chosen)
+        default = chosen.options["n_prompts"].default
+        n_prompts = min(default, N_PROMPTS) if isinstance(default, int) else N_PROMPTS
     results = tuple(
         run_analysis(
             analysis,
@@ -292,9 +293,3 @@ def over_steps(
         for step in progress(steps, f"{name} at saved steps")
     )
     return OverSteps(name, results, np.array(steps), source.loss_curve)
-
-
-def _number(analysis: Analysis) -> int:
-    """Number of prompts at each step: the analysis' default, but at most 512."""
-    default = analysis.options["n_prompts"].default
-    return min(default, N_PROMPTS) if isinstance(default, int) else N_PROMPTS

@@ -381,18 +381,13 @@ def run_analysis(
     given |= told
     if "progress" in signature(analysis.function).parameters:
         given["progress"] = progress
-    result = analysis.function(checkpoint, **{**_required(analysis, checkpoint), **given})
+    for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):
+        # A function may have no default of its own.
+        if option in analysis.options and analysis.options[option].default is Parameter.empty:
+            given.setdefault(option, usual)
+    result = analysis.function(checkpoint, **given)
     if not isinstance(result, Finding):
         raise ValueError(
             f"{name} must give a result with to_frame and plot, got {type(result).__name__}."
         )
     return result
-
-
-def _required(analysis: Analysis, source: Model) -> dict[str, int]:
-    """Default number and seed of prompts, for a function without defaults of its own."""
-    usual = {"n_prompts": usual_number(source), "seed": 0}
-    options = analysis.options
-    return {
-        n: v for n, v in usual.items() if n in options and options[n].default is Parameter.empty
-    }

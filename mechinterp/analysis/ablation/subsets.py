@@ -146,9 +146,16 @@ def ablate_subsets(
         # Absent heads add their means: subtract the means from the target and use deviations.
         means = outputs.mean(0)
         outputs, target = outputs - means, target - means.sum(0)
-    kept = _every_subset(weights.n_heads)
+    subsets = itertools.product([False, True], repeat=weights.n_heads)
+    # By size; within one size, those with the first heads come first.
+    kept = np.array(sorted(subsets, key=lambda each: (sum(each), [not k for k in each])))
     full = np.square(outputs.sum(1) - target).mean(1)
-    risks = np.array([_risk_and_rise(outputs, target, subset, full) for subset in kept])
+    risks = np.array(
+        [
+            [*mean_and_sem(errors), *mean_and_sem(errors - full)]
+            for errors in (np.square(outputs[:, s].sum(1) - target).mean(1) for s in kept)
+        ]
+    )
     contributions = (outputs * (2 * target - outputs.sum(1))[:, None]).mean(2)
     shapley, shapley_sem = mean_and_sem(contributions)
     clean = prompts.y_query_clean.numpy()[:SHOWN]
@@ -163,14 +170,3 @@ def ablate_subsets(
         rest=clean[0] - target[0],
         target=clean,
     )
-
-
-def _every_subset(n_heads: int) -> Bool[np.ndarray, "subset head"]:
-    """All subsets sorted by size; within one size, those with the first heads come first."""
-    subsets = itertools.product([False, True], repeat=n_heads)
-    return np.array(sorted(subsets, key=lambda s: (sum(s), [not k for k in s])))
-
-
-def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, full: np.ndarray):
-    squares = np.square(outputs[:, subset].sum(1) - target).mean(1)
-    return *mean_and_sem(squares), *mean_and_sem(squares - full)

@@ -290,19 +290,14 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
     if d_y > 1:
         return Form("diagonal", identity, isotropy, shared, float("nan"))
     metric = is_definite(common.matrix)
-    matrix = common.matrix if metric else _signed(common, groups.mu[active.numpy(), 0])
+    # Unlike a metric, another matrix has no sign of its own: it is that of sum mu * omega.
+    sign = -1.0 if common.scale.numpy() @ groups.mu[active.numpy(), 0] < 0 else 1.0
+    matrix = common.matrix if metric else sign * common.matrix
     angle = float("nan") if metric else rotation_angle(matrix.numpy())
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
     if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared, float("nan"))
-
-
-def _signed(common: CommonMatrix, mu: np.ndarray) -> Tensor:
-    """The matrix with the sign that makes sum mu * omega positive; unlike a metric, it has no sign
-    of its own."""
-    total = float(common.scale.numpy() @ mu)
-    return common.matrix if total >= 0 else -common.matrix
 
 
 def _shared(blocks: Tensor, common: CommonMatrix) -> float:
@@ -372,11 +367,13 @@ def scales_of(
     large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
     supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
     leak, theta_spread = _on_supports(theta, supports)
+    with np.errstate(invalid="ignore"):  # NaN if all mu are 0
+        zero_sum = np.abs(mu.sum(0)) / np.abs(mu).sum(0)
     tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
     spread = spread_over_heads(*tensors, serving=limits.leak) if len(sizes) else np.nan
     return Scales(
         omega_spread=float(spread),
-        zero_sum=float(np.max([_ratio(abs(m.sum()), np.abs(m).sum()) for m in mu.T])),
+        zero_sum=float(zero_sum.max()),
         unserved=_unserved(mu, limits.share),
         eta=slope * means @ mu,
         eta_optimal=_optimal_step(task),
@@ -391,13 +388,6 @@ def scales_of(
 def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
     total = np.abs(mu).sum(0)
     return tuple(np.flatnonzero(total <= share * total.max()).tolist()) if len(mu) else ()
-
-
-def _ratio(part: float, whole: float) -> float:
-    """part / whole; infinite if only the whole is 0, NaN if both are 0."""
-    if whole == 0:
-        return float("inf") if part else float("nan")
-    return float(part / whole)
 
 
 def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
