@@ -24,13 +24,9 @@ from mechinterp.cli.options import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from mechinterp.analysis.ablation.pruning import FineTuning
     from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.progress import ProgressCallback
 
 SHARED = ("n_prompts", "seed", "context_length")
 """Arguments of all analyses that are options of the command itself."""
@@ -168,7 +164,15 @@ def prune(
             checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
         )
         if fine_tune is not None:
-            tuned = _fine_tuned(checkpoint, pruned.kept, asked, fine_tune, progress)
+            if checkpoint.format != "native":
+                raise ValueError(
+                    f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
+                )
+            # The heads are chosen on the prompts of the options, so the losses are measured on others.
+            others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
+            tuned = pruning.fine_tune(
+                checkpoint, pruned.kept, others, steps=fine_tune, progress=progress
+            )
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -187,24 +191,6 @@ def prune(
 def led(checkpoint: "Checkpoint", text: str) -> str:
     """The text, after a line on why the file may have been read wrongly, if there is a reason."""
     return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
-
-
-def _fine_tuned(
-    checkpoint: "Checkpoint",
-    kept: "np.ndarray",
-    asked: Asked,
-    steps: int,
-    progress: "ProgressCallback",
-) -> "FineTuning":
-    from mechinterp.analysis.ablation.pruning import fine_tune
-
-    if checkpoint.format != "native":
-        raise ValueError(
-            f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
-        )
-    # The heads are chosen on the prompts of the options, so the losses are measured on others.
-    others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
-    return fine_tune(checkpoint, kept, others, steps=steps, progress=progress)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:

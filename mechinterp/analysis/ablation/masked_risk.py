@@ -205,11 +205,6 @@ class PruningCurves(OfMetric, Result):
         """Number of heads kept."""
         return np.arange(self.risk.shape[1])[::-1]
 
-    @property
-    def masked_next(self) -> list[str]:
-        """The head that is masked next in the order."""
-        return [name for names in self.heads for name in (*names, "")]
-
     def __repr__(self) -> str:
         needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
         return f"PruningCurves(heads needed for at most twice the {self.metric}: {needed} of {len(self.heads[0])})"
@@ -228,7 +223,7 @@ class PruningCurves(OfMetric, Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per order and number of kept heads."""
         frame = frame_of(self, *with_sem("risk", "ratio"), order=self.orders, n_kept=self.n_kept)
-        frame.insert(2, "masked_next", self.masked_next)
+        frame.insert(2, "masked_next", [name for each in self.heads for name in (*each, "")])
         return frame
 
     def plot(self) -> go.Figure:

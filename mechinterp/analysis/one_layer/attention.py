@@ -113,10 +113,8 @@ class AttentionPatterns(Result):
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
         columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
         columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
-        n_responses = self.y.shape[2]
-        for response in range(n_responses):
-            name = "y" if n_responses == 1 else f"y_{response}"
-            columns[name] = self.y[prompt, key, response]
+        names = ["y"] if self.y.shape[2] == 1 else [f"y_{n}" for n in range(self.y.shape[2])]
+        columns |= dict(zip(names, self.y[prompt, key].T, strict=True))
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:

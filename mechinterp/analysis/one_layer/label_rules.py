@@ -247,7 +247,9 @@ def _if_explained(
     for name in ("substitution", "learner"):
         r2 = getattr(evidence, name).r2
         if not r2 >= limits.substitution_r2:
-            why = f"{name}_r2 is {_short(r2)} for {pattern}, below the limit {limits.substitution_r2:g}"
+            # A huge ratio means that predictions overflow.
+            ratio = f"{r2:.3f}" if abs(r2) < 1e6 else f"{r2:.1e} (the predictions overflow)"
+            why = f"{name}_r2 is {ratio} for {pattern}, below the limit {limits.substitution_r2:g}"
             return "undetermined", why
     clear, r2 = limits.ov_last_entry, evidence.substitution.r2
     if evidence.alignment < clear and not r2 >= 1 - limits.equal:
@@ -282,8 +284,3 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
 
 def _signs(values: np.ndarray, fraction: float) -> set[int]:
     return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
-
-
-def _short(value: float) -> str:
-    """A ratio with three decimals; a huge ratio (predictions overflow) as a power of ten."""
-    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e} (the predictions overflow)"
