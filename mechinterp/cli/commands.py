@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -81,19 +80,8 @@ FURTHER = {"ignore_unknown_options": True}
 """Settings of a command that parses options itself."""
 
 
-def command(run: Callable[..., None]) -> Callable[..., None]:
-    """Add a command; the text after "Example:" in its docstring appears below its options, but not
-    in the list of commands."""
-    text, _, example = " ".join((run.__doc__ or "").split()).partition(" Example: ")
-    name = run.__name__.replace("_", "-")
-    settings = FURTHER if name == "analyse" else None
-    return app.command(
-        name=name, help=text, epilog=f"Example: {example}", context_settings=settings
-    )(run)
-
-
 # The order of the help.
-for each in (
+for run_command in (
     train,
     sweep,
     predict_jumps,
@@ -107,7 +95,14 @@ for each in (
     info,
     convert,
 ):
-    command(each)
+    # The text after "Example:" appears below the options, but not in the list of commands.
+    text, _, example = " ".join((run_command.__doc__ or "").split()).partition(" Example: ")
+    app.command(
+        name=run_command.__name__.replace("_", "-"),
+        help=text,
+        epilog=f"Example: {example}",
+        context_settings=FURTHER if run_command is analyse else None,
+    )(run_command)
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
