@@ -58,7 +58,7 @@ def contents_of(
 
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}
-    for name, analysis in map(_named, analyses or default_names(checkpoint)):
+    for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
         told = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
             result = _result(name, analysis, checkpoint, **told, progress=progress)
