@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.display import Result
+from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -47,6 +47,11 @@ class TrainingDynamics(Result):
 
     def __repr__(self) -> str:
         return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
+
+    @property
+    def logarithmic(self) -> bool:
+        """True if figures have a logarithmic axis without step 0; False for a few files or copies."""
+        return "eval_loss_sem" not in self.history
 
     @property
     def per_step(self) -> pd.DataFrame:
@@ -86,7 +91,7 @@ class TrainingDynamics(Result):
         loss = digits(last["eval_loss"])
         if "eval_loss_sem" in self.history:
             loss = with_error(last["eval_loss"], last["eval_loss_sem"])
-        steps = f"{len(self.step)} logged steps, {self.step[0]:,} to {self.step[-1]:,}"
+        steps = f"{counted(len(self.step), 'logged step')}, {self.step[0]:,} to {self.step[-1]:,}"
         return [f"{steps}; loss at the end on {self.eval_on} {loss} y².", *filter(None, [self.how])]
 
     def to_frame(self) -> pd.DataFrame:
@@ -120,14 +125,14 @@ class TrainingDynamics(Result):
             layers = heads.columns.str.partition("H").get_level_values(0)
             heads = heads.pow(2).T.groupby(layers, sort=False).mean().pow(0.5).T
             title += ", root mean square over the heads of a layer"
-        later = heads[heads.index > 0]
+        later = heads[heads.index >= self.logarithmic]
         return figures.lines(
             later.index.to_numpy(),
             {each: later[each].to_numpy() for each in later},
             title=title,
             x_title="step",
             y_title=CURVES[name],
-            log_x=True,
+            log_x=self.logarithmic,
             zero_line=True,
         )
 
@@ -137,21 +142,19 @@ class TrainingDynamics(Result):
         updates = np.diff(self.step)
         few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
         rows = self.per_step.assign(loss=self.per_step["loss"].where(~few))
-        rows = rows[rows["step"] > 0]
-        curves = {"eval_loss": ["eval_loss", "eval_loss_sem"], "loss": ["loss"]}
-        values = {
-            name: tuple(rows[[n for n in columns if n in rows]].to_numpy(dtype=float).T)
-            for name, columns in curves.items()
-            if rows[name].notna().any()
-        }
+        rows = rows[rows["step"] >= self.logarithmic]
+        curves = {name: rows[name].to_numpy() for name in ("eval_loss", "loss")}
+        drawn: dict[str, figures.Curve] = {n: v for n, v in curves.items() if np.isfinite(v).any()}
+        if "eval_loss_sem" in rows:
+            drawn["eval_loss"] = (curves["eval_loss"], rows["eval_loss_sem"].to_numpy())
         return figures.lines(
             rows["step"].to_numpy(),
-            {name: each if len(each) > 1 else each[0] for name, each in values.items()},
+            drawn,
             title="Loss during training",
             x_title="step",
             y_title="loss (y²)",
-            log_x=True,
-            log_y=True,
+            log_x=self.logarithmic,
+            log_y=self.logarithmic,
         )
 
 
