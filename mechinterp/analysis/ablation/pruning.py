@@ -121,6 +121,7 @@ class Pruning(Result):
             f"heads kept in layers 0 to {n_layers - 1}: {self.heads_per_layer} of {n_heads} per layer.",
             *((refit, as_is, few) if self.carried_by_few else (as_is, refit)),
             "Heads are chosen on random halves of the prompts, risks measured on the other halves.",
+            "kept: chosen on all prompts. chosen: share of the halves that keep the head.",
         ]
 
     def to_document(self) -> dict:

@@ -367,6 +367,7 @@ def scales_of(
     large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
     supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
     leak, theta_spread = _on_supports(theta, supports)
+    total = np.abs(mu).sum(0) if len(mu) else np.full(task.d_y, np.nan)
     with np.errstate(invalid="ignore"):  # NaN if all mu are 0
         zero_sum = np.abs(mu.sum(0)) / np.abs(mu).sum(0)
     tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
@@ -374,7 +375,7 @@ def scales_of(
     return Scales(
         omega_spread=float(spread),
         zero_sum=float(zero_sum.max()),
-        unserved=_unserved(mu, limits.share),
+        unserved=tuple(np.flatnonzero(total <= limits.share * total.max()).tolist()),
         eta=slope * means @ mu,
         eta_optimal=_optimal_step(task),
         theta=theta,
@@ -383,11 +384,6 @@ def scales_of(
         theta_spread=theta_spread,
         step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
     )
-
-
-def _unserved(mu: np.ndarray, share: float) -> tuple[int, ...]:
-    total = np.abs(mu).sum(0)
-    return tuple(np.flatnonzero(total <= share * total.max()).tolist()) if len(mu) else ()
 
 
 def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
