@@ -16,8 +16,7 @@ from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
-from mechinterp.analysis.needs import nothing
-from mechinterp.analysis.registry import ANALYSES
+from mechinterp.analysis.registry import ANALYSES, nothing
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {

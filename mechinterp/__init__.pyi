@@ -1,17 +1,18 @@
 """The public names with their types, for editors and type checkers; __init__.py reads them here and loads them when they are first used."""
 
-from mechinterp.analysis.ablation.fine_tuning import fine_tune as fine_tune
+from mechinterp.analysis.ablation.pruning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
+from mechinterp.analysis.comparison import sweep_frame as sweep_frame
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.fits import fit_learners as fit_learners
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
 from mechinterp.analysis.multi_layer.classify import classify_layers as classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
 from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algorithm
+from mechinterp.analysis.one_layer.attention import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
-from mechinterp.analysis.one_layer.attention_entropy import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.circuits import circuits as circuits
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
@@ -25,7 +26,6 @@ from mechinterp.analysis.patching.positions import patch_positions as patch_posi
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.probing import p_probe as p_probe
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
-from mechinterp.analysis.sweep_table import sweep_frame as sweep_frame
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,

@@ -21,14 +21,13 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.pruning import save_pruned
-from mechinterp.analysis.ablation.pruning_curves import prune_by_rules, pruning_curves
+from mechinterp.analysis.ablation.masked_risk import pruning_curves
+from mechinterp.analysis.ablation.pruning import prune_by_rules, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.multi_layer.composition import composition_scores
-from mechinterp.analysis.one_layer.attention import attention_patterns
-from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.analysis.training.sampler import Chains

@@ -22,7 +22,6 @@ from mechinterp import (
     predictor_of,
     sample_prompts,
 )
-from mechinterp.analysis.one_layer.classify import classify_attention
 from mechinterp.checkpoints.plain_modules import HookedModule
 from tests.test_doors import as_for_users
 
@@ -53,11 +52,7 @@ def refusal(call) -> str:
 
 
 @pytest.mark.parametrize(
-    ("analysis", "path"),
-    [
-        *product([classify, fit_learners, classify_layers], [SHIPPED, DEEP]),
-        (classify_attention, SHIPPED),
-    ],
+    ("analysis", "path"), [*product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])]
 )
 def test_prompts_in_place_of_a_task_are_refused(analysis, path):
     checkpoint = load(path)

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
@@ -69,7 +69,7 @@ def milestones(
 ) -> Milestones:
     """Steps from which the parts of the pattern hold, from the logged scales of a checkpoint.
 
-    A head is active in a row if its `share` exceeds the limit `share` of the thresholds.
+    A head is active in a row if its part of the sum of |mu omega| over heads exceeds the limit `share`.
 
     Args:
         source: A checkpoint with a history, or its dynamics.
@@ -87,15 +87,18 @@ def milestones(
     """
     dynamics = source if isinstance(source, TrainingDynamics) else training_dynamics(source)
     limits = Thresholds() if thresholds is None else thresholds
-    active = dynamics.share > limits.share
     omega, mu = np.abs(dynamics.omega), np.abs(dynamics.mu)
+    active = omega * mu > limits.share * (omega * mu).sum(1, keepdims=True)
+    diagonal, last_entry = (
+        dynamics.heads(name).to_numpy() for name in ("qk_diagonal", "ov_last_entry")
+    )
     largest = np.where(active, omega, -np.inf).max(1)
     smallest = np.where(active, omega, np.inf).min(1)
     total = mu.sum(1)
     holds = {
         "sign_matching": ((dynamics.omega * dynamics.mu > 0) | ~active).all(1),
-        "diagonal": ((dynamics.qk_diagonal > limits.qk_diagonal) | ~active).all(1),
-        "last_entry": ((dynamics.ov_last_entry > limits.ov_last_entry) | ~active).all(1),
+        "diagonal": ((diagonal > limits.qk_diagonal) | ~active).all(1),
+        "last_entry": ((last_entry > limits.ov_last_entry) | ~active).all(1),
         "zero_sum": np.abs(dynamics.mu.sum(1)) < limits.zero_sum * total,
         "homogeneous": largest < (1 + limits.omega_spread) * smallest,
     }

@@ -57,7 +57,7 @@ def signs_at(name: str, step: int) -> float:
 def diagonal_at(name: str, step: int) -> float:
     """Smallest cosine of an active head with its diagonal at a step."""
     logged = dynamics(name)
-    return logged.qk_diagonal[logged.step == step][0, active(name)].min()
+    return logged.heads("qk_diagonal").to_numpy()[logged.step == step][0, active(name)].min()
 
 
 def dip(name: str, sign: int) -> float:

@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 from analyses.lib import Measured, Record, checkpoint, records, trained
 from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
-from mechinterp import circuits
+from mechinterp import circuits, figures
+from mechinterp.analysis.training.over_training import TrainingDynamics
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
@@ -36,6 +37,20 @@ def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
     return pd.concat(frames), pages, records("softmax-", asked)
 
 
+def grouped(found: TrainingDynamics) -> go.Figure:
+    """Sums of the positive mu, of the negative mu and of all mu over training."""
+    positive, negative = found.group_mu[found.step > 0].T
+    return figures.lines(
+        found.step[found.step > 0],
+        {"positive heads": positive, "negative heads": negative, "all": positive + negative},
+        title="Sums of mu during training",
+        x_title="step",
+        y_title="sum of mu",
+        log_x=True,
+        zero_line=True,
+    )
+
+
 def measure(quick: bool) -> Measured:
     pair, moved = circuits(checkpoint(TWO)), dynamics(TWO)
     sums = abs(moved.mu[moved.step >= 5000].sum(1)).max()
@@ -53,7 +68,7 @@ def measure(quick: bool) -> Measured:
     groups = {name: abs(found.group_mu[-20:].mean(0)) for name, found in four.items()}
     for column, sign in enumerate(("positive", "negative")):
         asked[f"four-heads-{sign}"] = {name: sums[column] for name, sums in groups.items()}
-    pages = {"groups": four[FOUR].plot_groups()}
+    pages = {"groups": grouped(four[FOUR])}
     pages |= circuit_pages(ONE) | circuit_pages(TWO) | scale_pages(TWO) | scale_pages(FOUR)
     data = pd.concat([dynamics(name).to_frame().assign(model=name) for name in (TWO, *four)])
     kept, more, claims = snapshots()

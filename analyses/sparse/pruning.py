@@ -17,7 +17,6 @@ from analyses.lib import Measured, Record, record, records
 from analyses.sparse import setting as at
 from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
 from mechinterp import Prompts, ablate_heads, figures, predictor_of
-from mechinterp.analysis.ablation import cross_fitting as crossed
 from mechinterp.analysis.ablation import pruning as rules
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.stats import halves, mean_and_sem
@@ -43,21 +42,18 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def errors_of(name: str, prompts: Prompts) -> crossed.MaskedErrors:
-    return crossed.MaskedErrors(predictor_of(at.trained(name).model), prompts)
+def errors_of(name: str, prompts: Prompts) -> rules.MaskedErrors:
+    return rules.MaskedErrors(predictor_of(at.trained(name).model), prompts)
 
 
-def pruned(errors: crossed.MaskedErrors, rule: crossed.Rule) -> tuple[rules.Pruning, np.ndarray]:
+def pruned(errors: rules.MaskedErrors, rule: rules.Rule) -> tuple[rules.Pruning, np.ndarray]:
     """Cost of a rule, and the error of each prompt under it; both cross-fitted."""
-    every = np.ones(len(errors.prompts), dtype=bool)
-    kept, rise = crossed.choose(errors, rule, every, sequential=False)
-    choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
-    masks = [crossed.masked_by(heads) for heads in choices.kept]
-    found = rules.pruning_of(errors, kept, rise, choices)
-    return found, choices.crossed(errors.of(masks).T)
+    choices = rules.choices_on_halves(errors, rule, sequential=False, splits=rules.SPLITS)
+    masks = [rules.masked_by(heads) for heads in choices.kept]
+    return rules.pruned_by(errors, rule), choices.crossed(errors.of(masks).T)
 
 
-def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) -> pd.DataFrame:
+def cost_rows(errors: rules.MaskedErrors, chosen: Mapping[str, rules.Rule]) -> pd.DataFrame:
     """Costs of rules, as means and as medians over prompts."""
     rows, full = [], np.median(errors.of([[]]))
     for name, rule in chosen.items():
@@ -68,12 +64,12 @@ def cost_rows(errors: crossed.MaskedErrors, chosen: Mapping[str, crossed.Rule]) 
 
 
 def to_single(
-    errors: crossed.MaskedErrors, single: np.ndarray, rule: crossed.Rule
+    errors: rules.MaskedErrors, single: np.ndarray, rule: rules.Rule
 ) -> tuple[Pair, float]:
     """Risk under a rule and a new read-out relative to the one-head model, and the ratio of medians
     without a new read-out; cross-fitted."""
-    choices = crossed.choices_on_halves(errors, rule, sequential=False, splits=crossed.SPLITS)
-    masks = [crossed.masked_by(heads) for heads in choices.kept]
+    choices = rules.choices_on_halves(errors, rule, sequential=False, splits=rules.SPLITS)
+    masks = [rules.masked_by(heads) for heads in choices.kept]
     median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
     refitted, fits = errors.refitted(masks)
     return choices.ratio(refitted.T, single, fits), float(median)

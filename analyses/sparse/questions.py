@@ -19,8 +19,8 @@ from mechinterp import (
     ablate_heads,
     probe_layers,
 )
-from mechinterp.analysis.ablation.cross_fitting import masked_by, refit_errors
 from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
 from mechinterp.analysis.ablation.single import HeadAblation
 from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import reweighted

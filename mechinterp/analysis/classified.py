@@ -1,16 +1,162 @@
-"""Common part of all classifications: nearest learner, loss, task and verdict."""
+"""Common part of all classifications: label, nearest learner, loss, task, and the verdict, which says
+what the model computes, how certain that is, and which learners are ruled out."""
 
+import math
+import re
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import numpy as np
 import plotly.graph_objects as go
 
+from mechinterp.analysis.labels import NO_LABEL, TEXTS, Label
 from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_doubt
-from mechinterp.analysis.learners.nearest import Nearby
-from mechinterp.analysis.verdict import Verdict
+from mechinterp.analysis.learners.nearest import NEAR, Nearby
+from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.given import PromptsTask, no_law
+
+WORDS: dict[str, str] = TEXTS["reasons"]
+"""Names of numbers in a reason, in words. A name must stand before any shorter name that it begins
+with."""
+HIGH = 0.1
+"""Largest upper bound of the fraction of wrong labels at which a label without an error is
+mentioned."""
+Z95 = 1.959964
+"""Normal quantile of a two-sided 95% interval."""
+NOTHING_EXCLUDED = "no other learner predicts clearly worse"
+FACTORS = "a head multiplies x·x by omega and y by mu"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a model, in three to five lines."""
+
+    computes: str
+    """Formula with its numbers."""
+    sure: str
+    """R² of the formula, success of random weights, and how often the label is wrong."""
+    is_not: str
+    """Best learner among those that explain the predictions clearly less, and the difference."""
+    alike: str = ""
+    """Learners that explain the predictions equally well; empty if there are none."""
+    doubt: str = ""
+    """Reason why the task may be another one than assumed; empty if there is none."""
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """Texts by heading; empty texts are left out."""
+        texts = {
+            "What it computes": self.computes,
+            "How sure": self.sure,
+            "What predicts as well": self.alike,
+            "What it is not": self.is_not,
+            "What to doubt": self.doubt,
+        }
+        return {heading: text for heading, text in texts.items() if text}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
+
+
+def none_of(kind: str, pattern: str) -> str:
+    """Text for a model that fits no known "formula" or "algorithm" (`kind`)."""
+    return NO_LABEL[pattern].format(kind=kind)
+
+
+def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: str = "") -> Verdict:
+    """Verdict on a model without a formula: the nearest simple learner, and the next ones."""
+    sure = f"{near.sentence}{chance}"
+    if not near.is_near:
+        return Verdict(computes, sure, "close to any simple learner", doubt=doubt)
+    r2, sem, rest = near.r2, near.r2_sem, range(1, len(near.learners))
+    behind = [n for n in rest if is_behind(r2[0] - r2[n], math.hypot(sem[0], sem[n]))]
+    return Verdict(
+        computes,
+        sure,
+        is_not=f"{near.told(behind[0])} (clearly lower)" if behind else NOTHING_EXCLUDED,
+        alike="; ".join(near.told(n) for n in rest if n not in behind),
+        doubt=doubt,
+    )
+
+
+def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
+    """True if a learner explains less than the winner, by more than the standard error and by more
+    than `least`.
+
+    An undefined R² counts as behind. So does one that is lower by 0.5 or more whatever its error:
+    if predictions explode on a few prompts, the error is as large as the difference.
+
+    Example:
+        >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002), is_behind(99.0, 97.0)
+        (True, False, True)
+    """
+    return not lead <= min(max(2 * sem, least), NEAR)
+
+
+def chance_text(p: float, n_random: int, weights: str) -> str:
+    """Number of models with random weights that do the task as well, with the p-value.
+
+    Args:
+        p: (k + 1) / (n_random + 1), where k random models reach the loss.
+        weights: Kind of random weights, as text.
+    Example:
+        >>> chance_text(1 / 401, 400, "random weights")
+        'none of 400 models with random weights does the task as well (p < 0.0025)'
+        >>> chance_text(12 / 401, 400, "random weights")
+        '11 of 400 models with random weights do the task as well (p = 0.03)'
+    """
+    if np.isnan(p):
+        return f"models with {weights} were not compared, because the loss is not defined"
+    count = round(p * (n_random + 1)) - 1
+    many = f"{count or 'none'} of {n_random} models with {weights}"
+    verb = "does" if count < 2 else "do"
+    return f"{many} {verb} the task as well ({p_text(p, n_random)})"
+
+
+def upper_limit(wrong: int, named: int) -> float:
+    """Upper end of Wilson's 95% interval for a fraction.
+
+    Example:
+        >>> round(upper_limit(0, 293), 4), round(upper_limit(3, 24), 4)
+        (0.0129, 0.31)
+    """
+    share, z2 = wrong / named, Z95**2
+    spread = Z95 * math.sqrt(share * (1 - share) / named + z2 / (4 * named**2))
+    return (share + z2 / (2 * named) + spread) / (1 + z2 / named)
+
+
+def calibration_text(label: Label) -> str:
+    """Fraction of calibration models that got this label although it is wrong.
+
+    Empty if there is no error and too few models to bound the fraction by `HIGH`.
+
+    Example:
+        >>> from mechinterp.analysis.labels import ALGORITHMS
+        >>> calibration_text(ALGORITHMS["newton"])
+        ''
+    """
+    limit = upper_limit(label.wrong, label.named)
+    if not label.wrong and limit > HIGH:
+        return ""
+    return (
+        f"; {label.wrong} of {label.named} calibration models with this label were mislabelled "
+        f"(95% upper bound {limit:.1%})"
+    )
+
+
+def spelled_out(reason: str) -> str:
+    """A reason with numbers in words; omega and mu are explained.
+
+    Example:
+        >>> spelled_out("zero_sum is 0.379, above the limit 0.05")
+        '|Σ mu| / Σ |mu| of the heads is 0.379, above the limit 0.05; a head multiplies x·x by omega
+        and y by mu'
+    """
+    text = re.sub("|".join(WORDS), lambda name: WORDS[name[0]], reason)
+    return text + (f"; {FACTORS}" if re.search(r"\b(omega|mu)\b", text) else "")
+
 
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "

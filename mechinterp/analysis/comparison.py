@@ -1,94 +1,105 @@
-"""Several models side by side: pattern, scales and loss on shared prompts, averaged over the seeds
-of a setting."""
+"""Several models side by side, a row each: their config, label, scales and loss."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import classify_attention
-from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
+from mechinterp.analysis.result import Table
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.config import ExperimentConfig
-from mechinterp.display import Result
+from mechinterp.display import Result, counted
 from mechinterp.fields import flatten
 from mechinterp.progress import ProgressCallback, no_progress
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
 MAX_POINTS = 200  # largest number of points of a curve
+MEANS = ("loss", "omega_abs", "mu_abs", "eta")
+"""Columns that are averaged over the models of a setting."""
+MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Result):
     """Labels and losses of several models; models that differ in nothing but seeds share a setting."""
 
-    names: tuple[str, ...]
-    settings: tuple[str, ...]
-    """Setting of each model."""
-    seeds: Int[np.ndarray, " model"]
+    models: pd.DataFrame
+    """One row per model."""
     fields: pd.DataFrame
-    """One row per setting, with the config fields in which settings differ."""
-    found: tuple[Classification, ...]
-    loss: Float[np.ndarray, " model"]
-    """Mean squared error on prompts of the model's own task; models of one task share the prompts.
-    Unit y^2."""
-    loss_sem: Float[np.ndarray, " model"]
-    """Standard error of `loss` over prompts."""
+    """One row per setting: its name, and the config fields in which settings differ."""
+    heads: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """omega and mu of the heads of each model."""
     curves: tuple[Float[np.ndarray, "_ 2"], ...]
     """Step and eval_loss of each model's history; empty without a history."""
     COLUMNS: ClassVar = {
         "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
-        "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
-        "omega_abs": "Mean |omega| of heads that are not dummies, unit 1/x^2.",
+        "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts. Unit y^2.",
     }
 
+    @property
+    def verdict(self) -> str:
+        """Number of models of each setting and pattern."""
+        counts = [
+            f"{setting}: {', '.join(f'{row.pattern} {row.models}' for row in rows.itertuples())}"
+            for setting, rows in self.settings_frame().groupby("setting", sort=False)
+        ]
+        models, settings = counted(len(self.models), "model"), counted(len(self.fields), "setting")
+        return f"{models} of {settings}: {'; '.join(counts)}."
+
     def __repr__(self) -> str:
-        patterns = pd.Series([each.pattern for each in self.found]).value_counts()
-        listed = ", ".join(f"{name} {count}" for name, count in patterns.items())
-        models, settings = len(self.names), len(self.fields)
-        return f"Comparison({models} models of {settings} settings: {listed})"
+        return f"Comparison({self.verdict})"
+
+    def sentences(self) -> list[str]:
+        """The verdict, and how to read the tables."""
+        return [
+            self.verdict,
+            "Models that differ in nothing but seeds share a setting; a row holds those of its models that form one pattern. "
+            "Means are over models, and so are their standard errors. Click a column's name to sort by it. A model's name "
+            "leads to its own report where that lies beside this one, in a folder of that name.",
+        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model."""
-        columns = {
-            "checkpoint": self.names,
-            "setting": self.settings,
-            "seed": self.seeds,
-            "pattern": [each.pattern for each in self.found],
-            "loss": self.loss,
-            "loss_sem": self.loss_sem,
-            "omega_abs": [_active_mean(np.abs(e.omega_form), e.labels) for e in self.found],
-            "mu_abs": [np.abs(each.circuits.mu.mean(1)).sum() for each in self.found],
-            "eta": [each.scales.eta.mean() for each in self.found],
-        }
-        return pd.DataFrame(columns)
+        return self.models
 
     def settings_frame(self) -> pd.DataFrame:
         """One row per setting and pattern: means over the models, with standard errors."""
-        frame, rows = self.to_frame(), []
-        for (setting, pattern), models in frame.groupby(["setting", "pattern"], sort=False):
-            total = int((frame["setting"] == setting).sum())
-            row = {"setting": setting, "pattern": pattern, "models": len(models), "of": total}
-            for name in ("loss", "omega_abs", "mu_abs", "eta"):
-                row |= {name: models[name].mean(), f"{name}_sem": models[name].sem()}
-            rows.append(row)
-        return pd.DataFrame(rows)
+        ends = {"": "mean", "_sem": "sem"}
+        means = {f"{n}{end}": (n, mean) for n in MEANS for end, mean in ends.items()}
+        groups = self.models.groupby(["setting", "pattern"], sort=False)
+        frame = groups.agg(models=("seed", "size"), **means).reset_index()
+        frame.insert(3, "of", frame["setting"].map(self.models["setting"].value_counts()))
+        return frame
+
+    def tables(self) -> dict[str, Table]:
+        """Settings, models, and the fields in which settings differ."""
+        frames = {"settings": self.settings_frame(), "models": self.models, "fields": self.fields}
+        return {name: Table(f) for name, f in frames.items() if name != "fields" or f.shape[1] > 1}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Mean losses if models share a setting, heads, and training curves if there are any."""
+        means = {"means": self.plot_means()} if len(self.models) > len(self.fields) else {}
+        curves = {"curves": self.plot_curves()} if any(map(len, self.curves)) else {}
+        return {**means, "heads": self.plot(), **curves}
 
     def plot(self) -> go.Figure:
-        """Heads of all models in the plane of omega and mu."""
-        points = [(each.omega_form, each.circuits.mu.mean(1)) for each in self.found]
+        """Heads of all models in the plane of omega and mu; in the published pattern they lie on two
+        points, mirror images of each other."""
         return figures.runs(
-            self._grouped(points),
+            self._grouped(self.heads),
             title="Heads of all models",
             x_title="omega (1/x²)",
             y_title="mu",
@@ -97,9 +108,8 @@ class Comparison(Result):
 
     def plot_curves(self) -> go.Figure:
         """Loss of all models with a history over training."""
-        curves = [_thinned(curve[curve[:, 0] > 0]).T for curve in self.curves]
         return figures.runs(
-            self._grouped([(step, loss) for step, loss in curves]),
+            self._grouped([tuple(_thinned(curve[curve[:, 0] > 0]).T) for curve in self.curves]),
             title="Loss during training, each model on prompts it never sees",
             x_title="step",
             y_title="eval_loss (y²)",
@@ -108,7 +118,7 @@ class Comparison(Result):
 
     def plot_means(self) -> go.Figure:
         """Mean loss of each setting, with its standard error over the models."""
-        losses = self.to_frame().groupby("setting", sort=False)["loss"]
+        losses = self.models.groupby("setting", sort=False)["loss"]
         return figures.bars(
             list(losses.groups),
             {"loss": (losses.mean().to_numpy(), losses.sem().fillna(0.0).to_numpy())},
@@ -116,35 +126,11 @@ class Comparison(Result):
             y_title="loss (y²)",
         )
 
-    def mean_curves(self) -> dict[str, Float[np.ndarray, "3 step"]]:
-        """Step, mean loss and its standard error over the models, for settings whose models log the
-        same steps."""
-        shared = {}
-        for setting in self.fields["setting"]:
-            chosen = np.array(self.settings) == setting
-            curves = [curve for curve, own in zip(self.curves, chosen, strict=True) if own]
-            steps = curves[0][:, 0]
-            alike = all(np.array_equal(curve[:, 0], steps) for curve in curves)
-            if len(curves) > 1 and len(steps) and alike:
-                mean, sem = mean_and_sem(np.stack([curve[:, 1] for curve in curves]))
-                shared[setting] = _thinned(np.stack([steps, mean, sem], 1)).T
-        return shared
-
-    def plot_mean_curves(self) -> go.Figure:
-        """Mean loss over training, with error bars over the models; needs models that log the same
-        steps."""
-        return figures.runs(
-            {name: {name: tuple(curve)} for name, curve in self.mean_curves().items()},
-            title="Mean loss during training, with its standard error over models",
-            x_title="step",
-            y_title="eval_loss (y²)",
-        )
-
     def _grouped(self, drawn: Sequence[tuple]) -> Mapping[str, Mapping[str, tuple]]:
         groups: dict[str, dict[str, tuple]] = {name: {} for name in self.fields["setting"]}
-        for row, (name, setting) in enumerate(zip(self.names, self.settings, strict=True)):
+        for row, model in self.models.iterrows():
             if len(drawn[row][0]):
-                groups[setting][f"{name} ({row})"] = drawn[row]
+                groups[model["setting"]][f"{model['checkpoint']} ({row})"] = drawn[row]
         return groups
 
 
@@ -156,6 +142,10 @@ def compare(
     progress: ProgressCallback = no_progress,
 ) -> Comparison:
     """Labels and losses of several one-layer models, and the agreement of seeds of one setting.
+
+    Losses are mean squared errors on prompts of the model's own task and context length, the same
+    prompts for all models of one task. Curves show at most 200 steps of each model's history;
+    settings may have different evaluation prompts. omega and mu are as in the report on one model.
 
     Args:
         n_prompts: Number of prompts for each classification; losses use five times as many.
@@ -172,35 +162,36 @@ def compare(
         raise ValueError("compare needs at least one checkpoint, got none.")
     for each in checkpoints:
         checkpoint_of(each, "compare")
-    own = [_setting(checkpoint.config) for checkpoint in checkpoints]
-    groups = {each: [row for row, other in enumerate(own) if other == each] for each in own}
-    titles = _titles([[checkpoints[row].name for row in rows] for rows in groups.values()])
-    title_of = dict(zip(groups, titles, strict=True))
-    loss, loss_sem = np.zeros((2, len(checkpoints)))
-    for rows in progress(list(groups.values()), "measuring losses"):
-        models = {str(row): checkpoints[row] for row in rows}
-        task = checkpoints[rows[0]].config.task
-        losses = shared_losses(models, task, n_prompts=5 * n_prompts, seed=seed)
-        loss[rows], loss_sem[rows] = losses.loss[0], losses.loss_sem[0]
-    return Comparison(
-        names=tuple(checkpoint.name for checkpoint in checkpoints),
-        settings=tuple(title_of[each] for each in own),
-        seeds=np.array([checkpoint.config.seed for checkpoint in checkpoints]),
-        fields=_fields(titles, [json.loads(setting) for setting in groups]),
-        found=tuple(
-            classify_attention(each, n_prompts=n_prompts, seed=seed)
-            for each in progress(checkpoints, "classifying models")
-        ),
-        loss=loss,
-        loss_sem=loss_sem,
-        curves=tuple(checkpoint.loss_curve for checkpoint in checkpoints),
-    )
+    rows, heads = [], []
+    for each in progress(checkpoints, "classifying models"):
+        weights_of(each, "compare")
+        found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
+        task = each.config.task
+        losses = shared_losses({each.name: each}, task, n_prompts=5 * n_prompts, seed=seed)
+        mu, active = found.circuits.mu.mean(1), np.array(found.labels) != "dummy"
+        heads.append((found.omega_form, mu))
+        rows.append(
+            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}
+            | {"loss": losses.loss[0, 0], "loss_sem": losses.loss_sem[0, 0]}
+            | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
+            | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
+        )
+    models = pd.DataFrame(rows)
+    configs = pd.DataFrame([_setting(each.config) for each in checkpoints], dtype=object)
+    groups = models.groupby(configs.agg("; ".join, axis=1), sort=False)
+    titles = _titles([names.tolist() for _, names in groups["checkpoint"]])
+    models.insert(1, "setting", [titles[number] for number in groups.ngroup()])
+    fields = configs.loc[groups.head(1).index, configs.nunique() > 1].reset_index(drop=True)
+    fields.insert(0, "setting", titles)
+    curves = tuple(checkpoint.loss_curve for checkpoint in checkpoints)
+    return Comparison(models, fields, tuple(heads), curves)
 
 
-def _setting(config: ExperimentConfig) -> str:
-    """The config without its seeds, as JSON text."""
-    fields = flatten(asdict(config))
-    return json.dumps({name: value for name, value in fields.items() if name not in SEEDS})
+def _setting(config: ExperimentConfig) -> dict[str, str]:
+    """Fields of a config without its seeds, as texts."""
+    fields = flatten(asdict(config)).items()
+    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in fields}
+    return {name: text for name, text in texts.items() if name not in SEEDS}
 
 
 def _titles(names: list[list[str]]) -> list[str]:
@@ -214,24 +205,65 @@ def _titles(names: list[list[str]]) -> list[str]:
     return titles
 
 
-def _fields(titles: list[str], settings: list[dict]) -> pd.DataFrame:
-    """One row per setting: its name, and the fields in which settings differ."""
-    fields = pd.DataFrame(settings, dtype=object)
-    fields = fields.map(lambda value: value if isinstance(value, str) else json.dumps(value))
-    fields = fields.loc[:, fields.nunique() > 1]
-    fields.insert(0, "setting", titles)
-    return fields
-
-
-def _active_mean(values: np.ndarray, labels: Sequence[str]) -> float:
-    """Mean over the heads that are not dummies; NaN if there are none."""
-    chosen = [value for value, label in zip(values, labels, strict=True) if label != "dummy"]
-    return float(np.mean(chosen)) if chosen else float("nan")
-
-
 def _thinned(curve: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "point column"]:
     """At most MAX_POINTS rows, evenly spaced on a logarithmic axis; the last row is kept."""
     if len(curve) <= MAX_POINTS:
         return curve
     rows = np.geomspace(1, len(curve), MAX_POINTS).round().astype(int) - 1
     return curve[np.unique(rows)]
+
+
+def sweep_frame(
+    models: Mapping[str, ExperimentConfig],
+    run_folder: str | Path,
+    *,
+    diverged: Mapping[str, int | None] | None = None,
+    n_prompts: int = N_PROMPTS,
+) -> pd.DataFrame:
+    """One row per model of a finished run, in the order of `models`.
+
+    Columns are `name`, `id` and the config's fields by dotted name; then `steps` (updates made), `diverged`,
+    the last `loss` and `eval_loss` of the history (unit y^2), `pattern`, and one entry per head in `omega`, `mu`
+    (means over coordinates and responses) and `labels`.
+
+    Args:
+        diverged: Models without a checkpoint, with the step at which the divergence was noticed.
+        n_prompts: Number of prompts for each classification.
+    Raises:
+        CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
+    See also:
+        `train_models`, `load_run`.
+    Example:
+        >>> from mechinterp.checkpoints.checkpoint import load
+        >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
+        >>> sweep_frame(models, "checkpoints")[["name", "model.n_heads", "pattern"]]
+                    name  model.n_heads            pattern
+        0  softmax-h1-s0              1  kernel_regression
+        1  softmax-h2-s0              2        debiased_gd
+    """
+    lost = diverged or {}
+    rows = []
+    for name, config in models.items():
+        row = {"name": name, "id": config.id, **flatten(asdict(config)), "diverged": name in lost}
+        ran = {"steps": lost[name]} if name in lost else _ran(Path(run_folder) / name, n_prompts)
+        rows.append(row | ran)
+    names = [*(name for name in rows[0] if name not in MEASURED), *MEASURED]
+    return pd.DataFrame({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[object]) -> pd.Series:
+    """Series that keeps whole numbers whole if some are missing."""
+    whole = all(value is None or type(value) is int for value in values)
+    return pd.Series(
+        values, dtype="Int64" if whole and any(v is not None for v in values) else None
+    )
+
+
+def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
+    """Steps, last losses, pattern and heads of a checkpoint."""
+    checkpoint = load(folder)
+    losses = {}
+    if checkpoint.history is not None:
+        losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
+    label = classify(checkpoint, n_prompts=n_prompts)
+    return {"steps": checkpoint.step, **losses, "pattern": label.pattern, **label.of_a_row}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,10 +10,15 @@ from jaxtyping import Float, Int
 from plotly.basedatatypes import BaseTraceType
 
 from mechinterp import figures
-from mechinterp.analysis.columns import meanings, unit_of
-from mechinterp.analysis.needs import Model
-from mechinterp.analysis.registry import Analysis, analysis_of, run_analysis
-from mechinterp.analysis.result import Finding, Table, figures_of, records, tables_of
+from mechinterp.analysis.registry import Model, analysis_of, run_analysis
+from mechinterp.analysis.result import (
+    Finding,
+    Table,
+    figures_of,
+    meanings,
+    tables_of,
+    unit_of,
+)
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.progress import ProgressCallback, no_progress
@@ -41,7 +45,6 @@ class OverSteps(Result):
     """Number of updates."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history; no rows without one."""
-    COLUMNS: ClassVar = {"headline": "Result at the step in a few words."}
 
     def __repr__(self) -> str:
         ends = [f"step {self.step[row]:,}{self._told(row, ' ')}" for row in (0, -1)]
@@ -85,11 +88,6 @@ class OverSteps(Result):
         row = every.pop("row").to_numpy()
         rest = every.drop(columns=list(first), errors="ignore").reset_index(drop=True)
         return pd.DataFrame({name: values[row] for name, values in first.items()}).join(rest)
-
-    def to_document(self) -> dict:
-        """Fields of the JSON document: the rows of `to_frame`."""
-        rows = records(self.to_frame())
-        return {"analysis": self.analysis, "result": repr(self), "rows": rows}
 
     def tables(self) -> dict[str, Table]:
         """Every row at every step."""
@@ -280,7 +278,8 @@ def over_steps(
         got = type(source).__name__ if path is None else f"{path} without"
         raise ValueError(f"{name} over steps needs a checkpoint with snapshots, got {got}.")
     if n_prompts is None and prompts is None and chosen.draws_prompts:
-        n_prompts = _number(chosen)
+        default = chosen.options["n_prompts"].default
+        n_prompts = min(default, N_PROMPTS) if isinstance(default, int) else N_PROMPTS
     results = tuple(
         run_analysis(
             analysis,
@@ -294,9 +293,3 @@ def over_steps(
         for step in progress(steps, f"{name} at saved steps")
     )
     return OverSteps(name, results, np.array(steps), source.loss_curve)
-
-
-def _number(analysis: Analysis) -> int:
-    """Number of prompts at each step: the analysis' default, but at most 512."""
-    default = analysis.options["n_prompts"].default
-    return min(default, N_PROMPTS) if isinstance(default, int) else N_PROMPTS

@@ -15,16 +15,136 @@ from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from typing import Any
 
-from mechinterp.analysis import needs as has
-from mechinterp.analysis.needs import Model, Needs, never, nothing, one_attention
 from mechinterp.analysis.result import Finding
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import pattern_name
 from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
+
+MOST_EDGES = 1_200
+"""Largest number of edges between heads at which the default page includes them; patching more
+takes minutes."""
+DISTRIBUTIONS = ("softmax", "1+tanh", "(1+Cx)^2")
+"""Scores whose attention weights are >= 0 and sum to 1."""
+Model = Checkpoint | HookedModule
+Needs = Callable[[Model], bool]
+"""Function that returns True if a model satisfies a requirement."""
+
+
+def nothing(source: Model) -> bool:
+    """True for every model."""
+    return True
+
+
+def one_attention(source: Model) -> bool:
+    """True for one layer of attention, which has circuits."""
+    return predictor_of(source).is_one_attention
+
+
+def more_than_attention(source: Model) -> bool:
+    """True for several layers, or one layer with a norm or an MLP."""
+    return not one_attention(source)
+
+
+def several_layers(source: Model) -> bool:
+    """True for two layers or more."""
+    return predictor_of(source).n_layers > 1
+
+
+def own_weights(source: Model) -> bool:
+    """True for a model with named weights of this package."""
+    return predictor_of(source).weights is not None
+
+
+def weights_of_layers(source: Model) -> bool:
+    """True for weights of this package with two layers or more."""
+    return own_weights(source) and several_layers(source)
+
+
+def patterns(source: Model) -> bool:
+    """True if the attention weights can be read."""
+    predictor = predictor_of(source)
+    return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
+
+
+def a_distribution(source: Model) -> bool:
+    """True if the attention weights can be read, are >= 0 and sum to 1."""
+    weights = predictor_of(source).weights
+    return patterns(source) and (weights is None or weights.model.score in DISTRIBUTIONS)
+
+
+def edges_to_patch(source: Model) -> bool:
+    """True for several layers whose outputs add up in the stream."""
+    weights = predictor_of(source).weights
+    return several_layers(source) and weights is not None and weights.model.norm != "after"
+
+
+def few_edges(source: Model) -> bool:
+    """True if patching all edges between heads takes about a minute at most."""
+    predictor = predictor_of(source)
+    pairs = predictor.n_layers * (predictor.n_layers - 1) // 2
+    return 3 * predictor.n_heads**2 * pairs <= MOST_EDGES
+
+
+def a_history(source: Model) -> bool:
+    """True if the training history is stored."""
+    return source.history is not None
+
+
+def linear_components(source: Model) -> bool:
+    """One layer of linear attention that predicts a single response, on a single task."""
+    weights, task = predictor_of(source).weights, source.task
+    if weights is None or not one_attention(source):
+        return False
+    return weights.model.score == "linear/L" and task.d_y == 1 and task.supports is None
+
+
+def jumps_ahead(source: Model) -> bool:
+    """A training of linear attention whose jumps follow from its initial weights."""
+    if not isinstance(source, Checkpoint) or source.training is None:
+        return False
+    model = source.config.model
+    if model.score != "linear/L" or not model.one_attention:
+        return False
+    from mechinterp.analysis.training.jumps import jump_forecast
+
+    try:
+        jump_forecast(source)
+    except ValueError:
+        return False
+    return True
+
+
+def every_position(source: Model) -> bool:
+    """True for a model of this package that predicts at every x: causal, with tokens in turn."""
+    weights = predictor_of(source).weights
+    if weights is None:
+        return False
+    return weights.model.layout == "in_turn" and not weights.model.context_only
+
+
+def a_pool(source: Model) -> bool:
+    """True if the task has a pool of task vectors."""
+    return source.task.n_tasks is not None
+
+
+def never(source: Model) -> bool:
+    """False for every model: the analysis runs on request only."""
+    return False
+
 
 GIVEN = ("prompts", "clean")
 """Names of an argument for given prompts."""
 NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
+
+
+def target_note(prompts: Prompts) -> str:
+    """Note on given prompts without a noise-free target; empty if they have one."""
+    no_target = prompts.beta is None and prompts.y_query_clean is prompts.y_query
+    return NO_TARGET if no_target else ""
 
 
 @dataclass(frozen=True)
@@ -97,72 +217,70 @@ ANALYSES: dict[str, Analysis] = {
     ),
     "circuits": Analysis(
         "one_layer.circuits:circuits",
-        has.own_weights,
+        own_weights,
         on_page=nothing,
         steps_on_page=one_attention,
     ),
     "components": Analysis(
         "one_layer.linear_components:linear_components",
-        has.linear_components,
+        linear_components,
         on_page=nothing,
         steps_on_page=nothing,
         title="Components of linear attention",
     ),
     "attention": Analysis(
         "one_layer.attention:attention_patterns",
-        has.patterns,
+        patterns,
         on_page=nothing,
         title="Attention on prompts",
     ),
-    "attention-entropy": Analysis(
-        "one_layer.attention_entropy:attention_entropy", has.a_distribution
-    ),
-    "composition": Analysis("multi_layer.composition:composition_scores", has.weights_of_layers),
+    "attention-entropy": Analysis("one_layer.attention:attention_entropy", a_distribution),
+    "composition": Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     "algorithm": Analysis("multi_layer.naming:name_algorithm"),
     "baselines": Analysis(
-        "learners.baselines:baselines", on_page=has.more_than_attention, title="Excess risk"
+        "learners.baselines:baselines", on_page=more_than_attention, title="Excess risk"
     ),
     "error-curve": Analysis(
         "learners.error_curve:error_curve",
-        on_page=has.every_position,
-        steps_on_page=has.every_position,
+        on_page=every_position,
+        steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
-    "ablate": Analysis("ablation.methods:ablate", on_page=nothing, title="Head ablation"),
+    "ablate": Analysis("ablation.single:ablate", on_page=nothing, title="Head ablation"),
     "ablate-heads": Analysis(
         "ablation.single:ablate_heads",
-        steps_on_page=has.more_than_attention,
+        steps_on_page=more_than_attention,
         title="Ablation of single heads",
     ),
     "prune": Analysis(
-        "ablation.pruning_curves:prune_by_rules_and_orders",
-        on_page=has.more_than_attention,
+        "ablation.pruning:prune_by_rules",
+        on_page=more_than_attention,
         title="Pruning",
     ),
-    "probe": Analysis("probing.probing:probe", on_page=has.more_than_attention, title="Probes"),
+    "probe": Analysis("probing.probing:probe", on_page=more_than_attention, title="Probes"),
     "p-probe": Analysis("probing.probing:p_probe"),
     "read-out-by-layer": Analysis(
-        "probing.read_out_by_layer:read_out_by_layer", on_page=has.more_than_attention
+        "probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention
     ),
     "patch-positions": Analysis("patching.positions:patch_positions", many_runs=True),
     "edges": Analysis(
         "patching.edges:attribute_edges",
-        has.edges_to_patch,
-        on_page=has.few_edges,
+        edges_to_patch,
+        on_page=few_edges,
         many_runs=True,
         title="Edges between heads",
     ),
     "edge-circuits": Analysis(
         "patching.edge_circuits:faithfulness",
-        has.edges_to_patch,
+        edges_to_patch,
         many_runs=True,
     ),
-    "fit": Analysis("learners.fits:fit_learners", on_page=has.one_attention, title="Which learner"),
-    "priors": Analysis("learners.priors:compare_priors", has.a_pool, on_page=nothing),
-    "training": Analysis("training.over_training:history_of", has.a_history, on_page=nothing),
+    "fit": Analysis("learners.fits:fit_learners", on_page=one_attention, title="Which learner"),
+    "priors": Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
+    "training": Analysis("training.over_training:history_of", a_history, on_page=nothing),
     "jumps": Analysis(
         "training.jumps:jump_forecast",
-        has.jumps_ahead,
+        jumps_ahead,
         on_page=nothing,
         title="Jumps predicted from the initial weights",
     ),
@@ -268,18 +386,13 @@ def run_analysis(
     given |= told
     if "progress" in signature(analysis.function).parameters:
         given["progress"] = progress
-    result = analysis.function(checkpoint, **{**_required(analysis, checkpoint), **given})
+    for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):
+        # A function may have no default of its own.
+        if option in analysis.options and analysis.options[option].default is Parameter.empty:
+            given.setdefault(option, usual)
+    result = analysis.function(checkpoint, **given)
     if not isinstance(result, Finding):
         raise ValueError(
             f"{name} must give a result with to_frame and plot, got {type(result).__name__}."
         )
     return result
-
-
-def _required(analysis: Analysis, source: Model) -> dict[str, int]:
-    """Default number and seed of prompts, for a function without defaults of its own."""
-    usual = {"n_prompts": usual_number(source), "seed": 0}
-    options = analysis.options
-    return {
-        n: v for n, v in usual.items() if n in options and options[n].default is Parameter.empty
-    }

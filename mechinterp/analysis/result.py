@@ -1,18 +1,27 @@
-"""Results of analyses, as the writers of JSON, text, pages and CSV files read them.
+"""Results of analyses, as the writers of JSON, text, pages and CSV files read them, and the meaning
+and unit of the columns of their tables.
 
 A result has a repr, `to_frame` and `plot`. These optional methods replace the defaults:
 `sentences()`, a list; `tables()` and `figures()`, by name; `to_document()`, the fields of its JSON
 document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
-results; `headline`, the result in a few words, for tables and titles over training.
+results; `switches()`, numbers for switches of the heads; `headline`, the result in a few words, for tables and titles over training. Meanings are
+read from the docstrings of its fields and properties, and from its `COLUMNS`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from inspect import getsource
+from itertools import pairwise
+from textwrap import dedent
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from mechinterp.analysis.labels import TEXTS
 from mechinterp.analysis.number_format import LEAST_P, digits
 
 T = TypeVar("T")
@@ -115,3 +124,91 @@ def records(frame: pd.DataFrame) -> list[dict]:
 def _own(result: Finding, method: str, otherwise: Callable[[], T]) -> T:
     own = getattr(result, method, None)
     return own() if callable(own) else otherwise()
+
+
+METRIC_UNIT = "unit of the metric"
+UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y)\b")
+
+
+def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
+    """Meanings of the columns of a result's tables; columns without a field of that name are left
+    out.
+
+    A column `mu_0` is an entry of the field `mu`. A column `rise_sem` without a docstring is the
+    standard error of `rise`. "unit of the metric" stands for the field `unit` of the result.
+
+    Example:
+        >>> from mechinterp.analysis.ablation.masked_risk import PairAblation
+        >>> meanings(PairAblation, ["head", "interaction_sem"])["head"]
+        'Number of the head, from 0.'
+    """
+    known = dict(TEXTS["columns"])
+    for each in reversed(list(_results(result))):
+        unit = f"unit {each.unit}".replace("²", "^2") if getattr(each, "unit", "") else METRIC_UNIT
+        texts = docstrings(each if isinstance(each, type) else type(each))
+        known |= {name: text.replace(METRIC_UNIT, unit) for name, text in texts.items()}
+    named = {str(column): _meaning(str(column), known) for column in columns}
+    return {name: meaning for name, meaning in named.items() if meaning}
+
+
+def unit_of(meaning: str) -> str:
+    """Unit named in a meaning; empty if there is none.
+
+    Example:
+        >>> unit_of("Fall of the risk, unit y^2."), unit_of("Share.")
+        ('y²', '')
+    """
+    unit = UNIT.search(meaning)
+    return unit[1].replace("^2", "²") if unit else ""
+
+
+@cache
+def docstrings(cls: type) -> Mapping[str, str]:
+    """Docstrings of the fields and properties of a class and its bases, and its `COLUMNS`."""
+    texts: dict[str, str] = {}
+    for each in reversed(cls.__mro__[:-1]):
+        texts |= {
+            n: v.__doc__ for n, v in vars(each).items() if isinstance(v, property) and v.__doc__
+        }
+        texts |= vars(each).get("COLUMNS", {})
+        if not is_dataclass(each):
+            continue
+        try:
+            body = ast.parse(dedent(getsource(each))).body[0].body  # type: ignore[attr-defined]
+        except OSError:  # docstrings of fields need the source of the class
+            continue
+        for stated, text in pairwise(body):
+            if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[stated.target.id] = text.value.value  # type: ignore[union-attr,attr-defined]
+    return {name: " ".join(text.replace("`", "").split()) for name, text in texts.items()}
+
+
+def _results(result: Any) -> Iterator[Any]:
+    """A result and the results inside it, one of each class."""
+    if isinstance(result, type):
+        yield result
+        return
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    if isinstance(result, tuple):
+        for each in {type(each): each for each in result}.values():
+            yield from _results(each)
+        return
+    if not is_dataclass(result):
+        return
+    yield result
+    for each in fields(result):
+        yield from _results(getattr(result, each.name))
+
+
+def _meaning(column: str, known: Mapping[str, str]) -> str:
+    entry = re.sub(r"_\d+$", "", column)
+    of = column.removesuffix("_sem")
+    if column in known:
+        return known[column]
+    if entry != column and entry in known:
+        return f"One entry. {known[entry]}"
+    if of != column and of in known:
+        return f"Standard error of {of}."
+    reached = column.removesuffix("_p")
+    return f"Fraction of random heads that reach {reached}." if reached != column else ""

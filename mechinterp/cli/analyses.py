@@ -1,37 +1,32 @@
 """Commands that run one analysis of one model, with options made from the arguments of its
 function: argument parsing only."""
 
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
 
 from mechinterp.cli.options import (
     Asked,
-    CountOption,
     Files,
     PathArgument,
-    PromptsOption,
-    SeedOrNoneOption,
     about_paths,
+    argument,
     asks_checkpoints,
-    runs_checkpoints,
+    option,
+    say,
+    say_json,
     say_of,
     shown_path,
 )
-from mechinterp.cli.training import JsonOption, QuietOption, WideOption, say, say_json
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.ablation.fine_tuning import FineTuning
-    from mechinterp.analysis.ablation.pruning import Pruning
     from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.progress import ProgressCallback
 
 SHARED = ("n_prompts", "seed", "context_length")
 """Arguments of all analyses that are options of the command itself."""
@@ -55,22 +50,20 @@ def probe(path: PathArgument, *, asked: Asked, files: Files) -> None:
 def analyse(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME",
-            help="An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
+        argument(
+            "NAME",
+            "An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
         ),
     ],
     path: PathArgument,
     steps: Annotated[
         bool,
-        typer.Option(
-            "--over-steps",
-            help="Run it at every saved step of the training of a checkpoint or run.",
+        option(
+            "--over-steps", "Run it at every saved step of the training of a checkpoint or run."
         ),
     ] = False,
     further: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[--OPTION VALUE]...", help="Further options of this analysis."),
+        list[str] | None, argument("[--OPTION VALUE]...", "Further options of this analysis.")
     ] = None,
     *,
     asked: Asked,
@@ -84,30 +77,12 @@ def analyse(
     show(name, path, asked, files, settings, steps=steps)
 
 
-@runs_checkpoints
-def fit(
-    path: PathArgument,
-    prompts: PromptsOption = None,
-    n_prompts: CountOption = None,
-    seed: SeedOrNoneOption = None,
-    context_length: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--context-length",
-            min=1,
-            help="Pairs per prompt; repeatable; default: 10, 20, ..., 100.",
-        ),
-    ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-    wide: WideOption = False,
-    *,
-    files: Files,
-) -> None:
+@asks_checkpoints
+def fit(path: PathArgument, *, asked: Asked, files: Files) -> None:
     """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    asked = Asked(prompts, n_prompts, seed, quiet=quiet, as_json=as_json, wide=wide)
-    settings = {"context_lengths": context_length} if context_length else {}
-    show("fit", path, asked, files, settings)
+    lengths = asked.context_lengths
+    settings = {"context_lengths": lengths} if lengths else {}
+    show("fit", path, replace(asked, context_lengths=None), files, settings)
 
 
 def show(
@@ -133,17 +108,11 @@ def show(
 
     with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
-        drawn_by: dict[str, Any] = {
-            "prompts": asked.given,
-            "context_length": asked.context_length,
-            "n_prompts": asked.n_prompts,
-            "seed": asked.seed,
-            "progress": progress,
-        }
+        given = asked.drawn_by | {"progress": progress}
         if steps:
-            result: Finding = over_steps(checkpoint, name, **drawn_by | dict(settings or {}))
+            result: Finding = over_steps(checkpoint, name, **given | dict(settings or {}))
         else:
-            result = run_analysis(name, checkpoint, **drawn_by, settings=settings)
+            result = run_analysis(name, checkpoint, **given, settings=settings)
     if asked.as_json:
         say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
     else:
@@ -153,24 +122,17 @@ def show(
 @asks_checkpoints
 def prune(
     path: PathArgument,
-    rule: Annotated[
-        str, typer.Option("--rule", help="best-later, least-later or best-first.")
-    ] = "best-later",
+    rule: Annotated[str, option("--rule", "best-later, least-later or best-first.")] = "best-later",
     sequential: Annotated[
-        bool,
-        typer.Option("--sequential", help="Prune layer after layer, with new scores each time."),
+        bool, option("--sequential", "Prune layer after layer, with new scores each time.")
     ] = False,
     fine_tune: Annotated[
         int | None,
-        typer.Option(
-            "--fine-tune", min=1, help="Number of updates for training of the pruned model."
-        ),
+        option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="New folder for the pruned model, with the heads chosen on all prompts."
-        ),
+        option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
     ] = None,
     *,
     asked: Asked,
@@ -190,8 +152,8 @@ def prune(
         raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
     if out is not None:
         require_new(out)
-    paths = (path, *asked.files) if out is None else (path, *asked.files, out)
-    with about_paths(*paths), progress_bars(quiet=asked.quiet) as progress:
+    tuned, written = None, filter(None, [out])
+    with about_paths(path, *asked.files, *written), progress_bars(quiet=asked.quiet) as progress:
         checkpoint = files.load(path, asked.context_length)
         if checkpoint.config.model.n_layers == 1:
             raise ValueError(
@@ -201,9 +163,16 @@ def prune(
         pruned = pruning.prune(
             checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
         )
-        tuned = None
         if fine_tune is not None:
-            tuned = _fine_tuned(checkpoint, pruned, asked, steps=fine_tune, progress=progress)
+            if checkpoint.format != "native":
+                raise ValueError(
+                    f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
+                )
+            # The heads are chosen on the prompts of the options, so the losses are measured on others.
+            others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
+            tuned = pruning.fine_tune(
+                checkpoint, pruned.kept, others, steps=fine_tune, progress=progress
+            )
         if out is not None and tuned is not None:
             tuned.save(out)
         elif out is not None:
@@ -211,8 +180,7 @@ def prune(
     if asked.as_json:
         document = to_json("prune", checkpoint, pruned)
         document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
-        document["checkpoint"] = None if out is None else str(out)
-        return say_json(document)
+        return say_json(document | {"checkpoint": None if out is None else str(out)})
     say_of(path, led(checkpoint, to_text("prune", pruned, wide=asked.wide)))
     if tuned is not None:
         say(wrapped(*tuned.sentences()))
@@ -223,25 +191,6 @@ def prune(
 def led(checkpoint: "Checkpoint", text: str) -> str:
     """The text, after a line on why the file may have been read wrongly, if there is a reason."""
     return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
-
-
-def _fine_tuned(
-    checkpoint: "Checkpoint",
-    pruned: "Pruning",
-    asked: Asked,
-    *,
-    steps: int,
-    progress: "ProgressCallback",
-) -> "FineTuning":
-    from mechinterp.analysis.ablation.fine_tuning import fine_tune
-
-    if checkpoint.format != "native":
-        raise ValueError(
-            f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
-        )
-    # The heads are chosen on the prompts of the options, so the losses are measured on others.
-    others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
-    return fine_tune(checkpoint, pruned.kept, others, steps=steps, progress=progress)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:
@@ -258,36 +207,27 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
         {'layer': 1, 'variant': 'map'}
     """
     hints = get_type_hints(analysis.function)
-    kinds = {
-        option: kind
-        for option, parameter in analysis.options.items()
-        if option not in SHARED and (kind := _kind(hints.get(option), parameter)) is not None
-    }
-    settings: dict[str, object] = {}
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        option, equals, value = word.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
-        off = key.removeprefix("no_")
-        if kinds.get(off) is bool and not equals:
-            settings[off] = key == off
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    flags = []
+    for key, parameter in analysis.options.items():
+        kind = _kind(hints.get(key), parameter)
+        if key in SHARED or kind is None:
             continue
-        if not option.startswith("--") or key not in kinds or kinds[key] is bool:
-            known = (
-                ", ".join(f"--{each.replace('_', '-')}" for each in kinds) or "no further options"
-            )
-            raise ValueError(f"{name} takes {known}, got {word}.")
-        if not equals:
-            if not left:
-                raise ValueError(f"{option} needs a value.")
-            value = left.pop(0)
-        kind = kinds[key]
-        if isinstance(kind, tuple):
-            settings[key] = [*settings.get(key, []), _value(option, value, kind[0])]  # type: ignore[misc]
+        flags.append(f"--{key.replace('_', '-')}")
+        if kind is bool:
+            parser.add_argument(flags[-1], action=BooleanOptionalAction, default=SUPPRESS)
+        elif isinstance(kind, tuple):
+            parser.add_argument(flags[-1], action="append", type=kind[0], default=SUPPRESS)
         else:
-            settings[key] = _value(option, value, kind)
-    return settings
+            parser.add_argument(flags[-1], type=kind, default=SUPPRESS)
+    try:
+        settings, unknown = parser.parse_known_args(list(words))
+    except ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}.") from None
+    if unknown:
+        known = ", ".join(flags) or "no further options"
+        raise ValueError(f"{name} takes {known}, got {unknown[0]}.")
+    return vars(settings)
 
 
 def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
@@ -304,11 +244,3 @@ def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
         if get_origin(choice) in (list, tuple, Sequence):
             return _kind(choice, parameter)
     return None
-
-
-def _value(option: str, word: str, kind: type) -> object:
-    try:
-        return kind(word)
-    except ValueError:
-        words = {int: "an integer", float: "a number"}
-        raise ValueError(f"{option} must be {words[kind]}, got {word!r}.") from None

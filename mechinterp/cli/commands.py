@@ -6,18 +6,16 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
-from mechinterp.cli.checkpoints import classify, convert, info
+from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
-from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory
-from mechinterp.cli.reports import report
+from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory, option, say
 from mechinterp.cli.score import score
-from mechinterp.cli.training import predict_jumps, say, sweep, train
+from mechinterp.cli.training import predict_jumps, sweep, train
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -40,8 +38,7 @@ def show_version(wanted: bool) -> bool:
 @app.callback()
 def common(
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+        bool, option("--version", "Show the version.", is_eager=True, callback=show_version)
     ] = False,
 ) -> None:
     """Find out what attention models compute when they do in-context linear regression."""
@@ -84,19 +81,8 @@ FURTHER = {"ignore_unknown_options": True}
 """Settings of a command that parses options itself."""
 
 
-def command(run: Callable[..., None]) -> Callable[..., None]:
-    """Add a command; the text after "Example:" in its docstring appears below its options, but not
-    in the list of commands."""
-    text, _, example = " ".join((run.__doc__ or "").split()).partition(" Example: ")
-    name = run.__name__.replace("_", "-")
-    settings = FURTHER if name == "analyse" else None
-    return app.command(
-        name=name, help=text, epilog=f"Example: {example}", context_settings=settings
-    )(run)
-
-
 # The order of the help.
-for each in (
+for run_command in (
     train,
     sweep,
     predict_jumps,
@@ -111,7 +97,14 @@ for each in (
     info,
     convert,
 ):
-    command(each)
+    # The text after "Example:" appears below the options, but not in the list of commands.
+    text, _, example = " ".join((run_command.__doc__ or "").split()).partition(" Example: ")
+    app.command(
+        name=run_command.__name__.replace("_", "-"),
+        help=text,
+        epilog=f"Example: {example}",
+        context_settings=FURTHER if run_command is analyse else None,
+    )(run_command)
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

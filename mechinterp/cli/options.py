@@ -6,65 +6,108 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import Field, dataclass, fields
+from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.errors import NotUnderstoodError
-from mechinterp.cli.hints import hints_of
-from mechinterp.cli.training import (
-    DeviceOption,
-    JsonOption,
-    QuietOption,
-    WideOption,
-    device_of,
-    say,
-    say_json,
-)
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.icl.prompts import Prompts
 
+
+def option(flag: str, text: str, **more: Any) -> Any:
+    """An option of a command, with its help."""
+    return typer.Option(flag, help=text, **more)
+
+
+def argument(name: str, text: str) -> Any:
+    """An argument of a command, with its name in the help."""
+    return typer.Argument(metavar=name, help=text)
+
+
+BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
+JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
+DeviceOption = Annotated[str, option("--device", "auto, cpu or cuda.")]
+DEVICES = ("auto", "cpu", "cuda")
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
+WideOption = Annotated[
+    bool,
+    option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
+]
 PathArgument = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint folder, or a file of weights of other code."),
+    Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
 ]
 CountOption = Annotated[
     int | None,
-    typer.Option(
-        "--n-prompts",
-        help="Number of evaluation prompts; default: the analysis' own number.",
-    ),
+    option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the evaluation prompts.")]
+SeedOption = Annotated[int, option("--seed", "Seed of the evaluation prompts.", min=0)]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--prompts",
+        "Your own prompts: arrays x, y, x_query, y_query and, if known, beta, y_query_clean.",
         metavar="FILE.npz",
-        help="Your own prompts: arrays x, y, x_query, y_query and, if known, beta, y_query_clean.",
     ),
 ]
-LengthOption = Annotated[
-    int | None,
-    typer.Option("--context-length", min=1, help="Pairs per prompt; default: the task's number."),
+LengthsOption = Annotated[
+    list[int] | None,
+    option(
+        "--context-length",
+        "Pairs per prompt; default: the task's number. Repeatable for fit; there 10, 20, ..., 100.",
+        min=1,
+    ),
 ]
 
 SeedOrNoneOption = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the evaluation prompts; default 0.")
+    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
 ]
 LENGTH = "task.context_length"
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 TOO_LARGE = "needs more memory than is available."
+
+
+def _hint_option(hint: Field) -> Any:
+    """Annotation of the option for one field of `Hints`."""
+    more = dict(hint.metadata)
+    kind, names = more.pop("kind", get_args(hint.type)[0]), more.pop("names", ())
+    values = more.pop("values", ())
+    more.setdefault("metavar", "|".join(values) or None)
+    return Annotated[kind | None, typer.Option(*names, **more)]
+
+
+def hints_of(**given: Any) -> Hints:
+    """Settings that the options state for files that do not state them."""
+    from mechinterp.config import task_fields
+
+    task, rows = given.pop("task", None), given.pop("model", None)
+    joins = (row.partition("=") for row in rows or ())
+    model = {name: _typed(value) for name, _, value in joins} or None
+    return Hints(task=None if task is None else task_fields(task), model=model, **given)
+
+
+def _typed(text: str) -> str | bool | int | float:
+    """Value of a typed word: true, false, a number or a text."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+hints_of.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
+        for hint in fields(Hints)
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +117,7 @@ class Asked:
     prompts: PromptsOption = None
     n_prompts: CountOption = None
     seed: SeedOrNoneOption = None
-    context_length: LengthOption = None
+    context_lengths: LengthsOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
     wide: WideOption = False
@@ -84,20 +127,33 @@ class Asked:
         """The file of prompts, if any; errors may begin with its name."""
         return () if self.prompts is None else (self.prompts,)
 
-    @property
+    @cached_property
     def given(self) -> "Prompts | None":
         """Prompts of the file; None: prompts are drawn."""
         return None if self.prompts is None else prompts_of(self.prompts)
 
     @property
+    def context_length(self) -> int | None:
+        """The one length that was given; None: that of the task."""
+        lengths = self.context_lengths or []
+        if len(lengths) > 1:
+            raise ValueError(f"--context-length must be given once, got {lengths}.")
+        return lengths[0] if lengths else None
+
+    @property
+    def drawn_by(self) -> dict[str, Any]:
+        """Prompts of the file, or number, seed and length of drawn ones, for `run_analysis`."""
+        names = ("n_prompts", "seed", "context_length")
+        return {"prompts": self.given} | {name: getattr(self, name) for name in names}
+
+    @property
     def note(self) -> dict[str, object]:
         """Field of the JSON document that names the file of prompts, if any."""
-        if self.prompts is None:
-            return {}
-        known = {"beta", "y_query_clean"} & set(arrays_of(self.prompts))
-        from mechinterp.analysis.registry import NO_TARGET
+        from mechinterp.analysis.registry import target_note
 
-        return {"prompts": {"file": str(self.prompts), "note": "" if known else NO_TARGET}}
+        if self.given is None:
+            return {}
+        return {"prompts": {"file": str(self.prompts), "note": target_note(self.given)}}
 
     def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
         """Prompts of the file, or else prompts drawn as the analyses draw them."""
@@ -116,35 +172,17 @@ def prompts_of(file: Path) -> "Prompts":
     """Prompts from the arrays of a file.
 
     Raises:
-            ValueError: If it is not an .npz file, an array is missing or unknown, or the shapes do
-                not fit.
-    """
-    from mechinterp.icl.prompts import Prompts
-
-    found = arrays_of(file)
-    try:
-        prompts = Prompts.from_arrays(**found)
-    except ValueError as error:
-        raise ValueError(f"{file}: not prompts ({str(error).removesuffix('.')}).") from None
-    if not {"beta", "y_query_clean"} & found.keys():
-        from mechinterp.analysis.registry import NO_TARGET
-
-        complain(f"{file}: {NO_TARGET}.")
-    return prompts
-
-
-def arrays_of(file: Path) -> "dict[str, np.ndarray]":
-    """Arrays of a file of prompts, by name.
-
-    Raises:
-            ValueError: If it is not an .npz file of numbers, or an array is missing or unknown.
+            ValueError: If it is not an .npz file of numbers, an array is missing or unknown, or the
+                shapes do not fit.
     """
     import zipfile
 
     import numpy as np
 
-    needed, known = NAMES[:4], ", ".join(NAMES)
-    wrong = f"{file}: must be an .npz file of the arrays {known}"
+    from mechinterp.analysis.registry import target_note
+    from mechinterp.icl.prompts import Prompts
+
+    wrong = f"{file}: must be an .npz file of the arrays {', '.join(NAMES)}"
     if file.suffix != ".npz" or not file.is_file():
         raise ValueError(f"{wrong}, got {'another file' if file.exists() else 'nothing'}.")
     try:
@@ -154,10 +192,16 @@ def arrays_of(file: Path) -> "dict[str, np.ndarray]":
         raise ValueError(
             f"{wrong}, got a file that is not .npz, or has other values than numbers."
         ) from None
-    for name in [*(n for n in needed if n not in found), *(n for n in found if n not in NAMES)]:
-        what = "is missing" if name in needed else "is unknown"
+    for name in [*(n for n in NAMES[:4] if n not in found), *(n for n in found if n not in NAMES)]:
+        what = "is unknown" if name in found else "is missing"
         raise ValueError(f"{wrong}; {name} {what}, the file has {', '.join(found) or 'none'}.")
-    return found
+    try:
+        prompts = Prompts.from_arrays(**found)
+    except ValueError as error:
+        raise ValueError(f"{file}: not prompts ({str(error).removesuffix('.')}).") from None
+    if note := target_note(prompts):
+        complain(f"{file}: {note}.")
+    return prompts
 
 
 def by_name(given: dict[str, object]) -> None:
@@ -217,11 +261,30 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
+def require_device(name: str) -> None:
+    """Refuse an unknown device."""
+    if name not in DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
+
+
+def device_of(device: DeviceOption = "auto") -> str:
+    """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
+    require_device(device)
+    if device == "cpu":
+        return device
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
+    return "cuda" if available else "cpu"
+
+
 @dataclass(frozen=True)
 class Files:
     """How options let files be read, and the device on which models run."""
 
-    hints: "Hints"
+    hints: Hints
     device: str = "cpu"
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
@@ -345,3 +408,48 @@ def complain(message: str) -> None:
             break_on_hyphens=False,
         )
     say(line, error=True)
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print on standard output or standard error; all output of the commands goes through here.
+
+    Control characters, which may come from names of files, are shown as escapes, as are characters
+    that the stream's encoding lacks.
+
+    Raises:
+            ValueError: If standard output is full; if its reader has closed it, the command exits
+                as if by SIGPIPE.
+    """
+    from mechinterp.checkpoints.io.errors import one_line, spelled, visible
+
+    stream = sys.stderr if error else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = spelled(visible(text), encoding)
+    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(shown, file=stream, flush=True)
+    except OSError as fault:
+        # The rest of the buffer would be written again at exit.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+        if error:
+            return
+        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
+            raise SystemExit(BROKEN_PIPE) from None
+        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
+
+
+def answer(document: object, text: str, *, as_json: bool) -> None:
+    """Print the result of a command: a JSON document, or a text."""
+    if as_json:
+        say_json(document)
+    else:
+        say(text)
+
+
+def say_json(document: object) -> None:
+    """Print a document as JSON."""
+    from mechinterp.report.header import dumps
+
+    say(dumps(document))

@@ -4,16 +4,16 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.training import JsonOption, QuietOption, answer
+from mechinterp.cli.options import JsonOption, QuietOption, answer, option
 
 
 def score(
     method: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION", help="Function of an entry of the suite.")
     ],
-    version: Annotated[int, typer.Option("--version", help="Version of the suite.")] = 1,
+    version: Annotated[int, option("--version", "Version of the suite.")] = 1,
     trained: Annotated[
-        str, typer.Option("--trained", help="Trained models: bundled, all (in a clone) or none.")
+        str, option("--trained", "Trained models: bundled, all (in a clone) or none.")
     ] = "bundled",
     quiet: QuietOption = False,
     as_json: JsonOption = False,

@@ -1,58 +1,48 @@
 """Commands that train models or predict their training: argument parsing only."""
 
-import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from mechinterp.cli.options import (
+    DeviceOption,
+    JsonOption,
+    QuietOption,
+    answer,
+    argument,
+    device_of,
+    option,
+    require_device,
+)
 
 if TYPE_CHECKING:
     from mechinterp.training.jobs import Engine
 
-BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-DEVICES = ("auto", "cpu", "cuda")
+
 MemoryOption = Annotated[
-    str | None, typer.Option("--memory", help="Most memory that a process may use, such as 2GB.")
+    str | None, option("--memory", "Most memory that a process may use, such as 2GB.")
 ]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue a stopped run.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
-WideOption = Annotated[
-    bool,
-    typer.Option(
-        "--wide", help="Show all rows and columns, with standard errors in columns of their own."
-    ),
-]
+ResumeOption = Annotated[bool, option("--resume", "Continue a stopped run.")]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a config field; repeatable."),
+    list[str] | None, option("--set", "Change a config field; repeatable.", metavar="FIELD=VALUE")
 ]
 
 
 def train(
     what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
-        ),
+        str | None, argument("PRESET_OR_CONFIG", "A preset's name or a config file (JSON or YAML).")
     ] = None,
     assignments: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Checkpoint folder; default: runs/<name>.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "Checkpoint folder; default: runs/<name>.")] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
     resume: ResumeOption = False,
     log: Annotated[
-        str | None,
-        typer.Option("--log", help="wandb, or a .jsonl file: log the progress there, too."),
+        str | None, option("--log", "wandb, or a .jsonl file: log the progress there, too.")
     ] = None,
     quiet: QuietOption = False,
-    list_presets: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    list_presets: Annotated[bool, option("--list", "List the presets.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
@@ -65,8 +55,7 @@ def train(
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
-    from mechinterp.report.bars import progress_bar
-    from mechinterp.report.logs import logged
+    from mechinterp.report.bars import logged, progress_bar
     from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 
@@ -83,31 +72,24 @@ def train(
 
 
 def sweep(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE.json", help="List or grid of models.")
-    ] = None,
+    file: Annotated[Path | None, argument("FILE.json", "List or grid of models.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder of the run; each model becomes a folder in it."),
+        Path | None, option("--out", "Folder of the run; each model becomes a folder in it.")
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--shard",
+            "Train part I of N, from 0, in OUT/shard-I; default in a SLURM array: its task.",
             metavar="I/N",
-            help="Train part I of N, from 0, in OUT/shard-I; default in a SLURM array: its task.",
         ),
     ] = None,
     merge: Annotated[
-        Path | None,
-        typer.Option("--merge", metavar="OUT", help="Make one run of the shards in OUT."),
+        Path | None, option("--merge", "Make one run of the shards in OUT.", metavar="OUT")
     ] = None,
-    engine: Annotated[
-        str, typer.Option("--engine", help="local, or ray for a Ray cluster.")
-    ] = "local",
+    engine: Annotated[str, option("--engine", "local, or ray for a Ray cluster.")] = "local",
     address: Annotated[
-        str | None,
-        typer.Option("--address", help="Address of a Ray cluster; default: start one here."),
+        str | None, option("--address", "Address of a Ray cluster; default: start one here.")
     ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -116,23 +98,30 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.sweep_table import sweep_frame
+    from mechinterp.analysis.comparison import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
     from mechinterp.checkpoints.native.history import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.to_json import training_document
-    from mechinterp.training.shards import shard_folder, shard_named, shard_of
+    from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
     from mechinterp.training.train import RESULTS, require_finite, train_models
 
     if merge is not None:
-        return _merge(merge, file or out or shard, as_json)
+        if (given := file or out or shard) is not None:
+            raise ValueError(f"--merge stands alone, got {given} too.")
+        models, diverged = shards.merge_shards(merge)
+        write_own_table(merge / RESULTS, sweep_frame(models, merge, diverged=diverged))
+        shards.delete_shards(merge)
+        document = {"out": str(merge), "models": list(models), "diverged": dict(diverged)}
+        text = f"{printable(str(merge))}: {len(models)} models; results in {RESULTS}"
+        return answer(document, text, as_json=as_json)
     if file is None or out is None:
         raise ValueError("sweep needs FILE.json and --out, or --merge OUT alone.")
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
-    if (part := shard_named(shard)) is not None:
-        out = shard_folder(models, out, part)
-        models = shard_of(models, part)
+    if (part := shards.shard_named(shard)) is not None:
+        out = shards.shard_folder(models, out, part)
+        models = shards.shard_of(models, part)
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
@@ -142,35 +131,12 @@ def sweep(
     answer(training_document(summary, str(out)), text, as_json=as_json)
 
 
-def _merge(out: Path, given: object, as_json: bool) -> None:
-    """Make one run of the shards of a sweep, with one table."""
-    from mechinterp.analysis.sweep_table import sweep_frame
-    from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.native.history import write_own_table
-    from mechinterp.training.shards import delete_shards, merge_shards
-    from mechinterp.training.train import RESULTS
-
-    if given is not None:
-        raise ValueError(f"--merge stands alone, got {given} too.")
-    models, diverged = merge_shards(out)
-    write_own_table(out / RESULTS, sweep_frame(models, out, diverged=diverged))
-    delete_shards(out)
-    document = {"out": str(out), "models": list(models), "diverged": dict(diverged)}
-    text = f"{printable(str(out))}: {len(models)} models; results in {RESULTS}"
-    answer(document, text, as_json=as_json)
-
-
 def predict_jumps(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="PRESET_OR_CONFIG", help="A preset's name or a config file (JSON or YAML)."
-        ),
+        str, argument("PRESET_OR_CONFIG", "A preset's name or a config file (JSON or YAML).")
     ],
     assignments: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="New .html file with the predicted loss.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "New .html file with the predicted loss.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
@@ -192,51 +158,6 @@ def predict_jumps(
     lines += [wrapped(f"note: {note}", "  ") for note in forecast.notes]
     lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
     answer(forecast_document(config, forecast, out), "\n".join(lines), as_json=as_json)
-
-
-def say(text: str, *, error: bool = False) -> None:
-    """Print on standard output or standard error; all output of the commands goes through here.
-
-    Control characters, which may come from names of files, are shown as escapes, as are characters
-    that the stream's encoding lacks.
-
-    Raises:
-            ValueError: If standard output is full; if its reader has closed it, the command exits
-                as if by SIGPIPE.
-    """
-    from mechinterp.checkpoints.io.errors import one_line, spelled, visible
-
-    stream = sys.stderr if error else sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = spelled(visible(text), encoding)
-    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, file=stream, flush=True)
-    except OSError as fault:
-        # The rest of the buffer would be written again at exit.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
-        if error:
-            return
-        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
-            raise SystemExit(BROKEN_PIPE) from None
-        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
-
-
-def answer(document: object, text: str, *, as_json: bool) -> None:
-    """Print the result of a command: a JSON document, or a text."""
-    if as_json:
-        say_json(document)
-    else:
-        say(text)
-
-
-def say_json(document: object) -> None:
-    """Print a document as JSON."""
-    from mechinterp.report.header import dumps
-
-    say(dumps(document))
 
 
 def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":
@@ -266,22 +187,3 @@ def _bytes(text: str) -> int:
     if not size:
         raise ValueError(f"--memory must be a number of MB or GB such as 2GB, got {text!r}.")
     return int(float(size[1]) * {"MB": 1e6, "GB": 1e9}[size[2]])
-
-
-def require_device(name: str) -> None:
-    """Refuse an unknown device."""
-    if name not in DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
-
-
-def device_of(device: DeviceOption = "auto") -> str:
-    """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
-    require_device(device)
-    if device == "cpu":
-        return device
-    import torch
-
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
-    return "cuda" if available else "cpu"

@@ -4,27 +4,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import plotly.graph_objects as go
 
-from mechinterp import figures
 from mechinterp.analysis.classified import Classified
-from mechinterp.analysis.columns import meanings
-from mechinterp.analysis.needs import one_attention
 from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
-from mechinterp.analysis.registry import ANALYSES, NO_TARGET, Analysis, analysis_of, run_analysis
-from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
+from mechinterp.analysis.registry import (
+    ANALYSES,
+    Analysis,
+    analysis_of,
+    one_attention,
+    run_analysis,
+    target_note,
+)
+from mechinterp.analysis.result import Card, Finding, figures_of, meanings, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.report.parts import Section, Toggles
+from mechinterp.report.to_html import Section
 
 HEIGHT, TOP = 420, 60
 """Default height of a figure, and default height of the margin above it, in pixels."""
-MOST_TOGGLES = 8
 CLASSIFY = ANALYSES["classify"]
 
 
@@ -54,46 +56,41 @@ def contents_of(
         require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
-    def drawn_by(name: str, analysis: Analysis) -> dict[str, Any]:
-        if not name.endswith(SUFFIX):
-            return prompts_of(analysis, n_prompts, seed, prompts)
-        few = None if prompts is None else prompts[:N_PROMPTS]
-        return prompts_of(analysis, min(n_prompts or N_PROMPTS, N_PROMPTS), seed, few)
-
-    def run(name: str, analysis: Analysis) -> Finding:
-        told = drawn_by(name, analysis) | {"progress": progress}
-        if name.endswith(SUFFIX):
-            return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
-        return run_analysis(analysis.function, checkpoint, **told)
-
-    results: dict[str, Finding] = {}
-    left_out: dict[str, str] = {}
-    shown = dict(_named(each) for each in analyses or default_names(checkpoint))
-    for name, analysis in list(shown.items()):
+    found: dict[str, tuple[Analysis, Finding, str]] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
+        told = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            results[name] = run(name, analysis)
+            result = _result(name, analysis, checkpoint, **told, progress=progress)
+            found[name] = analysis, result, _prompts_text(told)
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
-            left_out[name] = str(error)
-            del shown[name]
+            left_out.setdefault(str(error), []).append(name)
+    results = {name: result for name, (_, result, _) in found.items()}
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
-    classified = classified or cast("Classified", run("classify", CLASSIFY))
+    if classified is None:
+        told = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
+        result = _result("classify", CLASSIFY, checkpoint, **told, progress=progress)
+        classified = cast("Classified", result)
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
-    for name, analysis in shown.items():
-        text = _prompts_text(drawn_by(name, analysis))
-        section = section_of(name, analysis, results[name], shown=top, prompts=text)
+    for name, (analysis, result, text) in found.items():
+        section = section_of(name, analysis, result, shown=top, prompts=text)
         sections[name] = _named_apart(name, section, sections.values())
     listed = list(with_heads(sections, results).values())
     if left_out:
-        reasons = {
-            why: ", ".join(n for n, each in left_out.items() if each == why)
-            for why in left_out.values()
-        }
-        text = " ".join(f"{names}: {why}" for why, names in reasons.items())
+        text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
+
+
+def _result(
+    name: str, analysis: Analysis, checkpoint: Checkpoint | HookedModule, **told: Any
+) -> Finding:
+    if name.endswith(SUFFIX):
+        return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
+    return run_analysis(analysis.function, checkpoint, **told)
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -111,18 +108,20 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 
 def prompts_of(
-    analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None = None
+    name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
 ) -> dict[str, Any]:
-    """Given prompts of an analysis, or number and seed; slow analyses use at most their default number."""
+    """Given prompts of an analysis, or number and seed; slow analyses use at most their default
+    number, and an analysis over steps few."""
     if not analysis.draws_prompts:
         return {}
+    most = analysis.options["n_prompts"].default if analysis.many_runs else None
+    if name.endswith(SUFFIX):
+        most, n_prompts = N_PROMPTS, n_prompts or N_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
-        most = analysis.options["n_prompts"].default if analysis.many_runs else None
         return {"prompts": prompts[:most]}
     if n_prompts is None:
         return {"seed": seed}
-    usual = analysis.options["n_prompts"].default
-    return {"seed": seed, "n_prompts": min(n_prompts, usual) if analysis.many_runs else n_prompts}
+    return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
 
 
 def _prompts_text(told: Mapping[str, Any]) -> str:
@@ -130,8 +129,7 @@ def _prompts_text(told: Mapping[str, Any]) -> str:
         return ""
     if "prompts" in told:
         given: Prompts = told["prompts"]
-        no_target = given.beta is None and given.y_query_clean is given.y_query
-        return f"{len(given)} given prompts." + (f" {NO_TARGET}." if no_target else "")
+        return ". ".join(filter(None, (f"{len(given)} given prompts", target_note(given)))) + "."
     many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
     return f"{many}, seed {told['seed']}."
 
@@ -207,28 +205,7 @@ def with_heads(
         n_random = getattr(results[name], "n_random", 0)
         legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
         shown[name] = replace(shown[name], cards=tuple(cards), legend=legend)
-    switches = switches_of(results)
-    if switches is not None:
-        shown["ablate"] = replace(shown["ablate"], toggles=switches)
+    for name, result in results.items():
+        if hasattr(result, "switches"):
+            shown[name] = replace(shown[name], switches=result.switches())
     return shown
-
-
-def switches_of(results: Mapping[str, Finding]) -> Toggles | None:
-    """Switches for the heads of one attention layer, from the risks of its subsets and its outputs on a few prompts."""
-    attention = results.get("attention")
-    subsets = getattr(results.get("ablate"), "subsets", None)
-    outputs = getattr(attention, "outputs", None)
-    if subsets is None or outputs is None or subsets.kept.shape[1] > MOST_TOGGLES:
-        return None
-    rows = zip(subsets.kept, subsets.risk, subsets.risk_sem, strict=True)
-    rest = np.asarray(attention.prediction - outputs.sum(1))[0]  # type: ignore[union-attr]
-    return Toggles(
-        colors=tuple(figures.head_color(head) for head in range(subsets.kept.shape[1])),
-        risks={
-            "".join(str(int(k)) for k in kept): (float(risk), float(sem))
-            for kept, risk, sem in rows
-        },
-        outputs=outputs.tolist(),
-        rest=rest.tolist(),
-        target=attention.target.tolist(),  # type: ignore[union-attr]
-    )

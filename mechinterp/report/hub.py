@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
@@ -11,32 +12,7 @@ from mechinterp.checkpoints.io.errors import CheckpointError, one_line, visible
 from mechinterp.display import counted
 from mechinterp.version import __version__
 
-CARD_TEXT = """---
-license: {licence}
-library_name: mechinterp
-tags: [mechanistic-interpretability, in-context-learning, linear-regression, attention]
----
-# {name}
-
-An attention model that does linear regression in context: {architecture}. What `mechinterp` {version} says of it:
-**{pattern}**.
-
-{verdict}
-
-| | |
-|---|---|
-| task | {task} |
-| loss | {loss} |
-| trained | {trained} |
-
-```python
-from mechinterp import classify, from_pretrained
-
-checkpoint = from_pretrained({source})
-classify(checkpoint)
-checkpoint.model  # hooked, with TransformerLens' names and shapes
-```
-"""
+CARD_TEXT = Path(__file__).with_name("card.md.txt").read_text(encoding="utf-8")
 
 
 def model_card(

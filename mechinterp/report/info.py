@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 from mechinterp.analysis.number_format import digits
 from mechinterp.checkpoints.native.folder import Outline
-from mechinterp.config import ModelConfig, TaskConfig, TrainConfig
+from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
+from mechinterp.fields import flatten
 from mechinterp.report.header import header
 from mechinterp.report.text import wrapped
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
-
-DEFAULT = "the default"
 
 
 def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict:
@@ -54,7 +53,8 @@ def _checkpoint(source: object) -> "Checkpoint":
 
 def info_text(document: dict) -> str:
     """Card with the document of `info`: settings that differ from the default, and hooks if the document has them."""
-    task, model = document["experiment"]["task"], document["experiment"]["model"]
+    experiment = document["experiment"]
+    task, model = experiment["task"], experiment["model"]
     layers = (
         f"{model['n_layers']} layers of " if model["n_layers"] > 1 or model["context_only"] else ""
     )
@@ -71,10 +71,10 @@ def info_text(document: dict) -> str:
         "format": document["format"],
         "origin": ", ".join(origin),
         "loss": "" if loss is None else f"{digits(loss)} y² on fixed prompts",
-        "task": _settings(task, TaskConfig()) or DEFAULT,
-        "model": _settings(model, ModelConfig()) or DEFAULT,
-        "training": _settings(document["experiment"]["train"], TrainConfig()) or DEFAULT,
-        "seed": str(document["experiment"]["seed"]),
+        "task": _settings(experiment, "task"),
+        "model": _settings(experiment, "model"),
+        "training": _settings(experiment, "train"),
+        "seed": str(experiment["seed"]),
         "history": f"{document['history_rows']} rows" if document["history_rows"] else "",
         "snapshots": f"{len(snapshots)}, steps {snapshots[0]} to {snapshots[-1]}"
         if snapshots
@@ -103,23 +103,15 @@ def _hook_lines(hooks: Sequence[Mapping]) -> list[str]:
     ]
 
 
-def _settings(values: Mapping[str, object], default: object) -> str:
-    """Settings that differ from the default, with their values."""
-    changed = []
-    for name, value in values.items():
-        usual = getattr(default, name)
-        if isinstance(value, dict):
-            inner = _settings(value, usual)
-            changed += [f"{name} {inner}"] if inner else []
-        elif value != usual:
-            changed.append(f"{name} {_plain(value)}")
-    return ", ".join(changed)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_plain, value))})"
-    return digits(value) if isinstance(value, float) else str(value)
+def _settings(experiment: dict, part: str) -> str:
+    """Settings of a part that differ from the default, with their values."""
+    usual = flatten(ExperimentConfig().to_dict()[part])
+    changed = [
+        f"{name.replace('.', ' ')} {digits(value) if isinstance(value, float) else value}"
+        for name, value in flatten(experiment[part]).items()
+        if value != usual.get(name)
+    ]
+    return ", ".join(changed) or "the default"
 
 
 def _shapes(weights: Mapping[str, Sequence[int]]) -> list[str]:

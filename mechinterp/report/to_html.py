@@ -3,8 +3,10 @@
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -13,11 +15,45 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures, heatmaps
+from mechinterp.analysis.labels import ALGORITHMS, PATTERNS, TEXTS
 from mechinterp.analysis.number_format import cell
+from mechinterp.analysis.result import Card, Table
 from mechinterp.checkpoints.io.errors import visible
-from mechinterp.report.glossary import PAPERS, WORDS
-from mechinterp.report.parts import Section
 from mechinterp.report.text import joined, narrow
+
+WORDS: dict[str, str] = {
+    **TEXTS["words"],
+    **{name: label.meaning for name, label in (PATTERNS | ALGORITHMS).items()},
+    **TEXTS["more_words"],
+}
+"""Glossary of the pages."""
+PAPERS: dict[str, str] = TEXTS["papers"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a page."""
+
+    title: str
+    text: str
+    method: str
+    figures: Mapping[str, go.Figure] = field(default_factory=dict)
+    """Figures by name; figures with frames share one slider. The first is shown, the others unfold."""
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    """Tables by name, each also written as <name>.csv. A table with at most `longest_table` rows is on the page."""
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    """Meanings of the tables' columns."""
+    cards: tuple[Card, ...] = ()
+    legend: str = ""
+    """Explanation of the bands beside numbers."""
+    switches: Mapping[str, Any] | None = None
+    """Numbers for switches of the heads, for the script of the page."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of pages, by checkpoint."""
+    longest_table: int = 128
+    unfolded: bool = False
+    """True: every table is shown, whatever its length."""
+
 
 HERE = Path(__file__).parent
 LONGEST_WORD = 24  # columns with longer entries are set as text
@@ -63,6 +99,7 @@ def page(
     )
     environment.filters |= {
         "figure": _drawn,
+        "head_color": figures.head_color,
         "least_width": _least_width,
         "narrow": narrow,
         "texts": _texts,

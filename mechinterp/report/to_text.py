@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from mechinterp.analysis.classified import Classified
-from mechinterp.analysis.columns import meanings, unit_of
 from mechinterp.analysis.number_format import digits
-from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
+from mechinterp.analysis.result import Finding, Table, meanings, sentences_of, tables_of, unit_of
 from mechinterp.report.text import ROWS, frame_text, wrapped
 
 HEADS = 8

@@ -56,7 +56,6 @@ def test_of_many_prompts_those_at_even_quantiles_of_the_error_are_kept(prompts: 
     places = [0, round((len(prompts) - 1) / 2), len(prompts) - 1]
     np.testing.assert_array_equal(found.pattern, every.pattern[order[places]])
     assert (found.typical, found.n_prompts) == (1, len(prompts))
-    np.testing.assert_allclose(found.outputs.sum(1), found.prediction)
     assert "Rank correlation with the weight: head 0 1.00" in found.sentences()[1]
     with pytest.raises(ValueError, match=r"shown must be >= 1, got 0"):
         attention_patterns(weights, prompts, shown=0)

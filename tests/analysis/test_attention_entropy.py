@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.attention_entropy import attention_entropy
+from mechinterp.analysis.one_layer.attention import attention_entropy
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import kernel_head
@@ -19,7 +19,7 @@ def entropy_of(p: np.ndarray) -> np.ndarray:
 def test_uniform_attention_has_the_log_of_its_keys(prompts: Prompts):
     found = attention_entropy(kernel_head(0.0, 1.5, d_x=5), prompts)
     np.testing.assert_allclose(found.entropy, np.log(40), rtol=1e-14)
-    np.testing.assert_allclose(found.uniform, np.log(40), rtol=1e-14)
+    np.testing.assert_allclose(found.uniform_entropy, np.log(40), rtol=1e-14)
     np.testing.assert_allclose(found.entropy_sem, 0, atol=1e-15)
 
 
@@ -56,9 +56,9 @@ def test_heads_of_several_layers_are_those_of_the_hooks(kind: dict):
         expected = entropy_of(cache["pattern", layer][:, :, -1].numpy(force=True)).mean(0)
         np.testing.assert_allclose(found.entropy[layer], expected, rtol=1e-10)
     n_keys = {"context_only": 9, "norm": 9, "layout": 19}[next(iter(kind))]
-    np.testing.assert_allclose(found.uniform, np.log(n_keys))
-    assert np.all(found.random < np.log(n_keys))
-    assert np.all(found.random_sd > 0)
+    np.testing.assert_allclose(found.uniform_entropy, np.log(n_keys))
+    assert np.all(found.random_entropy < np.log(n_keys))
+    assert np.all(found.random_entropy_sd > 0)
 
 
 def test_a_bridge_has_entropies_and_no_random_weights():
@@ -67,7 +67,7 @@ def test_a_bridge_has_entropies_and_no_random_weights():
     _, cache = gpt2.model.run_with_cache(gpt2.embed(prompts))
     pattern = cache["blocks.2.attn.hook_pattern"][:, :, -1].numpy(force=True)
     np.testing.assert_allclose(found.entropy[2], entropy_of(pattern).mean(0), rtol=1e-10)
-    assert np.isnan(found.random).all()
+    assert np.isnan(found.random_entropy).all()
     assert len(found.to_frame()) == 6
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.linear_readout import read_through
+from mechinterp.analysis.one_layer.classify import read_through
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.heads import identity_keys
 from mechinterp.models.shapes import tensor_shapes

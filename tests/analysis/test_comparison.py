@@ -9,6 +9,7 @@ import pytest
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from tests.conftest import CHECKPOINTS
 
@@ -27,8 +28,9 @@ def found(models: list[Checkpoint]) -> Comparison:
 
 @pytest.mark.slow
 def test_settings_are_named_by_what_their_models_share(found: Comparison):
-    assert found.settings == (*["softmax-h2"] * 3, "softmax-h1-s0", "softmax-h8-s1")
-    assert found.seeds.tolist() == [0, 1, 8, 0, 1]
+    settings = [*["softmax-h2"] * 3, "softmax-h1-s0", "softmax-h8-s1"]
+    assert found.models["setting"].tolist() == settings
+    assert found.models["seed"].tolist() == [0, 1, 8, 0, 1]
     assert found.fields.to_dict("list") == {
         "setting": ["softmax-h2", "softmax-h1-s0", "softmax-h8-s1"],
         "model.n_heads": ["2", "1", "8"],
@@ -56,8 +58,8 @@ def test_losses_are_on_prompts_that_models_share(found: Comparison, models: list
     expected = shared_losses(
         dict(zip(NAMES, models, strict=True)), models[0].config.task, n_prompts=1280
     )
-    np.testing.assert_allclose(found.loss, expected.loss[0])
-    np.testing.assert_allclose(found.loss_sem, expected.loss_sem[0])
+    np.testing.assert_allclose(found.models["loss"], expected.loss[0])
+    np.testing.assert_allclose(found.models["loss_sem"], expected.loss_sem[0])
 
 
 def test_scales_leave_dummies_out_and_do_not_count_heads(
@@ -66,7 +68,7 @@ def test_scales_leave_dummies_out_and_do_not_count_heads(
     frame = found.to_frame()
     for row, model in enumerate(models):
         scales = circuits(model)
-        active = np.array(found.found[row].labels) != "dummy"
+        active = np.array(classify(model, n_prompts=256).labels) != "dummy"
         assert frame["omega_abs"][row] == pytest.approx(np.abs(scales.omega_mean[active]).mean())
     # 3.44 for each sign, in two heads or in eight.
     assert frame["mu_abs"][[0, 4]].tolist() == pytest.approx([6.85, 6.85], abs=0.05)
@@ -90,7 +92,8 @@ def test_names_that_share_nothing_are_numbered(tmp_path: Path):
     paths = [tmp_path / name for name in ("one", "two")]
     for path, seed in zip(paths, (0, 1), strict=True):
         shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", path)
-    assert compare([load(path) for path in paths], n_prompts=64).settings == ("setting 1",) * 2
+    found = compare([load(path) for path in paths], n_prompts=64)
+    assert found.models["setting"].tolist() == ["setting 1"] * 2
 
 
 def test_a_name_is_not_markup_in_a_figure(tmp_path: Path):

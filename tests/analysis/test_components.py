@@ -9,7 +9,7 @@ import torch
 
 from mechinterp import load
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.one_layer.linear_components import components
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, linear_attention
 from mechinterp.report.to_json import to_json

@@ -7,8 +7,7 @@ import torch
 
 from analyses.lib import gates
 from analyses.lib.gates import HeadGates, learn_gates
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.orders import greedy_heads
+from mechinterp.analysis.ablation.masked_risk import greedy_heads, masked_errors
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig

@@ -9,8 +9,7 @@ import torch
 
 from mechinterp.analysis.ablation import single as heads
 from mechinterp.analysis.ablation.masked_risk import layer_shares
-from mechinterp.analysis.ablation.methods import ablate
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.single import ablate, ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -11,9 +11,8 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.head_statistics import common_matrix, read_groups, read_heads
+from mechinterp.analysis.one_layer.head_statistics import Thresholds, common_matrix, read_heads
 from mechinterp.analysis.one_layer.random_null import null_of
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
@@ -306,11 +305,11 @@ def test_a_share_is_the_root_of_the_variance_of_all_responses():
 def test_heads_that_read_other_keys_are_not_equal():
     weights = diagonal_heads([0.13, 0.13, -0.13], [1.7, 1.7, -3.4], d_x=5)
     outputs = torch.zeros(2, 3, 1).double()
-    assert read_groups(circuits(weights), outputs, 0.05).names == ("0+1", "2")
+    assert read_heads(circuits(weights), outputs, tolerance=0.05).names == ("0+1", "2")
     QK = weights.QK.clone()
     QK[1, 0, 5] = 0.1  # a y among the keys
     apart = from_circuits(QK, weights.OV)
-    assert read_groups(circuits(apart), outputs, 0.05).names == ("0", "1", "2")
+    assert read_heads(circuits(apart), outputs, tolerance=0.05).names == ("0", "1", "2")
 
 
 @pytest.mark.slow

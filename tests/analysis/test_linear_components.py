@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.linear_components import LinearComponents, linear_components
-from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.one_layer.linear_components import (
+    LinearComponents,
+    components,
+    linear_components,
+)
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights, predict

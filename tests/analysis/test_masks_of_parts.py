@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mechinterp import dmmse, hook_module, load, masked, sample_prompts, task_pool
-from mechinterp.analysis.ablation.at_positions import PositionAblation
+from mechinterp.analysis.ablation.masked_risk import PositionAblation
 from mechinterp.analysis.ablation.single import HeadAblation, ablate_heads
-from mechinterp.analysis.columns import meanings, unit_of
+from mechinterp.analysis.result import meanings, unit_of
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import ridge
@@ -145,7 +145,8 @@ def test_positions_of_a_plain_module(few):
 
 
 def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
-    checkpoint = load("pool-linear-m4-s0")
+    shipped = load("pool-linear-m4-s0")
+    checkpoint = replace(shipped, weights=shipped.weights.to(torch.float64))
     task, prompts = checkpoint.task, sample_prompts(checkpoint.task, 64, dtype=torch.float64)
     own = {
         "ridge": partial(ridge, penalty=task.posterior_penalty),

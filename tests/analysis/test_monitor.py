@@ -190,7 +190,7 @@ def test_pages_have_the_same_sections_and_tables(runs, tmp_path: Path):
     texts = [each.page.read_text(encoding="utf-8") for each in pages]
     titles = [re.findall(r"<h2[^>]*>(.*?)</h2>", text) for text in texts]
     assert titles[0] == titles[1]
-    assert all("3 saved steps, 0 to 10" in text for text in texts)
+    assert all("3 logged steps, 0 to 10" in text for text in texts)
     names = [{table.name for table in page.tables} for page in pages]
     assert names[0] == names[1] == {"ablate_heads_over_steps.csv", "history.csv"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import common_matrix
+from mechinterp.analysis.one_layer.head_statistics import common_matrix, faithfulness, idealised
 from mechinterp.analysis.one_layer.random_null import (
     N_PROMPTS,
     Null,
@@ -17,7 +17,6 @@ from mechinterp.analysis.one_layer.random_null import (
     stripped,
     x_blocks,
 )
-from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits

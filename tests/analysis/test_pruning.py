@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation import pruning
-from mechinterp.analysis.ablation.cross_fitting import masked_by, random_halves
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.orders import pruning_curves
+from mechinterp.analysis.ablation.masked_risk import masked_errors, pruning_curves
 from mechinterp.analysis.ablation.pruning import (
     RULES,
     best_head_later,
+    masked_by,
     prune,
+    prune_by_rules,
     pruned_weights,
+    random_halves,
     save_pruned,
 )
-from mechinterp.analysis.ablation.pruning_curves import prune_by_rules
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.probing.linear import cross_validated, streams
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import load, save
@@ -199,7 +200,7 @@ def test_rules_are_those_of_prune(many: Prompts):
     worse = {"best-first": replace(last, risk=1000 * last.risk)}
     apart = replace(found, by_rule=found.by_rule | worse)
     assert apart.plot().layout.yaxis.type == "log"
-    assert repr(found).startswith("Pruning(best-later ")
+    assert repr(found).startswith("PruningByRules(best-later ")
 
 
 def test_a_risk_that_few_prompts_carry_is_read_with_a_new_read_out(many: Prompts):
@@ -208,14 +209,14 @@ def test_a_risk_that_few_prompts_carry_is_read_with_a_new_read_out(many: Prompts
     best = replace(found.by_rule["best-later"], carried_by_few=True)
     few = replace(found, by_rule=found.by_rule | {"best-later": best})
     assert list(few.to_frame())[2:7:4] == ["refit_risk", "risk"]
-    assert best.to_read == (best.refit_ratio, best.refit_ratio_sem, " with a new read-out")
-    assert "times with a new read-out" in repr(few)
+    refit = with_error(best.refit_ratio, best.refit_ratio_sem)
+    assert f"best-later {refit} times with a new read-out," in repr(few)
     other = found.by_rule["best-first"]
-    assert other.to_read == (other.ratio, other.ratio_sem, "")
+    assert f"best-first {with_error(other.ratio, other.ratio_sem)} times)" in repr(few)
 
 
 def test_rules_that_prune_nothing_are_left_out(many: Prompts):
     assert prune_by_rules(random_model(1, 2, **WIDE), many).rules == ("full model", "best-first")
     alone = prune_by_rules(random_model(3, 1, **WIDE), many)
     assert alone.rules == ("full model",)
-    assert repr(alone) == "Pruning(full model)"
+    assert repr(alone) == "PruningByRules(full model)"

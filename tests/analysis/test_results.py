@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.sweep_table import sweep_frame
+from mechinterp.analysis.comparison import sweep_frame
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native.folder import COLUMNS

@@ -8,15 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.labels import ALGORITHMS as LAYERED
-from mechinterp.analysis.labels import PATTERNS, Label
-from mechinterp.analysis.learners.baseline_comparison import task_doubt
-from mechinterp.analysis.learners.nearest import Nearby, nearby
-from mechinterp.analysis.multi_layer.naming import ALIKE, LARGER
-from mechinterp.analysis.number_format import explained, with_error
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.thresholds import Thresholds
-from mechinterp.analysis.verdict import (
+from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     WORDS,
     Z95,
@@ -26,6 +18,14 @@ from mechinterp.analysis.verdict import (
     spelled_out,
     upper_limit,
 )
+from mechinterp.analysis.labels import ALGORITHMS as LAYERED
+from mechinterp.analysis.labels import PATTERNS, Label
+from mechinterp.analysis.learners.baseline_comparison import task_doubt
+from mechinterp.analysis.learners.nearest import Nearby, nearby
+from mechinterp.analysis.multi_layer.naming import ALIKE, LARGER
+from mechinterp.analysis.number_format import explained, with_error
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS

@@ -22,8 +22,8 @@ from mechinterp.checkpoints.load import TARGETS, convert
 from mechinterp.checkpoints.native.history import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
-from mechinterp.report.parts import Section
 from mechinterp.report.to_csv import write_table
+from mechinterp.report.to_html import Section
 from mechinterp.training.jobs import pack_jobs
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state

@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.comparison import write_comparison
-from mechinterp.report.page import write_report
+from mechinterp.report.page import write_comparison, write_report
 from tests.conftest import CHECKPOINTS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

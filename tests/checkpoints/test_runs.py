@@ -218,7 +218,7 @@ def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
     assert {"classify_over_steps.csv", "history.csv"} <= tables
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "What it computes, step by step" in page
-    assert "3 saved steps, 0 to 10,000" in page
+    assert "3 logged steps, 0 to 10,000" in page
     assert "Adam, step size" not in page  # nobody knows how it was trained
 
 

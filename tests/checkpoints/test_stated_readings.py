@@ -19,7 +19,7 @@ from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.cli.commands import app
-from mechinterp.cli.hints import hints_of
+from mechinterp.cli.options import hints_of
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded

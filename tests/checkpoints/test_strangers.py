@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp.analysis.ablation.methods import ablate
+from mechinterp.analysis.ablation.single import ablate
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import doubts
 from mechinterp.checkpoints.foreign.copies import copies_in

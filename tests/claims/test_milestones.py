@@ -1,13 +1,11 @@
 """The logged steps of a training, and those from which parts of the pattern hold."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from analyses.lib.milestones import PATTERNS, milestones
-from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.analysis.training.over_training import (
     SCALARS,
     TrainingDynamics,
@@ -21,16 +19,17 @@ OMEGA = np.array(
 MU = np.array(
     [[-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [2.0, -1.0, -0.1], [3.0, -3.0, 0.0], [3.0, -3.1, 0.0]]
 )
-ONES = np.ones((5, 3))
-RUN = TrainingDynamics(
-    step=np.array([0, 10, 20, 30, 40]),
-    loss=np.ones(5),
-    eval_loss=np.ones(5),
-    omega=OMEGA,
-    mu=MU,
-    qk_diagonal=np.where(np.arange(5)[:, None] == 2, 0.7, ONES),
-    ov_last_entry=ONES,
-)
+
+
+def run_of(mu: np.ndarray = MU) -> TrainingDynamics:
+    step, head = np.repeat([0, 10, 20, 30, 40], 3), np.tile([0, 1, 2], 5)
+    scales = {"omega": OMEGA.ravel(), "mu": mu.ravel(), "ov_last_entry": 1.0}
+    scales["qk_diagonal"] = np.where(step == 20, 0.7, 1.0)
+    losses = {"loss": 1.0, "eval_loss": 1.0}
+    return training_dynamics(pd.DataFrame({"step": step, "head": head, **losses, **scales}))
+
+
+RUN = run_of()
 
 
 def test_each_part_has_the_step_from_which_it_holds_to_the_end():
@@ -43,7 +42,7 @@ def test_each_part_has_the_step_from_which_it_holds_to_the_end():
 
 
 def test_a_part_that_does_not_hold_at_the_end_has_no_step():
-    broken = replace(RUN, mu=np.vstack([MU[:-1], [3.0, -2.0, 0.0]]))
+    broken = run_of(np.vstack([MU[:-1], [3.0, -2.0, 0.0]]))
     assert np.isnan(milestones(broken).zero_sum)
     assert milestones(broken).sign_matching == 10
 
@@ -54,11 +53,8 @@ def test_thresholds_are_arguments():
     assert milestones(RUN, thresholds=Thresholds(zero_sum=0.3)).zero_sum == 20
 
 
-def test_shares_and_group_sums():
-    np.testing.assert_allclose(RUN.share[0], [0.25, 0.5, 0.25])
+def test_group_sums():
     np.testing.assert_allclose(RUN.group_mu[1], [2, -1])
-    nothing = replace(RUN, mu=np.zeros_like(MU))
-    assert not nothing.share.any()
 
 
 def test_frame_figure_and_repr():
@@ -69,8 +65,6 @@ def test_frame_figure_and_repr():
     assert repr(found) == (
         "Milestones(steps: sign_matching 10, diagonal 30, last_entry 0, zero_sum 30, homogeneous 30)"
     )
-    groups = {trace.name: trace.y.tolist() for trace in RUN.plot_groups().data}
-    assert list(groups) == ["positive heads", "negative heads", "all"]
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.cross_fitting import SPLITS, random_halves
 from mechinterp.analysis.ablation.pruning import (
+    SPLITS,
     best_head_first,
     least_head_later,
     prune,
+    random_halves,
     save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads

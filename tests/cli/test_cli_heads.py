@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.fine_tuning import fine_tune
-from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.pruning import fine_tune, prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.number_format import with_error
@@ -197,9 +196,9 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
 def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
     layered, own = read(gpt2, n_heads=4), load(deep)
     assert [len(Asked().drawn(one)) for one in (layered, own)] == [512, 4096]
-    few = Asked(n_prompts=5, seed=2, context_length=4).drawn(layered)
+    few = Asked(n_prompts=5, seed=2, context_lengths=[4]).drawn(layered)
     assert few.x.shape == (5, 4, 3)
-    assert not torch.equal(few.x, Asked(n_prompts=5, context_length=4).drawn(layered).x)
+    assert not torch.equal(few.x, Asked(n_prompts=5, context_lengths=[4]).drawn(layered).x)
 
 
 @pytest.mark.slow

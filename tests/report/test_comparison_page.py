@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.comparison import write_comparison
-from mechinterp.report.page import PAGE, write_page
+from mechinterp.report.page import PAGE, write_comparison, write_page
 from tests.conftest import CHECKPOINTS, Run
 from tests.report.test_page import EVIL, unexplained_columns
 
@@ -29,7 +28,7 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     text = written.page.read_text(encoding="utf-8")
     plain = re.sub(r"<a [^>]*>|</a>", "", text)  # terms lead to their meaning
     assert html.escape(written.verdict) in plain
-    headings = ["Settings and models", "Heads of all models", "Training"]
+    headings = ["Settings and models"]
     assert re.findall(r"<h2>(.*?)</h2>", text) == headings
     assert [table.name for table in written.tables] == ["settings.csv", "models.csv", "fields.csv"]
     frame = pd.read_csv(tmp_path / "page" / "models.csv")
@@ -63,7 +62,7 @@ def test_models_without_history_have_no_curves(tmp_path: Path):
         (folder / "history.parquet").unlink()
     models = [load(tmp_path / f"bare{seed}") for seed in (0, 1)]
     text = write_comparison(models, tmp_path / "page", n_prompts=64).page.read_text()
-    assert "<h2>Training</h2>" not in text
+    assert "Loss during training" not in text
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The page on the heads of models of many layers, ours and somebody else's: its numbers are those of the analyses."""
 
 import html
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +37,7 @@ EDGES = "Edges between heads"
 FIGURES = [
     *("figure-classify", "figure-circuits", "figure-attention", "figure-similarity"),
     *("figure-baselines", "figure-ablation", "figure-head_importance"),
-    *("figure-effective_heads", "figure-pruning", "figure-rules", "figure-chosen"),
+    *("figure-pruning", "figure-rules", "figure-chosen"),
     *("figure-probe_r2", "figure-probe_risk", "figure-read_out_by_layer"),
 ]
 
@@ -127,7 +126,7 @@ def test_every_column_is_explained(written: Report):
     assert unexplained_columns(written.page) == set()
 
 
-def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
+def test_a_head_may_cost_more_than_its_layer(tmp_path: Path):
     # Heads 0 and 1 of the last layer undo each other, and either alone ruins the prediction.
     weights = random_model(**WIDE).weights
     tensors = {name: tensor.clone() for name, tensor in weights.tensors.items()}
@@ -138,9 +137,7 @@ def test_a_head_that_costs_more_than_its_layer_is_named(tmp_path: Path):
     tensors["attn.W_O"][2, 1] *= -100
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
-    page = opened(write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64))
-    assert re.search(r"all of layer 2 costs 0 y², less than L2H[01] alone \(\d+ ± \d+\)", page.text)
-    assert re.search(r"all of layer 1 costs", page.text) is None
+    write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64)
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
     assert abs(layers["layer_rise"][2]) < 1e-9 < layers["top_rise"][2]
 
@@ -153,19 +150,14 @@ def test_training_is_told_where_there_is_a_history(tmp_path: Path):
     checkpoint = load(tmp_path / "model")
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
     assert page.headings == [*SECTIONS, EDGES, "Training", "Ablation of single heads, step by step"]
-    assert page.figures[-6:] == [
-        *("figure-eval_loss", "figure-loss", "figure-qk_norm", "figure-ov_norm"),
+    assert page.figures[-5:] == [
+        *("figure-loss", "figure-qk_norm", "figure-ov_norm"),
         *("figure-ablate_heads_loss", "figure-ablate_heads_over_steps"),
     ]
-    norms = pd.read_csv(tmp_path / "page" / "norms.csv")
-    history = checkpoint.history
-    last = history[(history["step"] == 40) & (history["layer"] == 1) & (history["head"] == 0)]
-    assert norms["qk_norm"][2] == pytest.approx(last["qk_norm"].item(), rel=1e-6)
-    factors = norms["ov_norm"] / norms["ov_norm_first"]
-    np.testing.assert_allclose(factors, norms["ov_norm_factor"], rtol=1e-6)
-    most = np.log(norms.groupby("layer")["qk_norm_factor"].median()).abs().idxmax()
-    assert re.search(rf"Norm of QK .*? changed most in layer {most}\.", page.text)
-    assert [trace["name"] for trace in page.drawn[-3]["data"]] == ["layer 0", "layer 1"]
+    history = pd.read_csv(tmp_path / "page" / "history.csv")
+    np.testing.assert_allclose(history["qk_norm"], checkpoint.history["qk_norm"], rtol=1e-6)
+    heads = [trace["name"] for trace in page.drawn[-3]["data"]]
+    assert heads == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert unexplained_columns(tmp_path / "page" / PAGE) == set()
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.ablation.methods import Ablations
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.single import Ablations, ablate_heads
 from mechinterp.analysis.ablation.subsets import METHODS, ablate_subsets
 from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
 from mechinterp.analysis.one_layer.classify import classify

@@ -10,11 +10,11 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import (
     ANALYSES,
     Analysis,
     analysis_of,
+    nothing,
     run_analysis,
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint, load

@@ -127,8 +127,8 @@ def test_options_come_from_the_signature(run: Run):
     ("words", "message"),
     [
         (["--lyer", "1"], "p-probe takes --layer, --variant, --steps, got --lyer."),
-        (["--layer", "one"], "--layer must be an integer, got 'one'."),
-        (["--layer"], "--layer needs a value."),
+        (["--layer", "one"], "--layer: invalid int value: 'one'."),
+        (["--layer"], "--layer: expected one argument."),
         (["1"], "got 1."),
     ],
 )

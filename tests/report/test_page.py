@@ -11,26 +11,26 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp.analysis.columns import meanings
+from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.result import Band, Table
+from mechinterp.analysis.result import Band, Table, meanings
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.load import load as read_any
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.report import to_html
-from mechinterp.report.glossary import PAPERS, WORDS
 from mechinterp.report.page import PAGE, Report, write_figure, write_report
-from mechinterp.report.parts import Section
+from mechinterp.report.to_html import PAPERS, WORDS, Section
 from mechinterp.training.train import train_models
 
 N_PROMPTS = 128
 EVIL = "<img src=x onerror=alert(1)>"
-BALANCE = "heads whose outputs balanced no longer cancel"
+WORSE = "the model is worse than predicting 0"
 VOID = {"meta", "link", "img", "br", "hr", "input", "base", "wbr"}
 
 
@@ -168,16 +168,13 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
     (box,) = [json.loads(found) for found in pair[1].attributes("data-found")]
     names = {"00": "none", "10": "H0", "01": "H1", "11": "H0 H1"}
     shown = {row["kept"]: row["risk"] for row in pair[1].rows("subsets")}
-    assert {names[key]: with_error(*risk) for key, risk in box["risks"].items()} == shown
-    subsets = pd.read_csv(pair[0].path.parent / "report" / "subsets.csv").set_index("kept")
-    for key, (risk, sem) in box["risks"].items():
-        row = subsets.loc[names[key]]
-        assert (row["risk"], row["risk_sem"]) == pytest.approx((risk, sem), rel=1e-9)
-    titles = [title for drawn in pair[1].drawn for title in drawn["titles"].values()]
-    for prompt, heads in enumerate(box["outputs"]):
-        predicted = sum(output[0] for output in heads) + box["rest"][0]
-        told = f"Prompt {prompt}: ŷ {predicted:.3f}, x·β {box['target'][prompt][0]:.3f}"
-        assert told in titles
+    assert {names[key]: risk for key, risk in box["said"].items()} == shown
+    found = ablate_subsets(pair[0], n_prompts=N_PROMPTS)
+    np.testing.assert_allclose(box["outputs"], found.outputs, rtol=1e-9)
+    prompts = evaluation_prompts(pair[0], n_prompts=N_PROMPTS)[:5]
+    predicted = np.sum(box["outputs"], axis=1) + box["rest"]
+    np.testing.assert_allclose(predicted, pair[0].predictor.predict(prompts), rtol=1e-5)
+    np.testing.assert_allclose(box["target"], prompts.y_query_clean, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -268,7 +265,7 @@ def test_sections_and_their_links(page: Page, single: tuple[Checkpoint, Page]):
     assert anchors == ["#content", *(f"#section-{i}" for i in range(1, 9))]
     assert set(anchors) <= {f"#{name}" for name in page.attributes("id")}
     assert page.source.count("<summary>How this was computed</summary>") == 8
-    assert "60 steps; final loss on fixed prompts" in page.text
+    assert "logged steps, 0 to 60; loss at the end on fixed prompts" in page.text
     # A checkpoint without history and snapshots has no section about its training.
     assert single[1].headings == names[:-3]
     assert "Training" not in single[1].text
@@ -291,11 +288,11 @@ def test_the_verdict_is_on_the_page_and_names_model_pattern_and_learner(tmp_path
 
 
 @pytest.mark.slow
-def test_the_balance_of_a_pair_is_explained_where_there_is_a_pair(
+def test_heads_without_which_the_model_breaks_are_named(
     pair: tuple[Checkpoint, Page], single: tuple[Checkpoint, Page]
 ):
-    assert BALANCE in pair[1].text
-    assert BALANCE not in single[1].text
+    assert WORSE in pair[1].text
+    assert WORSE not in single[1].text
     assert "(kernel_regression): ŷ = " in single[1].text
 
 
@@ -434,7 +431,7 @@ def test_a_pair_is_not_explained_where_scores_are_no_average(tmp_path: Path):
     assert {"head 0: negative", "head 4: positive"} <= set(
         re.findall(r"<h3>(.*?)</h3>", text.source)
     )
-    assert BALANCE not in text.text
+    assert WORSE not in text.text
     assert "Jumps predicted from the initial weights" in text.headings
     assert text.figures[-4:] == [
         *("figure-circuits_over_steps", "figure-components_loss"),

@@ -16,8 +16,7 @@ import pytest
 from rich.console import Console
 
 from mechinterp import cli
-from mechinterp.analysis.ablation.methods import Ablations
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.single import Ablations, ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.number_format import digits, explained, with_error

@@ -435,7 +435,7 @@ KILLS = 12
 # a run ends before its kill, the kills go on in another folder: what each folder holds in the end is compared.
 DRIVER = """
 import os, pathlib, random, signal, sys, time
-import mechinterp.analysis.sweep_table, mechinterp.cli.commands, mechinterp.cli.training, mechinterp.report.bars
+import mechinterp.analysis.comparison, mechinterp.cli.commands, mechinterp.cli.training, mechinterp.report.bars
 import mechinterp.report.to_json, mechinterp.training.ray, mechinterp.training.one_layer.kernel, mechinterp.training.train
 from mechinterp import cli
 from mechinterp.training import run

@@ -1,20 +1,26 @@
-"""Errors of a model with heads or MLPs masked, and each head's share of its layer's rises."""
+"""Errors of a model with heads or MLPs masked, each head's share of its layer's rises, and what masks
+of several heads (all pairs, one head after another) or at one position of the prompt show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechinterp import heatmaps
-from mechinterp.analysis.stats import require_moderate
+from mechinterp import figures, heatmaps
+from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.result import Table
+from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Head
+from mechinterp.models.hooked.masks import Head, z_name
 from mechinterp.models.hooked.runner import require_runs
-from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 Metric = Callable[[Tensor, Prompts], Tensor]
@@ -177,3 +183,258 @@ def rise_heatmap(
         unit=unit,
         limit=end if ends else None,
     )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PruningCurves(OfMetric, Result):
+    """Excess risk, or another metric, as heads are masked one after another, in several orders, on the same prompts."""
+
+    orders: tuple[str, ...]
+    heads: tuple[tuple[str, ...], ...]
+    """Names of the heads (L0H0, ...) in each order."""
+    risk: Float[np.ndarray, "order size"]
+    """Metric with the first 0, 1, ..., all heads of the order masked, unit of the metric."""
+    risk_sem: Float[np.ndarray, "order size"]
+    ratio: Float[np.ndarray, "order size"]
+    """`risk` divided by that of the full model."""
+    ratio_sem: Float[np.ndarray, "order size"]
+    """Standard error of `ratio`, paired over prompts."""
+
+    @property
+    def n_kept(self) -> Int[np.ndarray, " size"]:
+        """Number of heads kept."""
+        return np.arange(self.risk.shape[1])[::-1]
+
+    def __repr__(self) -> str:
+        needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
+        return f"PruningCurves(heads needed for at most twice the {self.metric}: {needed} of {len(self.heads[0])})"
+
+    @property
+    def sentence(self) -> str:
+        """Number of heads that each order needs."""
+        counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
+        return f"Heads needed to keep the {self.metric} within twice the full model's, of {len(self.heads[0])}: {counts}."
+
+    def needed(self, order: str) -> int:
+        """Smallest number of heads of an order with which the metric is at most twice that of the full model."""
+        ratios = self.ratio[self.orders.index(order)]
+        return int(len(ratios) - 1 - np.flatnonzero(ratios <= 2).max())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per order and number of kept heads."""
+        frame = frame_of(self, *with_sem("risk", "ratio"), order=self.orders, n_kept=self.n_kept)
+        frame.insert(2, "masked_next", [name for each in self.heads for name in (*each, "")])
+        return frame
+
+    def plot(self) -> go.Figure:
+        """Metric over the number of kept heads, one curve per order."""
+        return figures.lines(
+            self.n_kept,
+            figures.named(self.orders, self.risk, self.risk_sem),
+            title=f"{self.metric.capitalize()} against the number of kept heads",
+            x_title="heads kept",
+            y_title=self.metric_in_unit,
+            log_y=True,
+        )
+
+
+def pruning_curves(
+    source: Source,
+    prompts: Prompts,
+    orders: Mapping[str, Sequence[Head]],
+    how: Masking = EXCESS,
+    progress: ProgressCallback = no_progress,
+) -> PruningCurves:
+    """Excess risk, or another metric, with the first 0, 1, ..., all heads of each order masked.
+
+    Args:
+        orders: All heads of the model in the order of masking, by name; chosen on other prompts.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there is no order, or an order does not name every head once.
+    Example:
+        >>> from mechinterp import load, sample_prompts
+        >>> checkpoint = load("checkpoints/softmax-h2-s0")
+        >>> prompts = sample_prompts(checkpoint.task, 64)
+        >>> pruning_curves(checkpoint, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
+        np.float64(1.0)
+    """
+    if not orders:
+        raise ValueError("orders must name at least one order of heads, got none.")
+    every = predictor_of(source).heads
+    for name, heads in orders.items():
+        if sorted(heads) != every:
+            raise ValueError(
+                f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
+            )
+    masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
+    errors = masked_values(source, prompts, masks, how, progress=progress)
+    shape = (len(orders), len(every) + 1)
+    risks = estimates(risk=mean_and_sem(errors), ratio=ratio_and_sem(errors, errors[:, 0]))
+    names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
+    return PruningCurves(
+        metric=how.metric,
+        unit=how.unit,
+        orders=tuple(orders),
+        heads=names,
+        **{name: values.reshape(shape) for name, values in risks.items()},
+    )
+
+
+def greedy_heads(
+    source: Source,
+    prompts: Prompts,
+    how: Masking = EXCESS,
+    progress: ProgressCallback = no_progress,
+) -> list[Head]:
+    """All heads in greedy order: each leaves the smallest metric when masked together with those before it."""
+    gone: list[Head] = []
+    left = predictor_of(source).heads
+    for _ in progress(range(len(left)), "greedy order of heads"):
+        errors = masked_values(source, prompts, [[*gone, head] for head in left], how)
+        gone.append(left.pop(int(errors.mean(0).argmin())))
+    return gone
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PairAblation(OfMetric, Result):
+    """Extra cost of masking two heads together, compared with the sum of their single costs."""
+
+    names: tuple[str, ...]
+    """Names of the heads along both axes: L0H0, L0H1, ..."""
+    rise: Float[np.ndarray, "head head"]
+    """Metric with both heads masked minus that of the full model, unit of the metric; a single head
+    on the diagonal."""
+    rise_sem: Float[np.ndarray, "head head"]
+    interaction: Float[np.ndarray, "head head"]
+    """rise(a, b) - rise(a) - rise(b), unit of the metric: positive for heads that replace each other, negative for
+    heads that work only together; 0 on the diagonal."""
+    interaction_sem: Float[np.ndarray, "head head"]
+    """Standard errors of `interaction`, paired over prompts."""
+
+    def __repr__(self) -> str:
+        one, other = np.unravel_index(int(np.abs(self.interaction).argmax()), self.rise.shape)
+        size, sem = self.interaction[one, other], self.interaction_sem[one, other]
+        return f"PairAblation({self.names[one]} with {self.names[other]}: {size:+.3g} ± {sem:.2g})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per pair."""
+        pairs = np.triu_indices(len(self.names), 1)
+        head, other = (np.array(self.names, dtype=object)[each] for each in pairs)
+        values = {name: getattr(self, name)[pairs] for name in with_sem("rise", "interaction")}
+        return pd.DataFrame({"head": head, "other": other, **values})
+
+    def plot(self) -> go.Figure:
+        """Interaction of every two heads."""
+        return heatmaps.heatmap(
+            self.interaction,
+            title="Interaction: rise with both heads masked minus the sum of their rises",
+            rows=self.names,
+            columns=self.names,
+            unit=self.unit,
+        )
+
+
+def pairs_of(
+    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
+) -> PairAblation:
+    """Rise of a metric when every pair of heads is masked together, and the interaction of each pair."""
+    heads = predictor.heads
+    masks = [[], *map(list, combinations_with_replacement(heads, 2))]
+    errors = masked_values(predictor, prompts, masks, how, progress=progress)
+    one, other = np.triu_indices(len(heads))
+    rises = np.zeros((len(errors), len(heads), len(heads)))
+    rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
+    alone = rises.diagonal(axis1=1, axis2=2)
+    # A pair of a head with itself is one mask.
+    apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
+    apart += alone[:, :, None] * np.eye(len(heads))
+    names = tuple(f"L{layer}H{head}" for layer, head in heads)
+    return PairAblation(
+        metric=how.metric,
+        unit=how.unit,
+        names=names,
+        **estimates(rise=mean_and_sem(rises), interaction=mean_and_sem(rises - apart)),
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PositionAblation(OfMetric, Result):
+    """Rise of the excess risk, or of another metric, when one head is masked at one position of the prompt."""
+
+    method: str
+    """"zero", "mean" or "resample"."""
+    positions: tuple[str, ...]
+    """Names of the positions: x1, y1, ... for tokens in turn; 1, 2, ..., query for pairs; 0, 1, ... for any others."""
+    rise: Float[np.ndarray, "layer head pos"]
+    """Metric with the head masked at this position minus that of the full model, unit of the metric."""
+    rise_sem: Float[np.ndarray, "layer head pos"]
+    """Standard error of `rise`, paired: the same prompts for every mask."""
+
+    def __repr__(self) -> str:
+        at = layer, head, pos = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
+        rise = with_error(self.rise[at], self.rise_sem[at])
+        return f"PositionAblation({self.method}: L{layer}H{head} at {self.positions[pos]} {rise})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head and position."""
+        return frame_of(self, *with_sem("rise"), **head_axes(self.rise[..., 0]), pos=self.positions)
+
+    def tables(self) -> dict[str, Table]:
+        """The rises; a short table has the largest."""
+        title = f"Rise of the {self.metric} when a head is masked at one position"
+        return {"ablate_heads": Table(self.to_frame(), title, by="rise")}
+
+    def plot(self) -> go.Figure:
+        """Heads by positions."""
+        return heatmaps.heatmap(
+            self.rise.reshape(-1, len(self.positions)),
+            title=f"Rise of the {self.metric} when a head is masked at one position",
+            rows=head_names(self.rise.shape[:2]),
+            columns=self.positions,
+            unit=self.unit,
+        )
+
+
+def masked_by_position(
+    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
+) -> PositionAblation:
+    """Rise of a metric when each head is masked at one position at a time.
+
+    In models of this package nothing reads the last layer but the prediction at the query, so that its heads have no effect
+    at other positions and are not run there.
+    """
+    last = predictor.n_layers - 1
+    names = [z_name(layer) for layer in range(predictor.n_layers)]
+    _, every_z = predictor.hooked.activations(prompts[:2], names)
+    sizes = [z.shape[1] for z in every_z]
+    shape = (predictor.n_layers, predictor.n_heads, n_pos := max(sizes))
+    rise, sem = np.zeros(shape), np.zeros(shape)
+    for at in progress(range(n_pos), "masking heads at each position"):
+        idle = predictor.weights is not None and at < n_pos - 1
+        heads = [
+            (layer, head)
+            for layer, head in predictor.heads
+            if at < sizes[layer] and not (idle and layer == last)
+        ]
+        if heads:
+            values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
+            place = (*np.transpose(heads), at)
+            rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
+    return PositionAblation(
+        method=how.method,
+        metric=how.metric,
+        unit=how.unit,
+        positions=_positions(n_pos, prompts.x.shape[1]),
+        rise=rise,
+        rise_sem=sem,
+    )
+
+
+def _positions(n_pos: int, n_pairs: int) -> tuple[str, ...]:
+    """Names of the positions: pairs, or x and y in turn; numbers for anything else."""
+    if n_pos == n_pairs + 1:
+        return (*(str(n + 1) for n in range(n_pairs)), "query")
+    if n_pos in (2 * n_pairs + 1, 2 * n_pairs + 2):
+        return tuple(f"{'xy'[n % 2]}{n // 2 + 1}" for n in range(n_pos))
+    return tuple(map(str, range(n_pos)))

@@ -1,4 +1,5 @@
-"""Rise of the excess risk, or of another metric, when heads or MLPs are masked."""
+"""Rise of the excess risk, or of another metric, when heads or MLPs are masked: by one method with
+all options, or by every method side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,29 +9,31 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.at_positions import PositionAblation, masked_by_position
 from mechinterp.analysis.ablation.masked_risk import (
     EXCESS,
     Masking,
     Metric,
     OfMetric,
+    PairAblation,
+    PositionAblation,
+    PruningCurves,
+    greedy_heads,
     layer_shares,
+    masked_by_position,
+    masked_errors,
     masked_values,
+    pairs_of,
+    pruning_curves,
     rise_heatmap,
     single_masks,
 )
-from mechinterp.analysis.ablation.orders import (
-    PairAblation,
-    PruningCurves,
-    greedy_heads,
-    pairs_of,
-    pruning_curves,
-)
-from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import (
     carried_by_few,
     estimates,
@@ -42,6 +45,7 @@ from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.models.hooked.masks import METHODS
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.run.task import task_for
@@ -52,35 +56,8 @@ AT_POSITIONS = 256
 """Default number of prompts with positions; every head and position needs a run on them."""
 
 
-class LayerShares:
-    """Distribution of the rises of heads within each layer, for one or several models."""
-
-    rise: Float[np.ndarray, "*axes layer head"]
-
-    @property
-    def importance(self) -> Float[np.ndarray, "*axes layer head"]:
-        """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of
-        a layer counts."""
-        return layer_shares(self.rise)
-
-    @property
-    def top_share(self) -> Float[np.ndarray, "*axes layer"]:
-        """Largest importance of a head in the layer."""
-        return self.importance.max(-1)
-
-    @property
-    def top_head(self) -> Int[np.ndarray, "*axes layer"]:
-        """Head of the layer with the largest rise."""
-        return self.rise.argmax(-1)
-
-    @property
-    def top_rise(self) -> Float[np.ndarray, "*axes layer"]:
-        """Rise when that head is masked, unit of the metric."""
-        return self.rise.max(-1)
-
-
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class HeadAblation(OfMetric, LayerShares, Result):
+class HeadAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
@@ -132,16 +109,15 @@ class HeadAblation(OfMetric, LayerShares, Result):
         return f"{self.metric} {risk} {self.unit}".strip()
 
     @property
+    def importance(self) -> Float[np.ndarray, "layer head"]:
+        """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of
+        a layer counts."""
+        return layer_shares(self.rise)
+
+    @property
     def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
         """`effective_heads` of `median_rise` instead of `rise`."""
         return _effective_number(self.median_rise)
-
-    @property
-    def typical_effective_heads(self) -> Float[np.ndarray, " layer"]:
-        """`effective_heads_of_medians` for layers where few prompts dominate a rise, else
-        `effective_heads`."""
-        few = self.carried_by_few.any(1)
-        return np.where(few, self.effective_heads_of_medians, self.effective_heads)
 
     @property
     def carried(self) -> list[str]:
@@ -178,10 +154,10 @@ class HeadAblation(OfMetric, LayerShares, Result):
 
         Numbers of medians come first if few prompts dominate a rise."""
         names = self._first_of("effective_heads", "effective_heads_of_medians")
-        names = (*names, "top_share", "top_head", "top_rise")
         frame = frame_of(self, *names, layer=range(len(self.rise)))
         frame.insert(0, "method", self.method)
-        return frame
+        top = {"top_share": self.importance.max(1), "top_head": self.rise.argmax(1)}
+        return frame.assign(**top, top_rise=self.rise.max(1))
 
     def _first_of(self, mean: str, median: str) -> tuple[str, ...]:
         """Mean, its error and median; the median comes first if few prompts dominate a rise."""
@@ -295,7 +271,12 @@ def ablate_heads(
         order = greedy_heads(predictor, chosen_on, how, progress)
         return pruning_curves(predictor, measured_on, {"greedy": order}, how, progress)
     found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
-    return _with_mlps(found, predictor, prompts, how, progress) if mlps else found
+    if not mlps:
+        return found
+    gone = [(), *((layer,) for layer in range(predictor.n_layers))]
+    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
+    rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
+    return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
 
 
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
@@ -351,19 +332,6 @@ def single_ablation(
     )
 
 
-def _with_mlps(
-    found: HeadAblation,
-    predictor: Predictor,
-    prompts: Prompts,
-    how: Masking,
-    progress: ProgressCallback,
-) -> HeadAblation:
-    gone = [(), *((layer,) for layer in range(predictor.n_layers))]
-    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
-    rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
-    return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
-
-
 def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str) -> None:
     """Refuse unknown values, and options that do not go together."""
     if sets not in SETS:
@@ -392,3 +360,185 @@ def _effective_heads(
     means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
     again = np.array([_effective_number(mean) for mean in means])
     return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
+
+
+MOST_SWITCHES = 8
+"""Largest number of heads with switches on the page."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ablations(Result):
+    """Results of masking single heads by each method, whole layers, and subsets of heads."""
+
+    methods: tuple[HeadAblation, ...]
+    """One result per method of masking, zero ablation first."""
+    subsets: SubsetAblation | None
+    """None for several layers or many heads."""
+    # The next two are None for one layer.
+    layer_rise: Float[np.ndarray, " layer"] | None = None
+    """Excess risk with all heads of the layer masked minus that of the full model, unit y^2."""
+    layer_rise_sem: Float[np.ndarray, " layer"] | None = None
+    """Standard error of layer_rise, paired over prompts."""
+
+    def __repr__(self) -> str:
+        return f"Ablations({', '.join(map(repr, self.methods))})"
+
+    def sentences(self) -> list[str]:
+        """Excess risk, the head with the largest rise, and rises that need care."""
+        zero = self.methods[0]
+        layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
+        sentences = [
+            f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
+            f"Masking L{layer}H{head} {'raises it most' if zero.rise[at] > 0 else 'lowers it least, as every mask does'}, by "
+            f"{with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over prompts; the median rise is "
+            f"{digits(zero.median_rise[at])}.",
+        ]
+        carried = [
+            f"{', '.join(one.carried)} ({one.method})" for one in self.methods if one.carried
+        ]
+        if carried:
+            heads = "; ".join(carried)
+            sentences.append(
+                f"1% of the prompts make up most of the mean rise of {heads}: read the median."
+            )
+        if zero.breaking:
+            heads, risk = ", ".join(zero.breaking), digits(zero.null_risk)
+            sentences.append(
+                f"Without one of {heads} the model is worse than predicting 0 ({risk} y²)."
+            )
+        if self.subsets is None and self.layer_rise is None:
+            sentences.append(
+                f"Subsets are left out: they need one layer of attention with at most {MAX_SUBSET_HEADS} heads."
+            )
+        return sentences
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per method and head."""
+        return pd.concat([one.to_frame() for one in self.methods], ignore_index=True)
+
+    def layer_frame(self) -> pd.DataFrame:
+        """One row per method and layer."""
+        zero, *others = (one.layer_frame() for one in self.methods)
+        if self.layer_rise is not None:
+            zero = zero.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
+        return pd.concat([zero, *others], ignore_index=True)
+
+    def tables(self) -> dict[str, Table]:
+        """Tables of heads and layers; for one layer also Shapley values and subsets."""
+        tables = {
+            "ablation": Table(
+                self.to_frame(),
+                "Rise when one head is masked",
+                by="median_rise",
+                per="method",
+                quiet=("carried_by_few",),
+            ),
+            "layers": Table(
+                self.layer_frame(),
+                "Distribution of the rise over the heads of a layer",
+                per="method",
+                quiet=("top_share",),
+            ),
+        }
+        if self.subsets is not None:
+            title = "Shapley values: fall of the excess risk due to a head"
+            tables["shapley"] = Table(self.subsets.shapley_frame(), title)
+            tables["subsets"] = Table(
+                self.subsets.to_frame(), "Excess risk for every subset of heads"
+            )
+        return tables
+
+    def to_document(self) -> dict:
+        """Excess risk, heads, layers and, if available, subsets of heads."""
+        zero = self.methods[0]
+        names = {"ablation": "heads"}
+        tables = {names.get(key, key): records(t.frame) for key, t in self.tables().items()}
+        return {
+            "excess_risk": zero.full_risk,
+            "excess_risk_sem": zero.full_risk_sem,
+            "null_risk": zero.null_risk,
+            "breaking": zero.breaking,
+            **tables,
+        }
+
+    def head_facts(self) -> list[dict[str, str]]:
+        """Rise of each head under each method, and its Shapley value."""
+        columns = {
+            f"{one.method} ablation (y²)": zip(one.rise.flat, one.rise_sem.flat, strict=True)
+            for one in self.methods
+        }
+        if self.subsets is not None:
+            values = zip(self.subsets.shapley, self.subsets.shapley_sem, strict=True)
+            columns["Shapley value (y²)"] = values
+        rows = zip(*columns.values(), strict=True)
+        return [{n: with_error(*v) for n, v in zip(columns, row, strict=True)} for row in rows]
+
+    def switches(self) -> dict[str, object] | None:
+        """Switches of the heads of one layer; None for several layers or many heads."""
+        few = self.subsets is not None and self.subsets.kept.shape[1] <= MOST_SWITCHES
+        return self.subsets.switches() if self.subsets is not None and few else None
+
+    def plot(self) -> go.Figure:
+        """Rise of the excess risk: by every method for one layer, under zero ablation for several
+        layers."""
+        zero = self.methods[0]
+        if len(zero.rise) > 1:
+            return zero.plot()
+        return rises_by_method(self.methods, "Rise of the excess risk when a head is masked")
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Rises, with Shapley values for one layer and importance for several."""
+        if self.subsets is not None:
+            return {"ablation": self.plot(), "shapley": self.subsets.plot()}
+        return {"ablation": self.plot(), "head_importance": self.methods[0].plot_importance()}
+
+
+def ablate(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Ablations:
+    """Rise of the excess risk when heads are masked: each alone by every method, and in one layer
+    every subset.
+
+    Excess risk is the mean of (ŷ − x·β)² on the same prompts for every mask; ± is one standard
+    error, paired over prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over
+    prompts, and resample ablation to that of another prompt. Nothing is retrained. Importance is a
+    head's share of its layer's rises, with negative rises counted as 0. The effective number of
+    heads is exp of the entropy of the importance. In one layer the outputs of heads add up, so that
+    one pass gives all subsets; a Shapley value is the mean over all orders of adding heads. In
+    several layers, whole layers are masked too.
+
+    Args:
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are fewer than four prompts.
+    See also:
+        `ablate_heads`, `ablate_subsets`, `prune`.
+    Example:
+        >>> from mechinterp import load
+        >>> [one.method for one in ablate(load("checkpoints/softmax-h2-s0"), n_prompts=64).methods]
+        ['zero', 'mean', 'resample']
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
+    predictor = predictor_of(source)
+    used = {how: even if how == "resample" else prompts for how in METHODS}
+    methods = [
+        single_ablation(predictor, some, Masking(how), progress=progress)
+        for how, some in used.items()
+    ]
+    few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
+    subsets = ablate_subsets(source, prompts) if few else None
+    if predictor.n_layers == 1:
+        return Ablations(tuple(methods), subsets)
+    layers = range(predictor.n_layers)
+    masks = [[head for head in predictor.heads if head[0] == layer] for layer in layers]
+    errors = masked_errors(predictor, prompts, [[], *masks])
+    return Ablations(tuple(methods), subsets, *mean_and_sem(errors[:, 1:] - errors[:, :1]))

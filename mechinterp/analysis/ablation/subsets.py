@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.display import Result, frame_of, with_sem
@@ -22,6 +23,8 @@ METHODS = ("zero", "mean")
 """Output of an absent head: 0, or its mean over prompts."""
 MAX_SUBSET_HEADS = 12
 CHUNK = 8192
+SHOWN = 5
+"""Number of prompts on which a result keeps the heads' outputs."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,6 +47,13 @@ class SubsetAblation(Result):
 
     The values sum to the risk without heads minus the risk with all heads."""
     shapley_sem: Float[np.ndarray, " head"]
+    outputs: Float[np.ndarray, "prompt head d_y"]
+    """What each head adds to the prediction on the first prompts, unit y; with mean ablation minus
+    its mean."""
+    rest: Float[np.ndarray, " d_y"]
+    """What no head adds: the bias, and with mean ablation the heads' means."""
+    target: Float[np.ndarray, "prompt d_y"]
+    """Response without noise on these prompts."""
 
     def __repr__(self) -> str:
         values = " ".join(f"H{head} {value:.3g}" for head, value in enumerate(self.shapley))
@@ -61,6 +71,17 @@ class SubsetAblation(Result):
     def shapley_frame(self) -> pd.DataFrame:
         """One row per head."""
         return frame_of(self, *with_sem("shapley"), head=range(len(self.shapley)))
+
+    def switches(self) -> dict[str, object]:
+        """Numbers for switches of the heads: risk of each subset, and outputs on a few prompts."""
+        subsets = ["".join(map(str, kept.astype(int))) for kept in self.kept]
+        risks = zip(subsets, self.risk, self.risk_sem, strict=True)
+        return {
+            "said": {subset: with_error(risk, sem) for subset, risk, sem in risks},
+            "outputs": self.outputs.tolist(),
+            "rest": self.rest.tolist(),
+            "target": self.target.tolist(),
+        }
 
     def plot(self) -> go.Figure:
         """Shapley value of each head."""
@@ -125,21 +146,27 @@ def ablate_subsets(
         # Absent heads add their means: subtract the means from the target and use deviations.
         means = outputs.mean(0)
         outputs, target = outputs - means, target - means.sum(0)
-    kept = _every_subset(weights.n_heads)
+    subsets = itertools.product([False, True], repeat=weights.n_heads)
+    # By size; within one size, those with the first heads come first.
+    kept = np.array(sorted(subsets, key=lambda each: (sum(each), [not k for k in each])))
     full = np.square(outputs.sum(1) - target).mean(1)
-    risks = np.array([_risk_and_rise(outputs, target, subset, full) for subset in kept])
+    risks = np.array(
+        [
+            [*mean_and_sem(errors), *mean_and_sem(errors - full)]
+            for errors in (np.square(outputs[:, s].sum(1) - target).mean(1) for s in kept)
+        ]
+    )
     contributions = (outputs * (2 * target - outputs.sum(1))[:, None]).mean(2)
     shapley, shapley_sem = mean_and_sem(contributions)
-    risk, risk_sem, rise, rise_sem = risks.T
-    return SubsetAblation(method, kept, risk, risk_sem, rise, rise_sem, shapley, shapley_sem)
-
-
-def _every_subset(n_heads: int) -> Bool[np.ndarray, "subset head"]:
-    """All subsets sorted by size; within one size, those with the first heads come first."""
-    subsets = itertools.product([False, True], repeat=n_heads)
-    return np.array(sorted(subsets, key=lambda s: (sum(s), [not k for k in s])))
-
-
-def _risk_and_rise(outputs: np.ndarray, target: np.ndarray, subset: np.ndarray, full: np.ndarray):
-    squares = np.square(outputs[:, subset].sum(1) - target).mean(1)
-    return *mean_and_sem(squares), *mean_and_sem(squares - full)
+    clean = prompts.y_query_clean.numpy()[:SHOWN]
+    names = ("risk", "risk_sem", "rise", "rise_sem")
+    return SubsetAblation(
+        method,
+        kept,
+        **dict(zip(names, risks.T, strict=True)),
+        shapley=shapley,
+        shapley_sem=shapley_sem,
+        outputs=outputs[:SHOWN],
+        rest=clean[0] - target[0],
+        target=clean,
+    )

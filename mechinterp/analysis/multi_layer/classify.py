@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import layer_shares, rise_heatmap, single_masks
-from mechinterp.analysis.classified import Classified
+from mechinterp.analysis.classified import Classified, Verdict
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.learners.baseline_comparison import task_loss
 from mechinterp.analysis.learners.nearest import evaluation, nearby
@@ -24,7 +24,6 @@ from mechinterp.analysis.multi_layer.verdict import layers_verdict
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
 from mechinterp.analysis.stats import best_factor, mean_and_sem
-from mechinterp.analysis.verdict import Verdict
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names
 from mechinterp.models.run.predictor import Source, predictor_of

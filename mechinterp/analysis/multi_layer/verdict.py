@@ -1,13 +1,11 @@
 """Verdict on a model that its circuits do not describe: what it computes, how sure that is, and what it is not."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
-from mechinterp.analysis.learners.nearest import Nearby
-from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming
-from mechinterp.analysis.number_format import beside, digits, explained
-from mechinterp.analysis.verdict import (
+from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Verdict,
     calibration_text,
@@ -15,6 +13,10 @@ from mechinterp.analysis.verdict import (
     nearest_learners,
     none_of,
 )
+from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
+from mechinterp.analysis.learners.nearest import Nearby
+from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming
+from mechinterp.analysis.number_format import beside, digits, explained
 
 
 def layers_verdict(
@@ -48,7 +50,7 @@ def layers_verdict(
     return Verdict(computes, sure, *_others(algorithm), doubt)
 
 
-def _numbers(letters: tuple[str, ...], values: Float[np.ndarray, " _"], n_layers: int) -> str:
+def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
     """The fitted numbers, layer by layer."""
     if not letters:
         return ""

@@ -1,4 +1,5 @@
-"""Attention weights of each head on a few prompts, next to the similarity of token and query."""
+"""Attention weights of each head: on a few prompts next to the similarity of token and query, and
+their entropy."""
 
 from dataclasses import dataclass
 
@@ -7,14 +8,15 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.number_format import cell, digits, with_error
+from mechinterp.analysis.random_models import random_models
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import rank_correlation
-from mechinterp.display import Result, counted, head_names
+from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation
+from mechinterp.display import Result, counted, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
@@ -44,9 +46,6 @@ class AttentionPatterns(Result):
     """The query's response without noise."""
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
-    outputs: Float[np.ndarray, "prompt head d_y"] | None
-    """Contribution of each head to the prediction, without biases; None unless the model is one
-    layer of attention."""
 
     @property
     def head(self) -> Int[np.ndarray, " head"]:
@@ -79,7 +78,7 @@ class AttentionPatterns(Result):
                 f" of {self.n_prompts}, from the smallest error of the prediction to the largest; "
                 f"the picture opens on the median"
             )
-        ranks = [self._rank(head) for head in range(n_heads)]
+        ranks = np.array([self._rank(head) for head in range(n_heads)])
         # A head whose weights are all equal has no ranks.
         texts = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
         of_each = [f"{name} {rank}" for rank, name in zip(texts, self.head_names, strict=True)]
@@ -88,12 +87,10 @@ class AttentionPatterns(Result):
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
             listed = f"{of_each[best]}, the strongest of {n_heads} heads"
         signed = (
-            " Weights are products of queries and keys without a softmax: they do not sum to 1, and some are negative."
-            if self.pattern.min() < 0
-            else ""
+            " Weights are products without a softmax: they do not sum to 1, and some are negative."
         )
         return [
-            f"Attention on {chosen}.{signed}",
+            f"Attention on {chosen}.{signed if self.pattern.min() < 0 else ''}",
             f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
             f"{listed}.",
         ]
@@ -116,10 +113,8 @@ class AttentionPatterns(Result):
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
         columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
         columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
-        n_responses = self.y.shape[2]
-        for response in range(n_responses):
-            name = "y" if n_responses == 1 else f"y_{response}"
-            columns[name] = self.y[prompt, key, response]
+        names = ["y"] if self.y.shape[2] == 1 else [f"y_{n}" for n in range(self.y.shape[2])]
+        columns |= dict(zip(names, self.y[prompt, key].T, strict=True))
         return pd.DataFrame(columns)
 
     def plot(self) -> go.Figure:
@@ -233,10 +228,6 @@ def attention_patterns(
     x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
-    outputs = None
-    if predictor.is_one_attention:
-        heads = predictor.circuits.to("cpu").to(torch.float64)
-        outputs = head_outputs(heads, prompts.to("cpu").to(torch.float64)).numpy(force=True)
     return AttentionPatterns(
         pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
         layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
@@ -246,7 +237,6 @@ def attention_patterns(
         prediction=prediction.double().numpy(force=True),
         target=prompts.y_query_clean.double().numpy(force=True),
         n_prompts=n_drawn,
-        outputs=outputs,
     )
 
 
@@ -276,3 +266,132 @@ def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt
     raise ValueError(
         f"attention_patterns needs one or two positions for each of {length} pairs, got {n_keys}."
     )
+
+
+RANDOM_MODELS, RANDOM_PROMPTS = 8, 64
+ROUNDING = 1e-3
+"""Largest deviation of the sum of the weights from 1 that counts as rounding (half precision)."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionEntropy(Result):
+    """Entropy of the query's attention, by head."""
+
+    entropy: Float[np.ndarray, "layer head"]
+    """Mean over prompts of -sum_l p_l log p_l, in nats."""
+    entropy_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `entropy` over prompts."""
+    uniform_entropy: Float[np.ndarray, " layer"]
+    """log of the number of keys, the entropy of uniform attention, in nats."""
+    random_entropy: Float[np.ndarray, " layer"]
+    """Entropy of the same layer with random weights: mean over heads and `RANDOM_MODELS` models, in
+    nats. NaN if the architecture is unknown."""
+    random_entropy_sd: Float[np.ndarray, " layer"]
+    """Standard deviation of `random_entropy` over heads and models."""
+
+    def __repr__(self) -> str:
+        layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)
+        least = f"{self.entropy[layer, head]:.3g} ± {self.entropy_sem[layer, head]:.2g} nats"
+        return (
+            f"AttentionEntropy({self.entropy.size} heads; least L{layer}H{head} {least}, "
+            f"uniform attention {self.uniform_entropy[layer]:.3g})"
+        )
+
+    def sentences(self) -> list[str]:
+        """Heads with the smallest and the largest entropy, next to uniform attention."""
+        heads = []
+        for which in (self.entropy.argmin(), self.entropy.argmax()):
+            at = np.unravel_index(int(which), self.entropy.shape)
+            heads.append(
+                f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
+                f"{digits(self.uniform_entropy[at[0]])}; random weights: {cell(self.random_entropy[at[0]])})"
+            )
+        return [f"Smallest entropy of attention: {heads[0]}. Largest: {heads[1]}."]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head."""
+        beside = ("uniform_entropy", "random_entropy", "random_entropy_sd")
+        return frame_of(self, *with_sem("entropy"), *beside, **head_axes(self.entropy))
+
+    def plot(self) -> go.Figure:
+        """Entropy of every head next to that of random weights; the dotted line is uniform
+        attention."""
+        frame = self.to_frame()
+        columns = {"model": ["entropy", "entropy_sem"]}
+        if np.isfinite(self.random_entropy).all():
+            columns["random weights"] = ["random_entropy", "random_entropy_sd"]
+        figure = figures.bars(
+            head_names(self.entropy.shape),
+            {name: tuple(frame[both].to_numpy().T) for name, both in columns.items()},
+            title="Entropy of the query's attention; dotted: uniform attention",
+            y_title="entropy (nats)",
+        )
+        for level in np.unique(self.uniform_entropy):
+            figure.add_hline(float(level), line_dash="dot", line_width=1)
+        return figure
+
+
+def attention_entropy(
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
+) -> AttentionEntropy:
+    """Entropy of each head's attention from the query, next to uniform attention and random initial
+    weights.
+
+    H = -sum_l p_l log p_l. It is log L for uniform attention over L keys, and 0 if one key has all
+    the weight.
+
+    Args:
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs.
+    Raises:
+        ValueError: If the weights are negative or do not sum to 1 (linear attention), or the model
+            has no hooks on its patterns.
+    Source:
+        Shannon's entropy; the comparison with random weights is a choice made here.
+    See also:
+        `attention_patterns`.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import kernel_head
+        >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
+        AttentionEntropy(1 heads; least L0H0 3.69 ± 0 nats, uniform attention 3.69)
+    """
+    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    predictor = predictor_of(source)
+    patterns = predictor.query_patterns(prompts).double()
+    _require_distribution(patterns)
+    entropy = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
+    n_keys = patterns.any(2).any(1).sum(1)
+    random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
+    return AttentionEntropy(
+        **estimates(entropy=entropy),
+        uniform_entropy=n_keys.double().log().numpy(force=True),
+        random_entropy=random.mean((0, 2)),
+        random_entropy_sd=random.std((0, 2), ddof=1),
+    )
+
+
+def _entropy(
+    patterns: Float[Tensor, "layer prompt head key"],
+) -> Float[Tensor, "layer prompt head"]:
+    return -torch.xlogy(patterns, patterns).sum(-1)
+
+
+def _require_distribution(patterns: Float[Tensor, "layer prompt head key"]) -> None:
+    least, totals = patterns.min().item(), patterns.sum(-1)
+    furthest = (totals - 1).abs().max().item()
+    if not (least >= 0 and furthest <= ROUNDING):
+        got = f"a weight of {least:.3g}" if least < 0 else f"a sum 1 ± {furthest:.3g}"
+        raise ValueError(
+            f"attention_entropy needs attention weights >= 0 that add up to 1, got {got}."
+        )
+
+
+def _at_random(predictor: Predictor, prompts: Prompts) -> Float[np.ndarray, "model layer head"]:
+    """Mean entropies of models of the same shape with random initial weights; NaN if the shape is
+    unknown."""
+    if predictor.weights is None:
+        return np.full((2, predictor.n_layers, predictor.n_heads), np.nan)
+    drawn = prompts.to("cpu").to(torch.float32)
+    models = random_models(predictor.weights, RANDOM_MODELS)
+    patterns = [predictor_of(model).query_patterns(drawn) for model in models]
+    return torch.stack([_entropy(each).mean(1) for each in patterns]).double().numpy(force=True)

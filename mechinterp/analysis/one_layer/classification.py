@@ -1,9 +1,9 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
-the evidence."""
+the evidence, and the verdict."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,44 +11,32 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.classified import Classified
-from mechinterp.analysis.labels import NO_LABEL
-from mechinterp.analysis.number_format import cell, digits, explained, with_error
+from mechinterp.analysis.classified import (
+    NOTHING_EXCLUDED,
+    Classified,
+    Verdict,
+    calibration_text,
+    chance_text,
+    is_behind,
+    nearest_learners,
+    none_of,
+    spelled_out,
+)
+from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
+from mechinterp.analysis.learners.nearest import Nearby
+from mechinterp.analysis.number_format import beside, cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
+from mechinterp.analysis.one_layer.head_statistics import Form, Scales
 from mechinterp.analysis.one_layer.label_rules import Evidence
-from mechinterp.analysis.one_layer.verdict import heads_verdict
 from mechinterp.analysis.result import Band, Card, Table
-from mechinterp.analysis.verdict import Verdict, spelled_out
 from mechinterp.display import counted
 
-MEANINGS = {
-    "positive": "attends to tokens whose x is similar to the query's and adds their y",
-    "negative": "attends to tokens whose x is opposite to the query's and subtracts their y",
-    "mismatched": "omega and mu have different signs: the head subtracts the y of similar tokens",
-    "mixed": "the entries of omega, or of mu, have different signs",
-    "unstructured": "the circuits do not have the form that omega and mu describe",
-    "dummy": "contributes almost nothing to the prediction",
-}
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal"),
     *("theta", "supports", "support_leak", "theta_spread"),
 )
-HOW = {
-    "pattern": "the first definition that all numbers below satisfy",
-    "sign_matching": "omega and mu of every active head have the same sign",
-    "omega_spread": "max/min |omega| over active heads, minus 1",
-    "zero_sum": "|Σ mu| / Σ |mu|",
-    "eta": "Σ mu·omega, times f'(0): the step",
-    "optimal eta for the task": "1 / (1 + (1 + s²) d_x / L), s² = noise variance / signal variance",
-    "R² with idealised heads": "of the model's predictions; each head keeps its omega and mu only",
-    "R² of the closed form": "of the model's predictions; the formula is built from omega and mu",
-    "R² on its task": "1 − loss / loss of predicting 0",
-    "principal components used": "number of directions that are more than half learned",
-    "learned part of each component": "eᵀ M e divided by its value at the optimum",
-    "share of E y² predicted off the components": "by entries of M between two directions",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -94,7 +82,31 @@ class Classification(Evidence, Classified):
     @property
     def verdict(self) -> Verdict:
         """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
-        return heads_verdict(self)
+        pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
+        chance = f"; {chance_text(p, self.n_random, 'random weights')}"
+        if pattern in NO_LABEL:
+            computes = f"{none_of('formulas', pattern)}: {spelled_out(self.reason)}"
+            return nearest_learners(computes, near, chance=chance, doubt=self.task_doubt)
+        label, used = PATTERNS[pattern], self.components
+        if pattern == "kernel_regression":
+            active = np.array(self.labels) != "dummy"
+            computes = _smoother(
+                self.form, self.omega_form[active], self.circuits.mu[active], self.kernel
+            )
+        else:
+            computes = f"{label.text} ({pattern}): {_step(pattern, self.scales)}"
+            if used is not None and used.n_components is not None:
+                count = f"{used.n_components} of {len(used.learned)}"
+                computes += f"; it uses {count} principal directions of x"
+        sure = (
+            f"this formula, with nothing fitted, explains {explained(self.learner.r2, self.learner.r2_sem)} of "
+            f"{self.caveat or 'the predictions'}{chance}{calibration_text(label) if self.calibrated else ''}"
+        )
+        others = [n for n, name in enumerate(near.learners) if name not in label.cases]
+        behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
+        alike = "; ".join(_other(near, n) for n in others if n not in behind)
+        is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
+        return Verdict(computes, sure, is_not, alike, self.task_doubt)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with p-values under random heads."""
@@ -173,61 +185,63 @@ class Classification(Evidence, Classified):
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its range under random weights."""
-        scales, used = self.scales, self.components
+        scales, used, r2 = self.scales, self.components, self.substitution.r2
         values = {
             "pattern": self.pattern,
             "sign_matching": str(self.sign_matching).lower(),
             "omega_spread": cell(scales.omega_spread),
             "zero_sum": cell(scales.zero_sum),
-            "eta": ", ".join(cell(eta) for eta in scales.eta),
+            "eta": ", ".join(map(cell, scales.eta)),
             "optimal eta for the task": cell(scales.eta_optimal),
-            "R² with idealised heads": with_error(self.substitution.r2, self.substitution.r2_sem),
+            "R² with idealised heads": with_error(r2, self.substitution.r2_sem),
             "R² of the closed form": with_error(self.learner.r2, self.learner.r2_sem),
             "R² on its task": cell(self.loss.r2),
         }
         if used is not None:
             n = used.n_components
-            many = "–" if n is None else f"{n} of {len(used.learned)}"
-            values["principal components used"] = many
-            values["learned part of each component"] = ", ".join(map(cell, used.learned))
-            values["share of E y² predicted off the components"] = cell(used.off_diagonal)
-        bands = {
+            values |= {
+                "principal components used": "–" if n is None else f"{n} of {len(used.learned)}",
+                "learned part of each component": ", ".join(map(cell, used.learned)),
+                "share of E y² predicted off the components": cell(used.off_diagonal),
+            }
+        ranges = {
             "omega_spread": self._band("omega_spread", scales.omega_spread),
             "zero_sum": self._band("zero_sum", scales.zero_sum),
-            "R² with idealised heads": self._band("substitution_r2", self.substitution.r2),
+            "R² with idealised heads": self._band("substitution_r2", r2),
             "R² on its task": self._band("task_r2", self.loss.r2),
         }
-        rows = [(n, v, next(iter(bands.get(n, ())), ""), HOW[n]) for n, v in values.items()]
-        reach = "fraction of random models that reach it"
+        rows = [
+            (n, v, next(iter(ranges.get(n, ())), ""), TEXTS["evidence"][n])
+            for n, v in values.items()
+        ]
+        least, how = 1 / self.n_random, "fraction of random models that reach it"
         rows += [
-            (f"p of {name}", cell(p, "p_value", 1 / self.n_random), "", reach)
-            for name, p in self.p_values.items()
+            (f"p of {n}", cell(p, "p_value", least), "", how) for n, p in self.p_values.items()
         ]
         return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
 
     def cards(self) -> list[Card]:
         """One card per head, with the ranges of heads with random weights."""
-        scales, cards = self.circuits, []
+        scales, omega, cards = self.circuits, self.circuits.omega_mean, []
         # A score without normalisation attends to opposite tokens with negative weights: omega and
         # mu can flip together.
-        averages = self.kernel not in NO_AVERAGE
+        flips = self.kernel in NO_AVERAGE
         for head, label in enumerate(self.labels):
-            omega, mu, share = scales.omega_mean[head], scales.mu[head], self.share[head]
+            mu = ", ".join(f"{each:+.3g}" for each in scales.mu[head])
             diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
             facts = {
-                "share of output": ("share", [share], f"{share:.1%}"),
-                "omega (1/x²)": ("omega_mean", [omega], f"{omega:+.3g}"),
-                "mu": ("mu", mu, ", ".join(f"{each:+.3g}" for each in mu)),
-                "QK diagonal": ("qk_diagonal", [diagonal], cell(diagonal)),
-                "OV reads y only": ("ov_last_entry", [reads_y], cell(reads_y)),
+                "share of output": ("share", f"{self.share[head]:.1%}", [self.share[head]]),
+                "omega (1/x²)": ("omega_mean", f"{omega[head]:+.3g}", [omega[head]]),
+                "mu": ("mu", mu, scales.mu[head]),
+                "QK diagonal": ("qk_diagonal", cell(diagonal), [diagonal]),
+                "OV reads y only": ("ov_last_entry", cell(reads_y), [reads_y]),
             }
-            texts = {fact: text for fact, (_, _, text) in facts.items()}
+            texts = {fact: text for fact, (_, text, _) in facts.items()}
             bands = {
                 fact: tuple(band for value in values for band in self._band(name, value))
-                for fact, (name, values, _) in facts.items()
+                for fact, (name, _, values) in facts.items()
             }
-            signed = averages or label not in ("positive", "negative")
-            meaning = MEANINGS[label] if signed else ADDS
+            meaning = ADDS if flips and label in ("positive", "negative") else TEXTS["heads"][label]
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards
@@ -239,24 +253,18 @@ class Classification(Evidence, Classified):
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
-        scales = self.circuits
-        columns = {
-            "layer": [0] * len(self.labels),
-            "head": range(len(self.labels)),
-            "label": self.labels,
-            "share": self.share,
-            "omega": scales.omega.tolist(),
-            "omega_mean": scales.omega_mean,
-            "omega_form": self.omega_form,
-            "mu": scales.mu.tolist(),
-        }
+        columns: dict[str, Any] = {"share": self.share, "omega": self.circuits.omega.tolist()}
+        columns |= {"omega_mean": self.circuits.omega_mean, "omega_form": self.omega_form}
+        columns["mu"] = self.circuits.mu.tolist()
         for name in NUMBERS:
-            columns[name] = getattr(scales, name)
+            columns[name] = getattr(self.circuits, name)
             if name in self.head_p_values:
                 columns[f"{name}_p"] = self.head_p_values[name]
         columns["task_leak"] = self.task_leak
-        rows = zip(*columns.values(), strict=True)
-        heads = [dict(zip(columns, row, strict=True)) for row in rows]
+        heads = [
+            {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
+            for head, label in enumerate(self.labels)
+        ]
         of_components = ("n_components", "learned", "off_diagonal")
         evidence = {
             "sign_matching": self.sign_matching,
@@ -285,3 +293,67 @@ def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
     if len(values) > 3:
         return f"{digits(values.min())} to {digits(values.max())}"
     return ", ".join(map(digits, values))
+
+
+MOST_NUMBERS = 8
+
+
+def _other(near: Nearby, n: int) -> str:
+    """Another learner with its R², and how much lower that is than the R² of the formula."""
+    name, lead = near.learners[n], beside(near.lead[n], near.lead_sem[n])
+    scaled = "the formula" if name == "ridge" else "both"
+    return f"{LEARNERS[name]}, R² = {near.r2[n]:.4f}, {lead} ({scaled} at the best factor)"
+
+
+def _smoother(
+    form: Form, omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, "head d_y"], kernel: str
+) -> str:
+    similar = "x_lᵀΩx" if form.kind == "common" else "x_l·x"
+    if len(omega) == 1:
+        weight = kernel.format(s=f"{digits(omega[0])} {similar}")
+        return (
+            f"an average of y_l over {PAIRS} (kernel_regression): ŷ = {_vector(mu[0])} Σ_l w_l y_l, "
+            f"w_l ∝ {weight}, Σ_l w_l = 1"
+        )
+    pairs = zip(omega[:MOST_NUMBERS], mu, strict=False)
+    scales = "; ".join(f"μ = {_vector(m)}, ω = {digits(o)}" for o, m in pairs)
+    more = "; ..." if len(omega) > MOST_NUMBERS else ""
+    return (
+        f"a sum over heads h of averages of y_l over {PAIRS} (kernel_regression): ŷ = Σ_h μ_h Σ_l w_hl y_l, "
+        f"w_hl ∝ {kernel.format(s=f'ω_h {similar}')}, Σ_l w_hl = 1; {scales}{more}"
+    )
+
+
+def _step(pattern: str, scales: Scales) -> str:
+    """Formula of one gradient step, by the matrix of each response: a multiple of I, diagonal, or
+    any other."""
+    step = scales.step.numpy()
+    one = len(step) == 1
+    y, mark = ("y_l", "") if one else ("y_ln", "_n")
+    moment = f"(1/L) Σ_l {y} " + ("x_l" if pattern == "linear_gd" else "(x_l − x̄)")
+    diagonals = np.diagonal(step, axis1=1, axis2=2)
+    diagonal = not (step * (1 - np.eye(step.shape[1]))).any()
+    if diagonal and np.allclose(diagonals, diagonals[:, :1], rtol=1e-9, atol=0):
+        best = scales.eta_optimal
+        beside = "" if np.isnan(best) else f" (best step size for the task: {digits(best)})"
+        eta = digits(diagonals[0, 0]) if one else "η_n"
+        values = "" if one else f", η = {_list(diagonals[:, 0])}"
+        return f"ŷ{mark} = {eta} {moment}·x{values}{beside}"
+    if diagonal:
+        names = ["Θ"] if one else [f"Θ_{n}" for n in range(len(step))]
+        rows = ", ".join(f"{n} = diag{_list(row)}" for n, row in zip(names, diagonals, strict=True))
+        return f"ŷ{mark} = xᵀΘ{mark} {moment}, {rows}"
+    sizes = np.linalg.svd(step)[1]
+    span = "; ".join(f"{digits(row.min())} to {digits(row.max())}" for row in sizes)
+    return f"ŷ{mark} = xᵀΓ{mark} {moment}, singular values of Γ{mark} {span}"
+
+
+def _vector(values: Sequence[float] | np.ndarray) -> str:
+    return digits(values[0]) if len(values) == 1 else _list(values)
+
+
+def _list(values: Sequence[float] | np.ndarray) -> str:
+    """A few numbers one by one; more numbers by their range."""
+    if len(values) > MOST_NUMBERS:
+        return f"{len(values)} numbers from {digits(min(values))} to {digits(max(values))}"
+    return f"({', '.join(f'{value:.2f}' for value in values)})"

@@ -3,8 +3,13 @@ implements.
 
 Every label comes with the numbers that decided it and their values under random weights. A model
 without a clear label is `undetermined`, and the reason names the number that lies between two
-answers."""
+answers.
 
+If the prediction is nearly linear in the output of one attention layer at the query, a linear
+read-out replaces what lies behind, and the heads have circuits to the prediction: W_O times the
+direction of the read-out. It is fitted on one half of the prompts and scored on the other."""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -18,19 +23,22 @@ from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.effective_step import scales_of
-from mechinterp.analysis.one_layer.head_statistics import form_of, read_groups, read_heads
+from mechinterp.analysis.one_layer.head_statistics import (
+    Thresholds,
+    faithfulness,
+    form_of,
+    idealised,
+    read_heads,
+    scales_of,
+)
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
     agreed_label,
     head_labels,
     model_label,
 )
-from mechinterp.analysis.one_layer.linear_readout import has_linear_way_in, read_through
-from mechinterp.analysis.one_layer.pca_components import components
+from mechinterp.analysis.one_layer.linear_components import components
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
-from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
-from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.readings import Reading
 from mechinterp.config import TaskConfig, TaskLike
@@ -38,9 +46,11 @@ from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 from mechinterp.models.scores import is_normalised, kernel_text
+from mechinterp.models.weights import Weights, heads_of
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -59,6 +69,11 @@ def classify(
 ) -> Classification | LayeredClassification:
     """Label of a model: the pattern of one layer of attention, or the algorithm and head ablations
     of any other model.
+
+    If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
+    differ, the model is `undetermined`. The pattern of one layer depends on QK and OV only. It does
+    not depend on the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O.
+    A head split into two with half of mu each counts as one.
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
@@ -80,31 +95,41 @@ def classify(
         'debiased_gd'
     """
     predictor = predictor_of(source)
-    task = None if task is None and prompts is None else task_for(source, task, "classify", prompts)
-    one = predictor.is_one_attention
+    limits, one = Thresholds() if thresholds is None else thresholds, predictor.is_one_attention
+    law = None
+    if one or task is not None or prompts is not None:
+        law = task_for(source, task, "classify", prompts)
     if n_prompts is None:
         n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
-    if one:
-        return classify_attention(
-            source, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds
-        )
-    limits = Thresholds() if thresholds is None else thresholds
-    readings: tuple[Reading, ...] = getattr(source, "readings", ())
+
+    def labelled(each: Source) -> Classification | LayeredClassification:
+        if law is None or not one:
+            return _classified_layers(each, law, n_prompts, seed, limits)
+        weights = weights_of(each, "classify")
+        _require_fit(weights, law)
+        return _classified(weights, law, n_prompts, seed, limits)
+
+    readings: Sequence[Reading] = getattr(source, "readings", ())
     if not readings:
-        return _classified_layers(source, task, n_prompts, seed, limits)
-    checkpoint = cast("Checkpoint", source)
-    sizes = None if task is None else (task.d_x, task.d_y)
-    fitting = (each for each in readings if sizes in (None, (each.weights.d_x, each.weights.d_y)))
-    possible = [each for each in fitting if each.stands]
-    if not any(each.predicts for each in possible):
-        possible = [*readings[:1]]  # if none predicts, one verdict is enough
-    under_each = [
-        _classified_layers(checkpoint.under(each), task, n_prompts, seed, limits)
-        for each in possible
-    ]
-    labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, possible)
-    return replace(under_each[0], pattern=pattern, reason=reason)
+        found = labelled(source)
+        return replace(found, trained_here=predictor.trained_here) if one else found
+    under: list[Source] = [each.weights for each in readings if each.stands]
+    if not one:
+        checkpoint = cast("Checkpoint", source)
+        sizes = None if law is None else (law.d_x, law.d_y)
+        fits = [e for e in readings if sizes in (None, (e.weights.d_x, e.weights.d_y))]
+        possible = [each for each in fits if each.stands]
+        # If none predicts, one verdict is enough.
+        readings = possible if any(each.predicts for each in possible) else readings[:1]
+        under = [checkpoint.under(each) for each in readings]
+    every = [labelled(each) for each in under]
+    first = every[0]
+    step = None
+    if isinstance(first, Classification) and first.form.kind == "matrix":
+        step = first.scales.step[0]
+    labels = [each.pattern for each in every]
+    pattern, reason = agreed_label(labels, first.reason, readings, step)
+    return replace(first, pattern=pattern, reason=reason)
 
 
 def _classified_layers(
@@ -139,63 +164,13 @@ def _classified_layers(
     )
 
 
-def classify_attention(
-    source: Source,
-    task: TaskLike | None = None,
-    *,
-    n_prompts: int = N_PROMPTS,
-    seed: int = 0,
-    thresholds: Thresholds | None = None,
-) -> Classification:
-    """Pattern of a model that is one layer of attention.
-
-    If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
-    differ, the model is `undetermined`. The label depends on QK and OV only. It does not depend on
-    the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O. A head split
-    into two with half of mu each counts as one.
-
-    Args:
-        source: Weights, a checkpoint, or a hooked model.
-        task: Law of the prompts that weigh the heads. None means a checkpoint's own task, or else
-            the setting of the softmax paper for the model's d_x and d_y.
-        n_prompts: Number of prompts behind `share`, `substitution` and `learner`.
-    Raises:
-        ValueError: If d_x or d_y of model and task differ, the model has more than one layer, or
-            n_prompts is below 8.
-    Source:
-        He et al. 2025, arXiv 2503.12734, sections 3 to 5: observations 1-2, eq. (4.6)-(4.11), (5.1)-(5.7).
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> classify_attention(debiased_gradient_step(0.88, 0.05, d_x=5)).labels
-        ('positive', 'negative')
-    """
-    weights = weights_of(source, "classify_attention")
-    task = task_for(source, task, "classify_attention")
-    _require_fit(weights, task)
-    here = predictor_of(source).trained_here
-    limits = Thresholds() if thresholds is None else thresholds
-    readings: tuple[Reading, ...] = getattr(source, "readings", ())
-    if not readings:
-        found = _classified(weights, task, n_prompts, seed, limits)
-        return replace(found, trained_here=here)
-    under_each = [
-        _classified(weights_of(each.weights, "classify_attention"), task, n_prompts, seed, limits)
-        for each in readings
-        if each.stands
-    ]
-    step = under_each[0].scales.step[0] if under_each[0].form.kind == "matrix" else None
-    labels = [each.pattern for each in under_each]
-    pattern, reason = agreed_label(labels, under_each[0].reason, readings, step)
-    return replace(under_each[0], pattern=pattern, reason=reason)
-
-
 def _classified(
     weights: AttentionWeights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification:
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
     outputs = head_outputs(weights, prompts.prompts)
     own = circuits_of(weights)
-    heads, groups = read_heads(own, outputs), read_groups(own, outputs, limits.equal)
+    heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     form = form_of(groups, weights.score, limits)
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)
@@ -300,7 +275,8 @@ def classify_circuits(
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
-    return classify_attention(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    found = classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    return cast("Classification", found)
 
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
@@ -323,3 +299,65 @@ def _require_fit(weights: AttentionWeights, task: TaskConfig) -> None:
             raise ValueError(
                 f"The task must have the model's {name} = {own}, got {name} = {other}."
             )
+
+
+READ_PROMPTS, CHUNK = 1024, 64
+
+
+def has_linear_way_in(weights: Weights) -> bool:
+    """True if the model is one layer whose attention reads the tokens through linear maps only."""
+    model = weights.model
+    around = (model.norm, model.n_positions, model.d_read_in)
+    plain = (around, model.layout) == ((None, None, None), "pairs")
+    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+
+
+def read_through(
+    weights: Weights, task: TaskConfig, *, seed: int = 0
+) -> tuple[AttentionWeights, float]:
+    """The attention layer followed by the linear read-out, and the R^2 of the read-out.
+
+    R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on the half that was not
+    fitted.
+
+    Args:
+        weights: Weights of a model that satisfies `has_linear_way_in`.
+        task: Law of the prompts.
+    """
+    # Imported here: TransformerLens is slow to import.
+    from mechinterp.models.hooked.transformer import ICLTransformer
+
+    weights = weights.to(torch.float64)
+    model = ICLTransformer.from_weights(weights, task=task)
+    prompts = evaluation_prompts(task, n_prompts=READ_PROMPTS, seed=seed)
+    name, predicted, outputs = "blocks.0.hook_attn_out", [], []
+    with torch.no_grad():
+        for start in range(0, READ_PROMPTS, CHUNK):  # patterns of all prompts at once are gigabytes
+            some = prompts[start : start + CHUNK]
+            predicted.append(model.predict(some))
+            _, cache = model.run_with_cache(some.tokens, names_filter=name)
+            outputs.append(cache[name][:, -1])
+    prediction, written = torch.cat(predicted), torch.cat(outputs)
+    half = READ_PROMPTS // 2
+    known = torch.cat([written, written.new_ones(READ_PROMPTS, 1)], 1)
+    solved = torch.linalg.pinv(known[:half], rtol=1e-8) @ prediction[:half]
+    error = prediction[half:] - known[half:] @ solved
+    spread = (prediction[half:] - prediction[half:].mean(0)).square().mean()
+    r2 = float(1 - error.square().mean() / spread) if spread > 0 else float("nan")
+    return _seen_through(weights, solved[:-1], solved[-1]), r2
+
+
+def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
+    """The attention layer on tokens (x, y), with the read-out multiplied into W_O."""
+    tensors, into = weights.attention(0), weights.tensors.get("W_in")
+    seen = {"W_O": tensors["W_O"] @ direction}
+    for x in "QKV":
+        matrix = tensors[f"W_{x}"]
+        seen[f"W_{x}"] = matrix if into is None else into @ matrix
+        if weights.model.biases:
+            moved = weights.tensors["b_in"] @ matrix if into is not None else 0
+            seen[f"b_{x}"] = tensors[f"b_{x}"] + moved
+    if weights.model.biases:
+        seen["b_O"] = tensors["b_O"] @ direction + constant
+    # With a read-in, the keys of merged heads are no longer the tokens themselves.
+    return heads_of(replace(weights.model, merged_qk=False), seen, weights.scale)

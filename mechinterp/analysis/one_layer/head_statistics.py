@@ -1,4 +1,5 @@
-"""Statistics of the heads of a one-layer model, from their circuits and outputs.
+"""Statistics of the heads of a one-layer model, from their circuits and outputs: form, scales, step,
+the part of the predictions that idealised heads explain, and the limits of the labels.
 
 Heads with equal QK circuits count as one head. One matrix may describe the QK circuits of all
 heads."""
@@ -11,9 +12,47 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp.analysis.one_layer.circuits import Circuits
-from mechinterp.analysis.one_layer.thresholds import Thresholds
-from mechinterp.models.heads import share_of
-from mechinterp.models.scores import is_normalised
+from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions.one_layer import from_circuits
+from mechinterp.models.heads import AttentionWeights, share_of
+from mechinterp.models.scores import is_normalised, score_derivative_at_zero
+from mechinterp.theory.softmax import debiased_step_size
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits of the classifier; analyses/calibration/ measures how often labels are wrong under the
+    defaults."""
+
+    share: float = 0.01
+    """A head is active if its share of the heads' output exceeds this. A larger limit ignores more
+    heads."""
+    qk_diagonal: float = 0.8
+    """Smallest `qk_diagonal` of a structured head; 99.9% of random heads (d_x = 5) are below 0.8.
+    """
+    ov_last_entry: float = 0.9
+    """Smallest `ov_last_entry` of a structured head. It is also the smallest cosine of a QK x block
+    with its form, unless idealised heads explain all but the fraction `equal`."""
+    omega_spread: float = 0.25
+    """Largest `omega_spread` of homogeneous heads, and largest `theta_spread` on a support."""
+    zero_sum: float = 0.05
+    """Largest `zero_sum` of heads whose mu cancel."""
+    leak: float = 0.25
+    """Parts below this fraction of the largest count as zero. Such entries of omega and mu have no
+    sign, a head with such a `task_leak` serves one response, and theta with such a `support_leak`
+    is confined to its supports."""
+    equal: float = 0.05
+    """Relative difference below which two things count as equal: QK circuits of heads; a common
+    matrix and I (squared sine of their angle); theta on all coordinates; a step and its part along
+    the principal components of x."""
+    shared: float = 0.85
+    """Smallest fraction of the heads' deviation from I that one common matrix must explain."""
+    substitution_r2: float = 0.9
+    """Smallest R^2 of the idealised heads, and of the closed form, against the model."""
+    p_value: float = 0.01
+    """Largest p-value at which a number counts as beyond random weights."""
+
 
 SPREAD = 0.25
 """Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
@@ -212,38 +251,25 @@ def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
     return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
 
 
-def read_heads(heads: Circuits, outputs: Float[Tensor, "batch head d_y"]) -> Heads:
-    """Statistics of every head."""
-    d_x = heads.omega.shape[1]
-    return Heads(
-        names=tuple(str(head) for head in range(len(heads.QK))),
-        blocks=torch.from_numpy(heads.QK)[:, :d_x, :d_x],
-        mu=heads.mu,
-        qk_diagonal=heads.qk_diagonal,
-        ov_last_entry=heads.ov_last_entry,
-        share=share_of(outputs).numpy(),
-    )
-
-
-def read_groups(
-    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], tolerance: float
+def read_heads(
+    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], *, tolerance: float | None = None
 ) -> Heads:
-    """Statistics of the groups of equal heads; OV circuits and outputs are summed within a group."""
-    d_x = heads.omega.shape[1]
+    """Statistics of every head, or of the groups of heads that are equal within a tolerance; OV
+    circuits and outputs are summed within a group."""
+    d_x, d_y = heads.omega.shape[1], heads.mu.shape[1]
     QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
-    groups = equal_heads(QK, tolerance=tolerance)
+    groups = np.arange(len(QK)) if tolerance is None else equal_heads(QK, tolerance=tolerance)
     member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
     size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
     average = member * size / (member @ size)[:, None]
     OV = torch.einsum("gh,hmn->gmn", member, each_OV)
-    mu = OV[:, d_x:].diagonal(dim1=1, dim2=2)
+    mu = OV[:, -d_y:].diagonal(dim1=1, dim2=2)
     blocks = torch.einsum("gh,hij->gij", average, QK[:, :, :d_x])
-    diagonal = blocks.diagonal(dim1=1, dim2=2)
     return Heads(
         names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
         blocks=blocks,
         mu=mu.numpy(),
-        qk_diagonal=_part(diagonal, blocks),
+        qk_diagonal=_part(blocks.diagonal(dim1=1, dim2=2), blocks),
         ov_last_entry=_part(mu, OV),
         share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
     )
@@ -264,19 +290,14 @@ def form_of(groups: Heads, score: str, limits: Thresholds) -> Form:
     if d_y > 1:
         return Form("diagonal", identity, isotropy, shared, float("nan"))
     metric = is_definite(common.matrix)
-    matrix = common.matrix if metric else _signed(common, groups.mu[active.numpy(), 0])
+    # Unlike a metric, another matrix has no sign of its own: it is that of sum mu * omega.
+    sign = -1.0 if common.scale.numpy() @ groups.mu[active.numpy(), 0] < 0 else 1.0
+    matrix = common.matrix if metric else sign * common.matrix
     angle = float("nan") if metric else rotation_angle(matrix.numpy())
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
     if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared, float("nan"))
-
-
-def _signed(common: CommonMatrix, mu: np.ndarray) -> Tensor:
-    """The matrix with the sign that makes sum mu * omega positive; unlike a metric, it has no sign
-    of its own."""
-    total = float(common.scale.numpy() @ mu)
-    return common.matrix if total >= 0 else -common.matrix
 
 
 def _shared(blocks: Tensor, common: CommonMatrix) -> float:
@@ -291,3 +312,138 @@ def _shared(blocks: Tensor, common: CommonMatrix) -> float:
 def _part(part: Tensor, whole: Tensor) -> np.ndarray:
     norm = whole.flatten(1).norm(dim=1)
     return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()
+
+
+ON_SUPPORT = (
+    0.5  # a coordinate belongs to the support if theta exceeds this fraction of its maximum
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Numbers over the active groups of equal heads; omega is the factor of a head on its form."""
+
+    omega_spread: float
+    """max/min - 1 over heads of |omega_mean|. With several responses it is that of the norm of
+    omega, over the heads that serve the same response."""
+    zero_sum: float
+    """|sum mu| / sum |mu|, the largest over responses."""
+    unserved: tuple[int, ...]
+    """Responses that no head serves: their sum of |mu|, relative to the largest, is below the limit
+    `share`."""
+    eta: Float[np.ndarray, " d_y"]
+    """Step size of the model, f'(0) sum mu * omega_mean; unit 1/x^2."""
+    eta_optimal: float
+    """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
+    theta: Float[np.ndarray, "d_y d_x"]
+    """Step size of response n along each coordinate, f'(0) sum mu_n diag(QK); unit 1/x^2."""
+    supports: tuple[tuple[int, ...], ...]
+    """Supports that the task states; otherwise the coordinates where theta_n exceeds half of its
+    maximum."""
+    support_leak: float
+    """Largest |theta_n| off the support divided by the mean on it; 0 for full supports."""
+    theta_spread: float
+    """max/min - 1 of theta_n on its support, the largest over responses."""
+    step: Float[Tensor, "d_y d_x d_x"]
+    """Matrix of the step, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+
+
+def scales_of(
+    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+) -> Scales:
+    """Numbers of the active groups of equal heads.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.5) and (5.7) (theta).
+    """
+    slope = score_derivative_at_zero(
+        weights.score, weights.score_slope, context_length=task.context_length
+    )
+    mu, fitted = groups.mu, form.fitted(groups.blocks)
+    omega = form.omega(groups.blocks).numpy()
+    means = omega.mean(1)
+    sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
+    theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
+    large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
+    supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
+    leak, theta_spread = _on_supports(theta, supports)
+    total = np.abs(mu).sum(0) if len(mu) else np.full(task.d_y, np.nan)
+    with np.errstate(invalid="ignore"):  # NaN if all mu are 0
+        zero_sum = np.abs(mu.sum(0)) / np.abs(mu).sum(0)
+    tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
+    spread = spread_over_heads(*tensors, serving=limits.leak) if len(sizes) else np.nan
+    return Scales(
+        omega_spread=float(spread),
+        zero_sum=float(zero_sum.max()),
+        unserved=tuple(np.flatnonzero(total <= limits.share * total.max()).tolist()),
+        eta=slope * means @ mu,
+        eta_optimal=_optimal_step(task),
+        theta=theta,
+        supports=supports,
+        support_leak=leak,
+        theta_spread=theta_spread,
+        step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
+    )
+
+
+def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """Leak of theta off its supports and spread on them; NaN for an empty support."""
+    leak, spread = 0.0, 0.0
+    for row, support in zip(theta, supports, strict=True):
+        on, off = row[list(support)], np.delete(row, list(support))
+        if not len(on) or on.min() <= 0:
+            return float("nan"), float("nan")
+        leak = max(leak, float(np.abs(off).max(initial=0) / on.mean()))
+        spread = max(spread, float(np.ptp(on) / on.min()))
+    return leak, spread
+
+
+def _optimal_step(task: TaskConfig) -> float:
+    if task.covariance.kind != "identity" or task.supports is not None:
+        return float("nan")
+    ratio = task.noise_var / task.signal_var
+    step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    return step / task.covariance.scale
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """Agreement of a substitute's predictions with those of the model."""
+
+    r2: float
+    """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
+    r2_sem: float
+    rms: float
+    """Root of the mean square of model - substitute, unit y."""
+    rms_sem: float
+
+
+def faithfulness(
+    prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
+) -> Faithfulness:
+    """R^2 and error of a substitute's predictions, with standard errors over prompts.
+
+    Example:
+        >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
+        1.0
+    """
+    loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
+    rms = loss**0.5
+    return Faithfulness(r2, r2_sem, rms, sem / (2 * rms) if rms else 0.0)
+
+
+def idealised(
+    weights: AttentionWeights,
+    x_blocks: Float[Tensor, "head d_x d_x"],
+    mu: Float[Tensor, "head d_y"],
+) -> AttentionWeights:
+    """Heads that compare x with x by `x_blocks` and read y_n into prediction n by `mu`, and nothing
+    else."""
+    d_x, d_y = weights.d_x, weights.d_y
+    return from_circuits(
+        torch.nn.functional.pad(x_blocks, (0, d_y, 0, d_y)),
+        torch.nn.functional.pad(torch.diag_embed(mu), (0, 0, d_x, 0)),
+        score=weights.score,
+        score_slope=weights.score_slope,
+        attend_to_self=weights.attend_to_self,
+    )

@@ -8,11 +8,14 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from mechinterp.analysis.one_layer.effective_step import Scales
-from mechinterp.analysis.one_layer.head_statistics import Form, Heads
-from mechinterp.analysis.one_layer.pca_components import LEARNED, Components
-from mechinterp.analysis.one_layer.substitution import Faithfulness
-from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.one_layer.head_statistics import (
+    Faithfulness,
+    Form,
+    Heads,
+    Scales,
+    Thresholds,
+)
+from mechinterp.analysis.one_layer.linear_components import LEARNED, Components
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 
@@ -135,11 +138,7 @@ def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
     """Settings in which readings with different labels differ; a setting that differs alone is
     preferred."""
     differing = [
-        {
-            name
-            for name in one.said.keys() | other.said.keys()
-            if one.said.get(name) != other.said.get(name)
-        }
+        {name for name, _ in one.said.items() ^ other.said.items()}
         for (label, one), (another, other) in combinations(labelled, 2)
         if label != another
     ]
@@ -248,7 +247,9 @@ def _if_explained(
     for name in ("substitution", "learner"):
         r2 = getattr(evidence, name).r2
         if not r2 >= limits.substitution_r2:
-            why = f"{name}_r2 is {_short(r2)} for {pattern}, below the limit {limits.substitution_r2:g}"
+            # A huge ratio means that predictions overflow.
+            ratio = f"{r2:.3f}" if abs(r2) < 1e6 else f"{r2:.1e} (the predictions overflow)"
+            why = f"{name}_r2 is {ratio} for {pattern}, below the limit {limits.substitution_r2:g}"
             return "undetermined", why
     clear, r2 = limits.ov_last_entry, evidence.substitution.r2
     if evidence.alignment < clear and not r2 >= 1 - limits.equal:
@@ -283,8 +284,3 @@ def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tupl
 
 def _signs(values: np.ndarray, fraction: float) -> set[int]:
     return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
-
-
-def _short(value: float) -> str:
-    """A ratio with three decimals; a huge ratio (predictions overflow) as a power of ten."""
-    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.1e} (the predictions overflow)"

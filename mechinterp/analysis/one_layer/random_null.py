@@ -7,13 +7,16 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import Form, common_matrix, spread_over_heads
-from mechinterp.analysis.one_layer.substitution import idealised
-from mechinterp.analysis.one_layer.thresholds import Thresholds
+from mechinterp.analysis.one_layer.head_statistics import (
+    Form,
+    Thresholds,
+    common_matrix,
+    idealised,
+    spread_over_heads,
+)
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
@@ -53,14 +56,13 @@ class Null:
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """5% and 95% quantiles over the random models (or heads), by the name of the number."""
-        return {name: _middle(values[~np.isnan(values)]) for name, values in self.values.items()}
-
-
-def _middle(values: Float[np.ndarray, " sorted"]) -> tuple[float, float]:
-    if not len(values):
-        return float("nan"), float("nan")
-    low, high = (float(values[round(part * (len(values) - 1))]) for part in MIDDLE)
-    return low, high
+        known = {name: values[~np.isnan(values)] for name, values in self.values.items()}
+        nothing = np.full(1, np.nan)
+        ends = {
+            name: np.quantile(values if len(values) else nothing, MIDDLE, method="nearest")
+            for name, values in known.items()
+        }
+        return {name: (float(low), float(high)) for name, (low, high) in ends.items()}
 
 
 @lru_cache(maxsize=64)

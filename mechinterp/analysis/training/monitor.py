@@ -101,7 +101,9 @@ class Monitor:
         self.rows[step] = rows
         self.snapshots[step] = replace(hooked, step=step)
         if self.log is not None:
-            self._log(flat_row(step, rows) | {"icl/ridge": self._ridge(hooked, prompts)})
+            best = ridge(prompts, penalty=hooked.task.posterior_penalty)
+            loss = float((best - prompts.y_query).square().mean())
+            self._log(flat_row(step, rows) | {"icl/ridge": loss})
 
     def run(self) -> HookedModule:
         """The last copy of the module, a `Run` like that of `load_run`, with `history`,
@@ -143,11 +145,6 @@ class Monitor:
             write_new(
                 file, lambda target: target.write_text(json.dumps(settings), encoding="utf-8")
             )
-
-    def _ridge(self, hooked: HookedModule, prompts: Prompts) -> float:
-        """Loss of ridge regression at the task's own penalty."""
-        prediction = ridge(prompts, penalty=hooked.task.posterior_penalty)
-        return float((prediction - prompts.y_query).square().mean())
 
     def _log(self, row: dict[str, object]) -> None:
         if callable(self.log):

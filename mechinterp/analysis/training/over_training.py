@@ -1,8 +1,8 @@
-"""Losses during training, with the scales or norms of the heads, from a checkpoint's history."""
+"""Losses and heads during training: the history of a checkpoint, of a run of files, or of a module
+that a monitor watched."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -10,166 +10,152 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.run_over_training import RunOverTraining
-from mechinterp.display import Result, frame_of, head_axes
+from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
-NORMS = {"qk_norm": "QK", "ov_norm": "OV"}
+CURVES = {
+    "share": "Share of the layer's output",
+    "rise": "Rise of the excess risk without the head (y²)",
+    "omega": "omega (1/x²)",
+    "mu": "mu",
+    "qk_norm": "Norm of QK",
+    "ov_norm": "Norm of OV",
+}
+"""Columns of the heads that are drawn, with the titles of their axes."""
+MOST_HEADS = 8
+"""Largest number of heads with a curve each; of more heads a curve is the root mean square over a layer."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a model was trained, as text."""
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingDynamics(Result):
+    """Losses and heads of one model at its logged steps."""
 
+    history: pd.DataFrame
+    """One row per step, layer and head."""
     eval_on: str = "fixed prompts"
     """Data of eval_loss."""
     how: str = ""
     """Sentence with optimiser, step size and logging interval; empty if unknown."""
-
-
-NOT_KNOWN = Training()
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LoggedSteps(Result):
-    """Losses of one model at its logged steps."""
-
-    step: Int[np.ndarray, " row"]
-    """Number of updates."""
-    loss: Float[np.ndarray, " row"]
-    """Mean training loss since the last row, NaN at step 0; unit y^2."""
-    eval_loss: Float[np.ndarray, " row"]
-    """Loss on fixed prompts that training never uses, or on the population for models trained on
-    it; unit y^2."""
-    training: Training = NOT_KNOWN
-    """How the model was trained."""
+    COLUMNS: ClassVar = {
+        "loss": "Mean training loss since the last row, unit y^2; NaN at step 0 and for weights from files.",
+        "share": "Standard deviation of the head's output, divided by the sum of these over its layer's heads.",
+        "rise": "Rise of the excess risk when the head is masked, unit y^2.",
+    }
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
-
-    def _over_steps(
-        self, curves: Mapping[str, np.ndarray], title: str, y_title: str, **how: Any
-    ) -> go.Figure:
-        """Curves over the logged steps, without step 0, which a logarithmic axis cannot show."""
-        later = self.step > 0
-        shown = {name: values[later] for name, values in curves.items()}
-        return figures.lines(
-            self.step[later], shown, title=title, x_title="step", y_title=y_title, log_x=True, **how
-        )
-
-    def _sentences(self, *between: str) -> list[str]:
-        """Number of steps, final loss, and training settings if known."""
-        loss = f"final loss on {self.training.eval_on} {digits(self.eval_loss[-1])} y²"
-        return list(filter(None, (f"{self.step[-1]} steps; {loss}.", *between, self.training.how)))
-
-
-def logged_steps(history: pd.DataFrame, source: Source | pd.DataFrame) -> dict[str, Any]:
-    """Fields of `LoggedSteps`, from a history and the checkpoint that it belongs to."""
-    per_step = history.drop_duplicates("step")
-    losses = {name: per_step[name].to_numpy() for name in ("step", "loss", "eval_loss")}
-    return {**losses, "training": training_of(source)}
-
-
-def training_of(source: Source | pd.DataFrame) -> Training:
-    """Training of a checkpoint of this package; unknown for other files and for a history alone.
-
-    Example:
-        >>> from mechinterp import load
-        >>> training_of(load("checkpoints/linear-merged-s0")).how[:81]
-        'Exact gradient flow on the population, equivalent to descent with step size 0.031'
-    """
-    train = getattr(source, "training", None)
-    if train is None:
-        return NOT_KNOWN
-    rows = f"a row every {train.log_every} steps"
-    if train.optimizer == "adam":
-        return Training(
-            "fixed prompts",
-            f"Adam, step size {train.learning_rate:g}, {train.batch_size} fresh prompts a step; {rows}.",
-        )
-    how = {
-        "gradient_flow": "Exact gradient flow on the population, equivalent to descent with",
-        "gradient_descent": "Full-batch gradient descent with",
-    }[train.optimizer]
-    return Training(
-        "the population",
-        f"{how} step size {train.learning_rate:g}; {rows}. loss is that of the training data at the step itself, "
-        "eval_loss that of the population; both are exact.",
-    )
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class TrainingDynamics(LoggedSteps):
-    """Logged steps of one model."""
-
-    omega: Float[np.ndarray, "row head"]
-    """Mean of each head's omega, unit 1/x^2."""
-    mu: Float[np.ndarray, "row head"]
-    """Diagonal of OV on y (contribution of a head per unit of y), mean over responses."""
-    qk_diagonal: Float[np.ndarray, "row head"]
-    """Norm of the diagonal of QK's x block over that of the block; 1 if the block is diagonal."""
-    ov_last_entry: Float[np.ndarray, "row head"]
-    """Norm of mu over that of OV; 1 if only y is read."""
+        return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
 
     @property
-    def share(self) -> Float[np.ndarray, "row head"]:
-        """|mu omega| of a head divided by the sum over heads (its part of a gradient step); 0 if
-        all are 0."""
-        step = np.abs(self.mu * self.omega)
-        total = step.sum(1, keepdims=True)
-        return np.divide(step, total, out=np.zeros_like(step), where=total > 0)
+    def logarithmic(self) -> bool:
+        """True if figures have a logarithmic axis without step 0; False for a few files or copies."""
+        return "eval_loss_sem" not in self.history
+
+    @property
+    def per_step(self) -> pd.DataFrame:
+        """The first row of each step."""
+        return self.history.drop_duplicates("step")
+
+    @property
+    def step(self) -> Int[np.ndarray, " row"]:
+        """Number of updates."""
+        return self.per_step["step"].to_numpy()
+
+    @property
+    def eval_loss(self) -> Float[np.ndarray, " row"]:
+        return self.per_step["eval_loss"].to_numpy()
+
+    @property
+    def omega(self) -> Float[np.ndarray, "row head"]:
+        return self.heads("omega").to_numpy()
+
+    @property
+    def mu(self) -> Float[np.ndarray, "row head"]:
+        return self.heads("mu").to_numpy()
 
     @property
     def group_mu(self) -> Float[np.ndarray, "row sign"]:
         """Sum of the positive mu, and sum of the negative mu."""
         return np.stack([self.mu.clip(min=0).sum(1), self.mu.clip(max=0).sum(1)], 1)
 
+    def heads(self, name: str) -> pd.DataFrame:
+        """A column of the history: one row per step, one column per layer and head."""
+        every = {"layer": 0} | dict(self.history.items())
+        return pd.DataFrame(every).pivot(index="step", columns=["layer", "head"], values=name)
+
     def sentences(self) -> list[str]:
-        """Number of steps, final loss, and training settings."""
-        return self._sentences()
-
-    def tables(self) -> dict[str, Table]:
-        """Table of all logged steps."""
-        return {"history": Table(self.to_frame(), "Logged steps")}
-
-    def figures(self) -> dict[str, go.Figure]:
-        """Loss, then scales of the heads."""
-        return {"loss": self.plot_loss(), "omega": self.plot(), "mu": self.plot_mu()}
+        """Number of steps, final loss, and training settings if known."""
+        last = self.history.iloc[-1]
+        loss = digits(last["eval_loss"])
+        if "eval_loss_sem" in self.history:
+            loss = with_error(last["eval_loss"], last["eval_loss_sem"])
+        steps = f"{counted(len(self.step), 'logged step')}, {self.step[0]:,} to {self.step[-1]:,}"
+        return [f"{steps}; loss at the end on {self.eval_on} {loss} y².", *filter(None, [self.how])]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per logged step and head."""
-        names = ("loss", "eval_loss", *SCALARS)
-        return frame_of(self, *names, step=self.step, head=range(self.omega.shape[1]))
+        """The history."""
+        return self.history
+
+    def tables(self) -> dict[str, Table]:
+        """The history; a short table has the last steps."""
+        return {"history": Table(self.history, "Logged steps", by="step")}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """Losses, then the columns of the heads."""
+        names = [name for name in CURVES if name in self.history]
+        return {"loss": self.plot_loss()} | {name: self.plot_heads(name) for name in names}
 
     def plot(self) -> go.Figure:
-        """omega of every head over training."""
-        return self._plot_heads("omega", "omega of each head during training", "omega (1/x²)")
+        """omega of every head over training; of models without omega the loss."""
+        return self.plot_heads("omega") if "omega" in self.history else self.plot_loss()
 
     def plot_mu(self) -> go.Figure:
         """mu of every head over training."""
-        return self._plot_heads("mu", "mu of each head during training", "mu")
+        return self.plot_heads("mu")
 
-    def plot_groups(self) -> go.Figure:
-        """Sums of the positive mu, of the negative mu and of all mu over training."""
-        positive, negative = self.group_mu.T
-        sums = {"positive heads": positive, "negative heads": negative, "all": positive + negative}
-        return self._over_steps(sums, "Sums of mu during training", "sum of mu", zero_line=True)
+    def plot_heads(self, name: str) -> go.Figure:
+        """A column of the history over the steps, one curve per head; per layer for many heads."""
+        heads = self.heads(name)
+        several = heads.columns.get_level_values("layer").nunique() > 1
+        heads.columns = [f"L{n}H{h}" if several else f"head {h}" for n, h in heads.columns]
+        title = f"{CURVES[name].partition(' (')[0]} during training"
+        if several and len(heads.columns) > MOST_HEADS:
+            layers = heads.columns.str.partition("H").get_level_values(0)
+            heads = heads.pow(2).T.groupby(layers, sort=False).mean().pow(0.5).T
+            title += ", root mean square over the heads of a layer"
+        later = heads[heads.index >= self.logarithmic]
+        return figures.lines(
+            later.index.to_numpy(),
+            {each: later[each].to_numpy() for each in later},
+            title=title,
+            x_title="step",
+            y_title=CURVES[name],
+            log_x=self.logarithmic,
+            zero_line=True,
+        )
 
     def plot_loss(self) -> go.Figure:
         """Training and evaluation loss over training. A training loss over less than half as many
         updates as the one before is left out, such as the last one."""
         updates = np.diff(self.step)
         few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
-        curves = {"eval_loss": self.eval_loss, "loss": np.where(few, np.nan, self.loss)}
-        return self._over_steps(curves, "Loss during training", "loss (y²)", log_y=True)
-
-    def _plot_heads(self, name: str, title: str, y_title: str) -> go.Figure:
-        heads = {f"head {head}": values for head, values in enumerate(getattr(self, name).T)}
-        colors = [figures.head_color(head) for head in range(len(heads))]
-        return self._over_steps(heads, title, y_title, colors=colors, zero_line=True)
+        rows = self.per_step.assign(loss=self.per_step["loss"].where(~few))
+        rows = rows[rows["step"] >= self.logarithmic]
+        curves = {name: rows[name].to_numpy() for name in ("eval_loss", "loss")}
+        drawn: dict[str, figures.Curve] = {n: v for n, v in curves.items() if np.isfinite(v).any()}
+        if "eval_loss_sem" in rows:
+            drawn["eval_loss"] = (curves["eval_loss"], rows["eval_loss_sem"].to_numpy())
+        return figures.lines(
+            rows["step"].to_numpy(),
+            drawn,
+            title="Loss during training",
+            x_title="step",
+            y_title="loss (y²)",
+            log_x=self.logarithmic,
+            log_y=self.logarithmic,
+        )
 
 
 def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
@@ -189,107 +175,22 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
     """
-    history = _history_of(source, "training_dynamics")
-    missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(history.columns)
+    found = history_of(source)
+    missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(found.history.columns)
     if missing:
         raise ValueError(
             f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
         )
-    tables = {name: history.pivot(index="step", columns="head", values=name) for name in SCALARS}
-    return TrainingDynamics(
-        **logged_steps(history, source),
-        **{name: table.to_numpy() for name, table in tables.items()},
-    )
+    return found
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class NormsOverTraining(LoggedSteps):
-    """Losses and norms of the heads of a model at its logged steps."""
-
-    qk_norm: Float[np.ndarray, "row layer head"]
-    """Frobenius norm of the head's QK, scale included."""
-    ov_norm: Float[np.ndarray, "row layer head"]
-    """Frobenius norm of the head's OV."""
-
-    COLUMNS: ClassVar = {
-        f"{name}_{what}": f"{name} at the {text}."
-        for name in NORMS
-        for what, text in (
-            ("first", "first logged step"),
-            ("factor", "last logged step divided by that at the first"),
-        )
-    }
-
-    def sentences(self) -> list[str]:
-        """Final loss, the layer whose norms changed most, and training settings."""
-        sentences = []
-        for name, what in NORMS.items():
-            factors = np.median(getattr(self, name)[-1] / getattr(self, name)[0], axis=1)
-            listed = ", ".join(f"{factor:.3g}" for factor in factors)
-            sentences.append(
-                f"Norm of {what} of the median head at the end, relative to its first value, layer by layer: {listed}. It "
-                f"changed most in layer {int(np.abs(np.log(factors)).argmax())}."
-            )
-        return self._sentences(*sentences)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per logged step, layer and head."""
-        heads = head_axes(self.qk_norm[0])
-        return frame_of(self, "loss", "eval_loss", *NORMS, step=self.step, **heads)
-
-    def norm_frame(self) -> pd.DataFrame:
-        """One row per head: norms at the first and the last logged step, and their ratio."""
-        frame = frame_of(self, **head_axes(self.qk_norm[0]))
-        for name in NORMS:
-            first, last = getattr(self, name)[[0, -1]].reshape(2, -1)
-            frame = frame.assign(
-                **{f"{name}_first": first, name: last, f"{name}_factor": last / first}
-            )
-        return frame
-
-    def tables(self) -> dict[str, Table]:
-        """Norms before and after training, and all logged steps."""
-        return {
-            "norms": Table(self.norm_frame(), "Norms of the heads, first and last"),
-            "history": Table(self.to_frame(), "Logged steps", brief=False),
-        }
-
-    def figures(self) -> dict[str, go.Figure]:
-        """Losses, then norms layer by layer."""
-        return {
-            "eval_loss": self.plot(),
-            "loss": self._losses("loss", "Training loss, mean since the previous row"),
-            **{name: self.plot_norm(name) for name in NORMS},
-        }
-
-    def plot(self) -> go.Figure:
-        """Loss on prompts that training never uses."""
-        return self._losses(
-            "eval_loss", "Loss during training, on prompts that training never uses"
-        )
-
-    def plot_norm(self, name: str) -> go.Figure:
-        """Root mean square of `qk_norm` or `ov_norm` over the heads of a layer, one curve per
-        layer."""
-        curves = np.sqrt(np.square(getattr(self, name)).mean(2)).T
-        layers = {f"layer {layer}": curve for layer, curve in enumerate(curves)}
-        norm = f"orm of {NORMS[name]}"
-        return self._over_steps(layers, f"N{norm} during training, layer by layer", f"n{norm}")
-
-    def _losses(self, name: str, title: str) -> go.Figure:
-        # Separate figures: spikes of the training loss would hide the other loss.
-        return self._over_steps({name: getattr(self, name)}, title, "loss (y²)", log_y=True)
-
-
-def history_of(
-    source: Source | pd.DataFrame,
-) -> TrainingDynamics | NormsOverTraining | RunOverTraining:
+def history_of(source: Source | pd.DataFrame) -> TrainingDynamics:
     """Losses during training, with the scales of the heads of one attention layer, or the norms of
     other heads.
 
     A logged row has the mean training loss since the previous row, and eval_loss on prompts that
     training never uses, or on the population for models trained on it. Norms are Frobenius norms,
-    that of QK with the scale; a curve is their root mean square over the heads of a layer.
+    that of QK with the scale; of many heads a curve is the root mean square over a layer.
 
     Args:
         source: A checkpoint, or its history.
@@ -299,35 +200,39 @@ def history_of(
         `training_dynamics`, `over_steps`.
     Example:
         >>> from mechinterp import load
-        >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).qk_norm.shape[1:]
-        (4, 4)
-    """
-    history = _history_of(source, "training")
-    if "eval_loss_sem" in history:
-        return RunOverTraining(history)
-    if "omega" in history:
-        return training_dynamics(source)
-    per_step = history.drop_duplicates("step")
-    shape = (len(per_step), int(history["layer"].max()) + 1, int(history["head"].max()) + 1)
-    ordered = history.sort_values(["step", "layer", "head"], kind="stable")
-    return NormsOverTraining(
-        **logged_steps(history, source),
-        **{name: ordered[name].to_numpy().reshape(shape) for name in NORMS},
-    )
-
-
-def _history_of(source: Source | pd.DataFrame, analysis: str) -> pd.DataFrame:
-    """The history of a checkpoint, or a history itself.
-
-    Raises:
-        ValueError: If there is none.
+        >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).heads("qk_norm").shape[1]
+        16
     """
     history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
     if history is None:
-        raise ValueError(f"{analysis} needs a checkpoint with a history, got {_without(source)}.")
-    return history
+        path = getattr(source, "path", None)
+        got = type(source).__name__ if path is None else f"{path} without"
+        raise ValueError(f"training_dynamics needs a checkpoint with a history, got {got}.")
+    order = [name for name in ("step", "layer", "head") if name in history]
+    history = history.sort_values(order, kind="stable", ignore_index=True)
+    return TrainingDynamics(history, *training_of(source))
 
 
-def _without(source: Source) -> str:
-    path = getattr(source, "path", None)
-    return type(source).__name__ if path is None else f"{path} without"
+def training_of(source: Source | pd.DataFrame) -> tuple[str, str]:
+    """Data of eval_loss, and a sentence on the training of a checkpoint of this package; the
+    sentence is empty for other files and for a history alone.
+
+    Example:
+        >>> from mechinterp import load
+        >>> training_of(load("checkpoints/linear-merged-s0"))[1][:81]
+        'Exact gradient flow on the population, equivalent to descent with step size 0.031'
+    """
+    train = getattr(source, "training", None)
+    if train is None:
+        return "fixed prompts", ""
+    size, rows = f"step size {train.learning_rate:g}", f"a row every {train.log_every} steps"
+    if train.optimizer == "adam":
+        return "fixed prompts", f"Adam, {size}, {train.batch_size} fresh prompts a step; {rows}."
+    how = {
+        "gradient_flow": "Exact gradient flow on the population, equivalent to descent with",
+        "gradient_descent": "Full-batch gradient descent with",
+    }[train.optimizer]
+    return "the population", (
+        f"{how} {size}; {rows}. loss is that of the training data at the step itself, "
+        "eval_loss that of the population; both are exact."
+    )
