@@ -144,7 +144,7 @@ LONG = (
         f"softmax/{name}"
         for name in ("figure_4_losses", "heads_needed", "table_1_and_figure_11_scores")
     ),
-    *("edges/methods", "known/methods"),
+    *("edges/methods", "known/methods", "known/samplers"),
     *(f"sparse/{name}" for name in ("choices", "construction", "fairness", "fine_tuning", "gates")),
     *(
         f"sparse/{name}"

@@ -1,8 +1,8 @@
-"""Attribution methods, the package's labels, and stochastic-gradient samplers, scored on the suite of known answers.
+"""Attribution methods and the package's labels, scored on the suite of known answers.
 
 Effects and estimates are on the pairs of prompts of each entry. A ranking of heads alone ranks an edge by the smaller of
 its two heads' importances.
-Run: python -m analyses known/methods (20 minutes; --quick: hand-made models of two layers)"""
+Run: python -m analyses known/methods (15 minutes; --quick: hand-made models of two layers)"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,9 @@ import torch
 
 from analyses.lib import Measured
 from mechinterp import ablate_heads, classify, name_algorithm
-from mechinterp.analysis import Chains, Langevin
 from mechinterp.analysis.patching.edges import COMPONENTS, _estimates, _run
 from mechinterp.analysis.patching.pairing import Pair
-from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
-from mechinterp.known import Entry, Suite, judge_sampler, score, suite
+from mechinterp.known import Entry, Suite, score, suite
 from mechinterp.models.hooked.masks import pattern_name, z_name
 
 Answer = dict[str, object]
@@ -94,7 +92,8 @@ def edge_frame(entry: Entry, value: Callable[[tuple[int, ...]], float]) -> pd.Da
 
 
 def random_order(entry: Entry, *, seed: int) -> Answer:
-    model, rng = entry.checkpoint.config.model, np.random.default_rng(seed)
+    model = entry.checkpoint.config.model
+    rng = np.random.default_rng([seed, *entry.name.encode()])
     answer: Answer = {"heads": rng.random((model.n_layers, model.n_heads))}
     if model.n_layers > 1:
         answer["edges"] = entry.edges().assign(value=lambda frame: rng.random(len(frame)))
@@ -125,28 +124,6 @@ def components(entry: Entry) -> Answer:
         alive = values > 1e-6 * values.amax()
         found += [left.mT[alive], right[alive]]
     return {"components": torch.cat(found).numpy()}
-
-
-def sampled(
-    entry: Entry, seed: int, *, langevin: Langevin | None, chains: Chains
-) -> tuple[float, float]:
-    """This package's estimate, by Hamiltonian Monte Carlo or on mini-batches."""
-    found = local_learning_coefficient(
-        entry.checkpoint, langevin=langevin, chains=chains, seed=seed
-    )
-    return found.estimate, found.sem
-
-
-CHAINS = Chains(n_chains=8, n_draws=500, n_warmup=250)
-MINI_BATCHES = Chains(n_chains=4, n_draws=40, n_warmup=10, n_leapfrog=50)
-SAMPLERS = {
-    "Hamiltonian Monte Carlo": (None, CHAINS),
-    **{
-        f"SGLD, step {step:g}, batch {size}": (Langevin(step, size), MINI_BATCHES)
-        for step in (1e-6, 1e-5)
-        for size in (64, 1024)
-    },
-}
 
 
 def rows_of(known: Suite) -> pd.DataFrame:
@@ -180,11 +157,4 @@ def measure(quick: bool) -> Measured:
     known = suite(trained="none" if quick else "all")
     if quick:
         known = Suite(1, {name: known[name] for name in ("gd-2", "preconditioned-2", "minimum-2")})
-    frames = [rows_of(known)]
-    for name, (langevin, chains) in SAMPLERS.items():
-        if quick:
-            chains = Chains(n_chains=2, n_draws=10, n_warmup=8, n_leapfrog=5)
-        sampler = partial(sampled, langevin=langevin, chains=chains)
-        judged = judge_sampler(sampler, known, seeds=range(1 if quick else 4)).to_frame()
-        frames.append(judged.assign(method=name, score="learning coefficient"))
-    return Measured(pd.concat(frames, ignore_index=True))
+    return Measured(rows_of(known))

@@ -12,7 +12,7 @@ KINDS = ("hand-made", "trained")
 
 
 def _found(results: Path) -> pd.DataFrame:
-    return pd.read_csv(results / "known_methods.csv", low_memory=False)
+    return pd.read_csv(results / "known_methods.csv")
 
 
 def _cell(values: pd.Series) -> str:
@@ -28,7 +28,9 @@ def _by_method(results: Path, scores: dict[str, str], *, kinds: tuple[str, ...])
     heads = [f"{title}, {kind}" for title in scores.values() for kind in kinds]
     lines = [f"| Method | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
     # One number per entry: a random order has several.
-    means = found.groupby(["method", "kind", "score", "entry"], sort=False)["value"].mean()
+    means = (
+        found.groupby(["method", "kind", "score", "entry"], sort=False)["value"].mean().sort_index()
+    )
     for method in RANKINGS:
         cells = [
             _cell(means.get((method, kind, score), pd.Series(dtype=float)))
@@ -126,7 +128,7 @@ def labels(results: Path) -> str:
 
 def samplers(results: Path) -> str:
     """Relative bias and coverage of each sampler over models and seeds."""
-    return _samplers(_found(results).query("score == 'learning coefficient'"))
+    return _samplers(pd.read_csv(results / "known_samplers.csv"))
 
 
 def _samplers(rows: pd.DataFrame) -> str:

@@ -180,6 +180,43 @@ def test_stacks_by_hand_run_their_algorithm(name: str, suffix: str):
     torch.testing.assert_close(entry.checkpoint.predictor.predict(prompts), expected)
 
 
+SOFTMAX = {
+    "debiased-pair": ((0.15, 1), (-0.15, -1)),
+    "debiased-two-pairs": ((0.15, 2.0), (-0.15, -2.0), (0.15, 1.0), (-0.15, -1.0)),
+    "kernel": ((0.6, 1.2),),
+}
+"""omega and mu of each head; for the pair, mu up to a common factor."""
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_heads_by_hand_are_weighted_means_of_y(name: str):
+    prompts = ALL[name].sample(64)
+    scores = torch.einsum("nli,ni->nl", prompts.x, prompts.x_query)
+    expected = torch.zeros_like(prompts.y_query)
+    for omega, mu in SOFTMAX[name]:
+        expected += mu * torch.einsum("nl,nlo->no", (omega * scores).softmax(1), prompts.y)
+    found = ALL[name].module(prompts)[:, -1]
+    factor = (found / expected).mean() if name == "debiased-pair" else 1.0
+    torch.testing.assert_close(found, factor * expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n, e in ALL.items() if e.truth.components is not None])
+def test_components_are_singular_vectors_of_the_circuits(name: str):
+    """A direction that a head reads or writes alone is an eigenvector of what its circuit reads and writes."""
+    entry = ALL[name]
+    weights = entry.checkpoint.weights
+    known = torch.from_numpy(entry.truth.components.value)
+    alive = weights.W_O.flatten(2).any(-1)
+    QK = (weights.W_Q @ weights.W_K.mT) * alive[:, :, None, None]
+    used = torch.stack([QK @ QK.mT, QK.mT @ QK]).flatten(0, 2)
+    OV = weights.W_V @ weights.W_O
+    used = torch.cat([used, torch.stack([OV @ OV.mT, OV.mT @ OV]).flatten(0, 2)])
+    images = torch.einsum("hij,cj->hci", used, known)
+    along = torch.einsum("hci,ci->hc", images, known)
+    torch.testing.assert_close(images, along[..., None] * known, rtol=1e-9, atol=1e-9)
+    assert (along.abs().amax(0) > 1e-6).all()
+
+
 def test_a_rotated_stream_has_the_same_effects_and_rotated_components():
     one, other = ALL["preconditioned-3"], ALL["preconditioned-3-rotated"]
     np.testing.assert_allclose(one.truth.edges.value, other.truth.edges.value, atol=1e-12)
