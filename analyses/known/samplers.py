@@ -1,6 +1,6 @@
 """This package's samplers of the learning coefficient, on the entries of the suite whose coefficient is known.
 
-Run: python -m analyses known/samplers (20 minutes; --quick: short chains on the hand-made minima)"""
+Run: python -m analyses known/samplers (ten minutes; --quick: short chains on the hand-made minima)"""
 
 from functools import partial
 
@@ -17,7 +17,6 @@ SHORT = Chains(n_chains=2, n_draws=10, n_warmup=8, n_leapfrog=5)
 SAMPLERS = {
     "Hamiltonian Monte Carlo": (None, CHAINS),
     "SGLD, step 1e-06, batch 64": (Langevin(1e-6, 64), MINI_BATCHES),
-    "SGLD, step 1e-06, batch 1024": (Langevin(1e-6, 1024), MINI_BATCHES),
 }
 
 

@@ -118,6 +118,8 @@ class Entry:
     """"hand-made", "trained", or "minimum" for linear attention at a minimum of its loss."""
     path: Path
     truth: Truth
+    counted: bool = False
+    """True if `module` has the entries alone that a known learning coefficient counts."""
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -139,7 +141,7 @@ class Entry:
     def module(self) -> nn.Module:
         """The model as a plain module that takes prompts; where the learning coefficient is known, with the entries as
         parameters that it counts."""
-        if self.truth.learning_coefficient is not None or self.kind == "minimum":
+        if self.counted:
             return LinearHeads(heads_of_linear(self.checkpoint.weights))
         return self.as_linear_module()
 
@@ -193,8 +195,8 @@ class Entry:
     def without_truth(self) -> "Entry":
         """The same entry without its answers, as methods get it."""
         blind = replace(self, truth=Truth())
-        # The module's parameters are those that the learning coefficient counts.
-        blind.__dict__["module"] = self.module
+        # A file is read once; the models are two, so that hooks which a method leaves on change no score.
+        blind.__dict__["checkpoint"] = replace(self.checkpoint)
         return blind
 
     def __repr__(self) -> str:
@@ -272,7 +274,9 @@ def suite(version: int = 1, *, trained: str = "bundled") -> Suite:
                 )
         weights = path / document["file"]
         _require_hash(weights.read_bytes(), document["sha256"], weights)
-        entries[name] = Entry(name, kind, path, truth_from(document["truth"]))
+        truth = truth_from(document["truth"])
+        counted = truth.learning_coefficient is not None
+        entries[name] = Entry(name, kind, path, truth, counted)
     return Suite(version, entries)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from analyses.known.methods import components, edge_frame, patches, random_order
 from mechinterp.known import Entry, Suite, judge_sampler, score, score_components, suite
@@ -79,6 +80,24 @@ def test_signs_orders_and_lengths_of_components_do_not_matter():
     assert score_components(entry, shuffled)["components cosine"] == pytest.approx(1)
     assert score_components(entry, known[:3])["components cosine"] == pytest.approx(3 / len(known))
     assert components(entry)["components"].shape[1] == known.shape[1]
+
+
+def test_what_a_method_leaves_on_its_model_changes_no_score():
+    def careless(entry: Entry) -> dict[str, object]:
+        for block in entry.hooked.blocks:
+            block.attn.hook_z.add_hook(lambda z, hook: 0 * z, is_permanent=True)
+        with torch.no_grad():
+            entry.hooked.blocks[0].attn.W_Q.zero_()
+        return careful(entry)
+
+    def careful(entry: Entry) -> dict[str, object]:
+        return random_order(entry, seed=1)
+
+    chosen = some("gd-2-dead-heads")
+    one, other = (score(method, chosen).to_frame() for method in (careful, careless))
+    pd.testing.assert_frame_equal(one, other)
+    again = score(careful, chosen).to_frame()
+    pd.testing.assert_frame_equal(one, again)
 
 
 def test_a_method_that_says_nothing_scores_nothing():
