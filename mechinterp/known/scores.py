@@ -139,6 +139,8 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     if known is None:
         return {}
     places = entry.edges()
+    if not isinstance(ranking, pd.DataFrame):
+        raise ValueError(f"edges must be a DataFrame, got a {type(ranking).__name__}.")
     if not {"from", "to", "value"} <= set(ranking):
         raise ValueError(
             f"edges must have the columns from, to and value, got {', '.join(map(str, ranking))}."
@@ -231,10 +233,18 @@ def _best_matching(known: Known, directions: np.ndarray) -> float:
     return float(cosines[chosen].sum() / len(known.value))
 
 
+def _pair_scored(entry: Entry, answer: object) -> dict[str, float]:
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ValueError(
+            f"learning_coefficient must be a tuple (estimate, standard error), got {answer!r}."
+        )
+    return score_learning_coefficient(entry, *map(float, answer))
+
+
 SCORED: dict[str, Callable[[Entry, Any], dict[str, float]]] = {
     "edges": score_edges,
     "heads": score_heads,
-    "learning_coefficient": lambda entry, answer: score_learning_coefficient(entry, *answer),
+    "learning_coefficient": _pair_scored,
     "label": score_algorithm,
     "components": score_components,
 }

@@ -119,6 +119,8 @@ def test_a_method_that_says_nothing_scores_nothing():
         ({"edges": pd.DataFrame({"from": ["L0H0"], "to": ["L1H0.q"], "value": [1.0]})}, "gd-2"),
         ({"edges": pd.DataFrame({"value": [1.0]})}, "value"),
         ({"components": np.ones((1, 3))}, "5 numbers"),
+        ({"learning_coefficient": 8.0}, "learning_coefficient"),
+        ([1], "list"),
     ],
 )
 def test_answers_of_another_form_are_refused(answer: dict[str, object], named: str):
