@@ -1,17 +1,15 @@
 """devinterp's sampler on the entries with a known learning coefficient, at the settings of its README and at others.
 
-It needs the environment of `make test-trainers`. Run there: python -m analyses.known.devinterp_sampler [FILE]"""
+It needs the environment of `make test-trainers`. Run there: python -m analyses.known.devinterp_sampler"""
 
-import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from analyses.lib.measured import RESULTS
+from analyses.lib.measured import RESULTS, Measured, write
 from mechinterp.known import Entry, judge_sampler, suite
 
 README = {"lr": 1e-3, "n_beta": 30.0, "num_chains": 4, "num_draws": 200}
@@ -49,7 +47,7 @@ def sampled(
     return float(chains.mean()), float(chains.std(ddof=1) / len(chains) ** 0.5)
 
 
-def main(file: Path) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     frames = []
     for name, settings in SETTINGS.items():
@@ -58,8 +56,8 @@ def main(file: Path) -> None:
         )
         frames.append(found.to_frame().assign(method=name))
         print(name, found, flush=True)
-    pd.concat(frames, ignore_index=True).to_csv(file, index=False)
+    write(Measured(pd.concat(frames, ignore_index=True)), "known_devinterp_sampler", RESULTS)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "known_devinterp.csv")
+    main()

@@ -149,4 +149,4 @@ def _samplers(rows: pd.DataFrame) -> str:
 
 def devinterp(results: Path) -> str:
     """The table of samplers for devinterp."""
-    return _samplers(pd.read_csv(results / "known_devinterp.csv"))
+    return _samplers(pd.read_csv(results / "known_devinterp_sampler.csv"))
