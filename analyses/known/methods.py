@@ -2,7 +2,7 @@
 
 Effects and estimates are on the pairs of prompts of each entry. A ranking of heads alone ranks an edge by the smaller of
 its two heads' importances.
-Run: python -m analyses known/methods (15 minutes; --quick: hand-made models of two layers)"""
+Run: python -m analyses known/methods (five minutes; --quick: three hand-made models)"""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 
 from analyses.lib import Measured
 from mechinterp import ablate_heads, classify, name_algorithm
-from mechinterp.analysis.patching.edges import COMPONENTS, _estimates, _run
+from mechinterp.analysis.patching.edges import COMPONENTS, estimated_effects, noted_run
 from mechinterp.analysis.patching.pairing import Pair
 from mechinterp.known import Entry, Suite, score, suite
 from mechinterp.models.hooked.masks import pattern_name, z_name
@@ -31,7 +31,7 @@ def attribution(entry: Entry, *, steps: int) -> Answer:
     answer: Answer = {"heads": head_attribution(pair, steps)}
     if pair.hooked.n_layers > 1:
         with torch.inference_mode(False):
-            estimates = _estimates(pair, steps).mean(0)
+            estimates = estimated_effects(pair, steps).mean(0)
         answer["edges"] = edge_frame(entry, lambda at: estimates[at])
     return answer
 
@@ -40,12 +40,12 @@ def head_attribution(pair: Pair, steps: int) -> np.ndarray:
     """First-order effect of each head's weighted averages, mean over prompts."""
     hooked, names = pair.hooked, [z_name(layer) for layer in range(pair.hooked.n_layers)]
     with torch.no_grad():
-        clean, corrupted = (_run(hooked, t, names)[1] for t in (pair.clean, pair.corrupted))
+        clean, corrupted = (noted_run(hooked, t, names)[1] for t in (pair.clean, pair.corrupted))
     shares = [0.0] if steps == 1 else [(k + 0.5) / steps for k in range(steps)]
     totals = [torch.zeros(())] * len(names)
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
-        output, passed = _run(hooked, tokens, names)
+        output, passed = noted_run(hooked, tokens, names)
         gradients = torch.autograd.grad(pair.metric(output).sum(), [passed[n] for n in names])
         totals = [total + g / steps for total, g in zip(totals, gradients, strict=True)]
     effects = [
@@ -65,7 +65,7 @@ def attention_weight(entry: Entry) -> Answer:
     hooked = entry.checkpoint.predictor.hooked
     names = [pattern_name(layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
-        _, passed = _run(hooked, hooked.inputs(entry.pairs[0]), names)
+        _, passed = noted_run(hooked, hooked.inputs(entry.pairs[0]), names)
     largest = [passed[name][:, :, -1].abs().amax(-1).mean(0) for name in names]
     return by_heads(entry, torch.stack(largest).numpy())
 

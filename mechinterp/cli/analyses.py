@@ -140,7 +140,7 @@ def prune(
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
     pruned"""
-    from mechinterp.analysis.ablation import pruning
+    from mechinterp.analysis.ablation import fine_tuning, pruning
     from mechinterp.analysis.result import records
     from mechinterp.checkpoints.native.folder import require_new
     from mechinterp.report.bars import progress_bars
@@ -170,7 +170,7 @@ def prune(
                 )
             # The heads are chosen on the prompts of the options, so the losses are measured on others.
             others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
-            tuned = pruning.fine_tune(
+            tuned = fine_tuning.fine_tune(
                 checkpoint, pruned.kept, others, steps=fine_tune, progress=progress
             )
         if out is not None and tuned is not None:

@@ -74,7 +74,7 @@ NAMES = tuple(each.name for each in fields(Truth))
 
 
 class LinearHeads(nn.Module):
-    """Linear attention with its trained entries alone as parameters: y_hat = x_q^T (sum_h v_h Q_h^T K_h)^T b.
+    """Linear attention with its trained entries alone as parameters: y_hat = b^T M x_query, b = X^T y / L.
 
     Parameters are v [head], K and Q [head, rank, d_x], or U [head, d_x, d_x] in place of K and Q, in float64.
     """

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.pruning import fine_tune, prune
+from mechinterp.analysis.ablation.fine_tuning import fine_tune
+from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.number_format import with_error

@@ -1,5 +1,4 @@
-"""Pruning of heads: rules that choose heads, the cost of masking the others, the smaller model itself,
-and its further training.
+"""Pruning of heads: rules that choose heads, the cost of masking the others, and the smaller model itself.
 
 Cross-fitting: heads are chosen on random halves of the prompts, and their cost is measured on the
 other halves."""
@@ -12,7 +11,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import (
@@ -35,7 +34,6 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
-from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
@@ -43,7 +41,6 @@ from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.training.general.trainer import DeepRun
 
 FULL = "full model"
 WIDE = 100
@@ -658,151 +655,3 @@ def save_pruned(
             f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
         )
     return saved
-
-
-MODELS = ("pruned", "full")
-ROWS = 5
-DATA_SEED = 1000
-"""Seed of the prompts of these steps; training uses another seed."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FineTuning(Result):
-    """Excess risk of the pruned and of the full model while both are trained further on the same prompts."""
-
-    step: Int[np.ndarray, " row"]
-    """Number of updates since pruning."""
-    risk: Float[np.ndarray, "model row"]
-    """Excess risk, unit y^2; one row for each of `MODELS`."""
-    risk_sem: Float[np.ndarray, "model row"]
-    ratio: Float[np.ndarray, "model row"]
-    """Risk divided by the risk of the full model before further training."""
-    ratio_sem: Float[np.ndarray, "model row"]
-    """Standard error of `ratio`, paired over prompts."""
-    checkpoint: Checkpoint
-    """The full model before further training."""
-    kept: Bool[np.ndarray, "layer head"]
-    weights: Weights
-    """Weights of the pruned model after the last step."""
-
-    @property
-    def _last(self) -> list[str]:
-        """Final ratio of each model."""
-        pairs = zip(self.ratio[:, -1], self.ratio_sem[:, -1], strict=True)
-        return [with_error(*pair) for pair in pairs]
-
-    def __repr__(self) -> str:
-        pruned, full = self._last
-        return (
-            f"FineTuning({self.step[-1]} steps: {self.ratio[0, 0]:.3g} to {pruned} times the full model's risk; "
-            f"full model {full})"
-        )
-
-    def sentences(self) -> list[str]:
-        """Excess risk after further training, next to the full model trained equally long."""
-        pruned, full = self._last
-        return [
-            f"Excess risk after {self.step[-1]} more training steps, relative to the full model before: {pruned} for the pruned "
-            f"model, {full} with all heads."
-        ]
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per model and step."""
-        return frame_of(self, *with_sem("risk", "ratio"), model=MODELS, step=self.step)
-
-    def plot(self) -> go.Figure:
-        """The ratio over steps."""
-        return figures.lines(
-            self.step,
-            figures.named(MODELS, self.ratio, self.ratio_sem),
-            title="Excess risk during further training, relative to the full model",
-            x_title="steps since pruning",
-            y_title="ratio",
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Write the pruned model after the last step as a checkpoint.
-
-        Raises:
-            CheckpointError: If the folder is not empty or cannot be written.
-        """
-        steps = int(self.step[-1])
-        config = replace(self.checkpoint.config, model=self.weights.model)
-        origin = pruned_origin(self.checkpoint, self.kept) | {"fine_tuned_steps": steps}
-        save(path, config, self.weights, step=self.checkpoint.step + steps, origin=origin)
-
-
-@torch.inference_mode(False)
-def fine_tune(
-    checkpoint: Checkpoint,
-    kept: Bool[np.ndarray, "layer head"],
-    prompts: Prompts,
-    *,
-    steps: int = 400,
-    learning_rate: float | None = None,
-    progress: ProgressCallback = no_progress,
-) -> FineTuning:
-    """Train a pruned model further as in its training: context lengths, clipping, and the decay of
-    the step size.
-
-    Pruned heads stay zero and get no gradient. The full model is trained the same way as a control.
-
-    Args:
-        kept: Mask of kept heads, as in `Pruning`.
-        prompts: Prompts to measure risks on; they must not have selected the heads.
-        learning_rate: Learning rate of the first step; None means that of the training.
-        progress: Optional progress callback.
-    Raises:
-        ValueError: If no head is kept, or steps or learning_rate are out of range.
-    Source:
-        A choice made here; the full model is trained as long, as a control.
-    See also:
-        `prune`.
-    Example:
-        >>> from mechinterp.analysis.ablation.pruning import prune
-        >>> from mechinterp.checkpoints.checkpoint import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 400, generator=generator_for(0, "eval", 0))
-        >>> found = fine_tune(checkpoint, prune(checkpoint.model, prompts[:200]).kept, prompts[200:], steps=5)
-        >>> bool(found.risk[0, -1] < found.risk[0, 0])
-        True
-    """
-    checkpoint = checkpoint_of(checkpoint, "fine_tune")
-    train, every = checkpoint.config.train, max(1, steps // (ROWS - 1))
-    train = replace(
-        train,
-        steps=steps,
-        learning_rate=train.learning_rate if learning_rate is None else learning_rate,
-        data_seed=DATA_SEED,
-        log_every=every,
-        snapshot_every=every,
-        n_eval_prompts=1,
-    )
-    config = replace(checkpoint.config, train=train)
-    starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
-    trained = [_trained(config, start, progress) for start in starts]
-    errors = np.array(
-        [[masked_errors(w, prompts, [[]])[:, 0] for w in run.values()] for run in trained]
-    )
-    before = errors[1, 0]  # the full model before further training
-    by_prompt = np.moveaxis(errors, -1, 0)
-    steps_made, weights = zip(*trained[0].items(), strict=True)
-    return FineTuning(
-        step=np.array(steps_made),
-        checkpoint=checkpoint,
-        kept=kept,
-        weights=weights[-1],
-        **estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before)),
-    )
-
-
-def _trained(
-    config: ExperimentConfig, start: Weights, progress: ProgressCallback
-) -> dict[int, Weights]:
-    """Weights by step."""
-    run = DeepRun({"": replace(config, model=start.model)}, start=start)
-    for _ in progress(range(-(-config.train.steps // config.train.log_every)), "training on"):
-        run.advance()
-    (trained,) = run.results().values()
-    return trained.snapshots | {trained.step: trained.weights}

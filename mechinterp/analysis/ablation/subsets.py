@@ -48,10 +48,10 @@ class SubsetAblation(Result):
     The values sum to the risk without heads minus the risk with all heads."""
     shapley_sem: Float[np.ndarray, " head"]
     outputs: Float[np.ndarray, "prompt head d_y"]
-    """What each head adds to the prediction on the first prompts, unit y; with mean ablation minus
-    its mean."""
+    """Output of each head on the first prompts, unit y; with mean ablation minus its mean."""
     rest: Float[np.ndarray, " d_y"]
-    """What no head adds: the bias, and with mean ablation the heads' means."""
+    """Part of the prediction that does not depend on heads: the bias, and with mean ablation the
+    heads' means."""
     target: Float[np.ndarray, "prompt d_y"]
     """Response without noise on these prompts."""
 

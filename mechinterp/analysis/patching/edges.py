@@ -168,7 +168,7 @@ def attribute_edges(
         query_positions(hooked, clean)
         require_sum(hooked.model, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric)
-    estimate, patched = _estimates(pair, ig_steps), _patches(pair, progress)
+    estimate, patched = estimated_effects(pair, ig_steps), _patches(pair, progress)
     measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
@@ -178,7 +178,7 @@ def attribute_edges(
     return HeadEdges(ig_steps, **measured)
 
 
-def _estimates(
+def estimated_effects(
     pair: Pair, ig_steps: int
 ) -> Float[np.ndarray, "prompt input layer head later_layer later_head"]:
     """First-order effects for each prompt."""
@@ -207,7 +207,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
-            output, passed = _run(pair.hooked, tokens, [*names, *map(resid_name, later)])
+            output, passed = noted_run(pair.hooked, tokens, [*names, *map(resid_name, later)])
             # Prompts do not interact in the model: the gradient of the sum holds that of each
             # prompt's own metric.
             read = [passed[name] for name in names]
@@ -220,7 +220,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> dict[str, Tensor]:
     return totals
 
 
-def _run(
+def noted_run(
     hooked: HookedPredictor,
     tokens: Tensor,
     names: Sequence[str],
@@ -250,7 +250,7 @@ def _patches(
     patched side by side."""
     hooked, effects = pair.hooked, _no_effects(pair)
     n_layers, n_heads, batch = hooked.n_layers, hooked.n_heads, len(pair.corrupted)
-    output, streams = _run(hooked, pair.corrupted, list(map(resid_name, range(n_layers))))
+    output, streams = noted_run(hooked, pair.corrupted, list(map(resid_name, range(n_layers))))
     full, together = pair.metric(output), max(1, ROWS // batch) if hooked.restarts else 1
     places = list(product(range(len(COMPONENTS)), range(n_heads)))
     sources = [(layer, head) for layer in range(n_layers - 1) for head in range(n_heads)]
@@ -261,7 +261,7 @@ def _patches(
             start = {"start_at_layer": later} if hooked.restarts else {}
             tokens = streams[resid_name(later)] if hooked.restarts else pair.corrupted
             shift = [(resid_name(later), partial(_added, more=moved))]
-            _, read = _run(hooked, tokens, names, shift, **start)
+            _, read = noted_run(hooked, tokens, names, shift, **start)
             for first in range(0, len(places), together):
                 some = places[first : first + together]
                 repeated = tokens.repeat(len(some), *[1] * (tokens.ndim - 1))
@@ -271,7 +271,7 @@ def _patches(
                         (run, place[1]) for run, place in enumerate(some) if place[0] == index
                     ]:
                         hooks.append((name, partial(_put_in_run, at=at, values=read[name])))
-                output, _ = _run(hooked, repeated, (), hooks, **start)
+                output, _ = noted_run(hooked, repeated, (), hooks, **start)
                 for (index, reader), one in zip(some, output.split(batch), strict=True):
                     change = (pair.metric(one) - full).double().numpy(force=True)
                     effects[:, index, layer, head, later, reader] = change

@@ -25,6 +25,7 @@ CURVES = {
     "ov_norm": "Norm of OV",
 }
 """Columns of the heads that are drawn, with the titles of their axes."""
+LOSSES = ("eval_loss", "loss")
 MOST_HEADS = 8
 """Largest number of heads with a curve each; of more heads a curve is the root mean square over a layer."""
 
@@ -103,9 +104,12 @@ class TrainingDynamics(Result):
         return {"history": Table(self.history, "Logged steps", by="step")}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Losses, then the columns of the heads."""
-        names = [name for name in CURVES if name in self.history]
-        return {"loss": self.plot_loss()} | {name: self.plot_heads(name) for name in names}
+        """Losses, then the columns of the heads. Each loss of several layers has a figure of its own, as spikes of the
+        training loss would hide the other."""
+        heads = {name: self.plot_heads(name) for name in CURVES if name in self.history}
+        if self.heads("loss").columns.get_level_values("layer").nunique() == 1:
+            return {"loss": self.plot_loss(), **heads}
+        return {name: self.plot_loss(name) for name in LOSSES} | heads
 
     def plot(self) -> go.Figure:
         """omega of every head over training; of models without omega the loss."""
@@ -136,21 +140,27 @@ class TrainingDynamics(Result):
             zero_line=True,
         )
 
-    def plot_loss(self) -> go.Figure:
+    def plot_loss(self, *names: str) -> go.Figure:
         """Training and evaluation loss over training. A training loss over less than half as many
-        updates as the one before is left out, such as the last one."""
+        updates as the one before is left out, such as the last one.
+
+        Args:
+            names: Losses to draw; none: both.
+        """
         updates = np.diff(self.step)
         few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
         rows = self.per_step.assign(loss=self.per_step["loss"].where(~few))
         rows = rows[rows["step"] >= self.logarithmic]
-        curves = {name: rows[name].to_numpy() for name in ("eval_loss", "loss")}
+        curves = {name: rows[name].to_numpy() for name in names or LOSSES}
         drawn: dict[str, figures.Curve] = {n: v for n, v in curves.items() if np.isfinite(v).any()}
-        if "eval_loss_sem" in rows:
+        if "eval_loss_sem" in rows and "eval_loss" in drawn:
             drawn["eval_loss"] = (curves["eval_loss"], rows["eval_loss_sem"].to_numpy())
         return figures.lines(
             rows["step"].to_numpy(),
             drawn,
-            title="Loss during training",
+            title="Evaluation loss during training"
+            if names == ("eval_loss",)
+            else "Loss during training",
             x_title="step",
             y_title="loss (y²)",
             log_x=self.logarithmic,
