@@ -44,7 +44,7 @@ def table(name: str) -> pd.DataFrame:
 
 
 def gpu(name: str) -> dict:
-    """What `make test-gpu` ("results") or `make bench-gpu` ("speed") has written."""
+    """Numbers that `make test-gpu` ("results") or `make bench-gpu` ("speed") has written."""
     return json.loads((ROOT / "tests" / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
 
 

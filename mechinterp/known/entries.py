@@ -52,7 +52,7 @@ class Known:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Truth:
-    """What is known about a model; None where it is not known."""
+    """Known answers about a model; None where an answer is not known."""
 
     edges: Known | None = None
     """Effect of each edge between two heads, patched alone, in y^2: an array [input, layer, head, later_layer,

@@ -195,7 +195,7 @@ def score_learning_coefficient(entry: Entry, estimate: float, sem: float) -> dic
 
 
 def score_algorithm(entry: Entry, label: str) -> dict[str, float]:
-    """Whether a label is right, and whether it is wrong; "undetermined" is neither."""
+    """1 for a right label and 1 for a wrong one, in "label right" and "label wrong"; "undetermined" is neither."""
     known = entry.truth.algorithm
     if known is None:
         return {}

@@ -125,7 +125,7 @@ def test_pruning_the_zero_heads_changes_nothing(checkpoint, few, sequential, tmp
     assert found.kept.sum(1).tolist() == [16, 1, 1, 1]
     assert found.kept[:, 0].all()
     assert (found.ratio, found.ratio_sem) == (1.0, 0.0)
-    assert found.risk == pytest.approx(found.full_risk, rel=1e-14)  # means over halves and over all
+    assert found.risk == pytest.approx(found.full_risk, rel=1e-14)  # two orders of one sum
     assert found.refit_risk == pytest.approx(found.full_refit_risk, rel=1e-12)
     saved = save_pruned(checkpoint, found.kept, tmp_path / "pruned", prompts=few)
     own, full = saved.model.predict(few), checkpoint.model.predict(few)

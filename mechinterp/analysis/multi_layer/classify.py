@@ -192,10 +192,11 @@ def classify_layers(
     n_prompts: int = 256,
     seed: int = 0,
 ) -> LayeredClassification:
-    """What each head of a layered model is worth, and the algorithm that several layers carry out.
+    """Rise of the excess risk when a head of a layered model is masked, and the algorithm that the
+    layers run.
 
-    A head is masked by taking its share of the output projection as zero, nothing retrained; all masks see
-    the same prompts and are held against the target without noise.
+    A masked head writes nothing; nothing is retrained. All masks use the same prompts, and errors
+    are those to the target without noise.
 
     Args:
         task: Law of the prompts; None: the checkpoint's.
@@ -251,7 +252,7 @@ def classify_layers(
 
 
 def _between(model: ModelConfig | None) -> str:
-    """What lies between the heads of one layer and the prediction."""
+    """Parts between the heads of one layer and the prediction."""
     if model is None:
         return "parts that are not known by name lie between the heads and the prediction"
     parts = {

@@ -100,7 +100,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class WhyNot:
-    """What keeps a learner from being the label."""
+    """Reason why a learner is not the label."""
 
     rule: str
     where: str = ""
@@ -223,7 +223,7 @@ def _only(judged: Mapping[str, WhyNot | None]) -> str:
 def _judged(
     measured: Measured, limits: Limits, counts: np.ndarray | None, *, by_layer: bool
 ) -> dict[str, WhyNot | None]:
-    """What speaks against each algorithm, for the last prediction or for all layers; None: nothing."""
+    """Reason against each algorithm, for the last prediction or for all layers; None if there is none."""
     scores = measured.path if by_layer else measured.last
     rests = measured.rest_of_path if by_layer else measured.rest_of_last
     if scores is None:
@@ -329,7 +329,7 @@ class Naming(Result):
     mechanism: str
     """Algorithm of the layers; "undetermined" if several are left, or none."""
     why_not: Mapping[str, WhyNot | None]
-    """What keeps each algorithm from being the label, by label; None for the label."""
+    """Reason why each algorithm is not the label, by name; None for the label."""
     frequency: Mapping[str, float]
     """Fraction of resamples of the scored prompts with each label, largest first."""
     measured: Measured

@@ -138,7 +138,7 @@ class Monitor:
         return Path(self.keep or ".") / f"step_{step}.pt"
 
     def _write_settings(self, file: Path, hooked: HookedModule) -> None:
-        """What the weights do not show, for `load_run`; a file that is there stays."""
+        """Settings that the weights do not show, for `load_run`; an existing file stays."""
         if not file.exists():
             task = {n: v for n, v in asdict(hooked.task).items() if n not in hooked.task.assumed}
             settings = {"n_heads": hooked.hooked.n_heads, TASK_KEY: task}

@@ -68,7 +68,7 @@ class Predictor:
     doubt: str = ""
     """Why the file of the model may have been read wrongly; empty if nothing says so."""
     _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
-    """Whether one pass gives the predictions at every x, once it has been checked."""
+    """Results of checks that have been made, by name: whether one pass gives the predictions at every x."""
 
     @cached_property
     def hooked(self) -> HookedPredictor:
