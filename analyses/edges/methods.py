@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 from analyses.lib import Measured
 from analyses.lib.measured import ROOT
 from mechinterp import ablate_heads, attribute_edges, faithfulness, load
-from mechinterp.analysis.patching.edges import HeadEdges
+from mechinterp.analysis.patching.edges import EdgeEffects
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
@@ -38,20 +38,19 @@ def rankings(
     model: Checkpoint, clean: Prompts, corrupted: Prompts, seed: int
 ) -> tuple[pd.DataFrame, dict[str, float]]:
     """One row per edge: its patch, and the score that each method gives it; and seconds by method."""
-    place = ["layer", "head", "input", "later_layer", "later_head"]
     scores, seconds = None, {}
     for method, steps in STEPS.items():
         start = time.process_time()
-        found: HeadEdges = attribute_edges(model, clean, corrupted, ig_steps=steps)
+        found: EdgeEffects = attribute_edges(model, clean, corrupted, ig_steps=steps)
         seconds[method] = time.process_time() - start
-        frame = found.to_frame().set_index(place)
+        frame = found.to_frame().set_index(["from", "to"])
         scores = pd.DataFrame({"patched": frame["patched"]}) if scores is None else scores
         scores[method] = frame["estimate"].abs()
     rise = ablate_heads(model, clean).rise
+    rises = {f"L{layer}H{head}": value for (layer, head), value in np.ndenumerate(rise)}
     scores = scores.reset_index()
-    first = rise[scores["layer"], scores["head"]]
-    later = rise[scores["later_layer"], scores["later_head"]]
-    scores["zero ablation"] = np.minimum(first, later)
+    heads = scores["from"], scores["to"].str.partition(".")[0]
+    scores["zero ablation"] = np.minimum(*(each.map(rises) for each in heads))
     scores["patches"] = scores["patched"].abs()
     scores["random"] = np.random.default_rng(seed).random(len(scores))
     return scores, seconds

@@ -13,16 +13,17 @@ import torch
 
 from analyses.lib import Measured
 from mechinterp import ablate_heads, classify, name_algorithm
-from mechinterp.analysis.patching.edges import COMPONENTS, estimated_effects, noted_run
+from mechinterp.analysis.patching.edges import estimated_effects, noted_run
 from mechinterp.analysis.patching.pairing import Pair
 from mechinterp.known import Entry, Suite, score, suite
+from mechinterp.known.entries import edge_place
 from mechinterp.models.hooked.masks import pattern_name, z_name
 
 Answer = dict[str, object]
 
 
 def pair_of(entry: Entry) -> Pair:
-    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, None)
+    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
 
 
 def attribution(entry: Entry, *, steps: int) -> Answer:
@@ -32,7 +33,13 @@ def attribution(entry: Entry, *, steps: int) -> Answer:
     if pair.hooked.n_layers > 1:
         with torch.inference_mode(False):
             estimates = estimated_effects(pair, steps).mean(0)
-        answer["edges"] = edge_frame(entry, lambda at: estimates[at])
+        senders, receivers = (
+            {node.name: index for index, node in enumerate(each)}
+            for each in (pair.senders, pair.receivers)
+        )
+        answer["edges"] = entry.edges().assign(
+            value=lambda frame: estimates[frame["from"].map(senders), frame["to"].map(receivers)]
+        )
     return answer
 
 
@@ -82,13 +89,7 @@ def by_heads(entry: Entry, importance: np.ndarray) -> Answer:
 def edge_frame(entry: Entry, value: Callable[[tuple[int, ...]], float]) -> pd.DataFrame:
     """`entry.edges()` with values, a function of [input, layer, head, later_layer, later_head]."""
     frame = entry.edges()
-    values = []
-    for source, target in frame.itertuples(index=False):
-        layer, head = source[1:].split("H")
-        later, _, component = target[1:].partition(".")
-        at = (COMPONENTS.index(component), int(layer), int(head), *map(int, later.split("H")))
-        values.append(value(at))
-    return frame.assign(value=values)
+    return frame.assign(value=[value(edge_place(*edge)) for edge in frame.to_numpy()])
 
 
 def random_order(entry: Entry, *, seed: int) -> Answer:

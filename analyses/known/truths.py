@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import ablate_subsets, attribute_edges, predictor_of
-from mechinterp.analysis.patching.edges import COMPONENTS
+from mechinterp.analysis.patching.nodes import COMPONENTS
 from mechinterp.analysis.patching.pairing import Pair, put
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
+from mechinterp.known.entries import edge_place
 from mechinterp.models.hooked.masks import z_name
 
 Hook = Callable[[Tensor, object], Tensor]
@@ -23,14 +24,17 @@ Hook = Callable[[Tensor, object], Tensor]
 
 def edges(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> tuple[np.ndarray, float]:
     """Effect of each edge, and the largest difference to `edges_again`."""
-    found = attribute_edges(model, clean, corrupted).patched
-    return found, _difference(found, edges_again(model, clean, corrupted))
+    again = edges_again(model, clean, corrupted)
+    found = np.full_like(again, np.nan)
+    for edge in attribute_edges(model, clean, corrupted).to_frame().to_dict("records"):
+        found[edge_place(edge["from"], edge["to"])] = edge["patched"]
+    return found, _difference(found, again)
 
 
 @torch.no_grad()
 def edges_again(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> np.ndarray:
     """Effect of each edge: the first head's clean output is added to what one input of the later head reads."""
-    pair = Pair.of(model.predictor.hooked, clean, corrupted, None)
+    pair = Pair.of(model.predictor.hooked, clean, corrupted)
     hooked: Any = pair.hooked.model
     n_layers, n_heads = pair.hooked.n_layers, pair.hooked.n_heads
     full = pair.metric(hooked(pair.corrupted))
@@ -41,7 +45,8 @@ def edges_again(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> np.nda
             for (index, name), head, reader in product(
                 enumerate(COMPONENTS), range(n_heads), range(n_heads)
             ):
-                hook = partial(_added_at, at=reader, more=pair.moved[layer][:, :, head])
+                more = pair.moved[:, :, layer * n_heads + head]
+                hook = partial(_added_at, at=reader, more=more)
                 place = f"blocks.{later}.attn.hook_{name}_input"
                 output = hooked.run_with_hooks(pair.corrupted, fwd_hooks=[(place, hook)])
                 effects[index, layer, head, later, reader] = (pair.metric(output) - full).mean()
@@ -60,15 +65,16 @@ def _added_at(own: Tensor, hook: object, *, at: int, more: Tensor) -> Tensor:
 def heads(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> tuple[np.ndarray, float]:
     """Effect of each head: its weighted averages z from the clean prompts in a run on the corrupted ones. And the largest
     difference to a run with the head's clean output added to the stream."""
-    pair = Pair.of(model.predictor.hooked, clean, corrupted, None)
+    pair = Pair.of(model.predictor.hooked, clean, corrupted, nodes="all")
     hooked: Any = pair.hooked.model
     full = pair.metric(hooked(pair.corrupted))
     _, cache = hooked.run_with_cache(pair.clean)
     ways = np.empty((2, pair.hooked.n_layers, pair.hooked.n_heads))
+    moved = {node.name: pair.moved[:, :, index] for index, node in enumerate(pair.senders)}
     for layer, head in product(range(pair.hooked.n_layers), range(pair.hooked.n_heads)):
         name = z_name(layer)
         in_z = partial(put, at=(slice(None), head), values=cache[name])
-        in_stream = partial(_added, more=pair.moved[layer][:, :, head])
+        in_stream = partial(_added, more=moved[f"L{layer}H{head}"])
         out = name.replace("attn.hook_z", "hook_attn_out")
         for way, each in enumerate([(name, in_z), (out, in_stream)]):
             output = hooked.run_with_hooks(pair.corrupted, fwd_hooks=[each])

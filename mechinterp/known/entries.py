@@ -5,6 +5,7 @@ ones; truths.json has the hash of each file of weights."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechinterp.analysis.patching.edges import COMPONENTS
+from mechinterp.analysis.patching.nodes import COMPONENTS
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -238,6 +239,17 @@ class Suite(Result, Mapping[str, Entry]):
             for entry in self.entries.values()
         ]
         return pd.DataFrame(rows)
+
+
+def edge_place(sender: str, receiver: str) -> tuple[int, ...]:
+    """Index of an edge in the array of effects.
+
+    Example:
+        >>> edge_place("L0H1", "L2H3.v")
+        (2, 0, 1, 2, 3)
+    """
+    numbers = [int(each) for each in re.findall(r"\d+", f"{sender} {receiver}")]
+    return (COMPONENTS.index(receiver[-1]), *numbers)
 
 
 def suite(version: int = 1, *, trained: str = "bundled") -> Suite:

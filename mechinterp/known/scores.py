@@ -1,6 +1,5 @@
 """Scores of other people's methods on the suite."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.patching.edge_circuits import faithfulness
-from mechinterp.analysis.patching.edges import COMPONENTS
 from mechinterp.display import Result
-from mechinterp.known.entries import Entry, Known, Suite, suite
+from mechinterp.known.entries import Entry, Known, Suite, edge_place, suite
 from mechinterp.progress import ProgressCallback, no_progress
 
 MATTERS = 0.01
@@ -151,13 +149,10 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
         raise ValueError(
             f"edges must give each of the {len(places)} edges of {entry.name} one finite value."
         )
-    at = np.array([_place(*edge) for edge in places.itertuples(index=False)])
+    at = np.array([edge_place(*edge) for edge in places.itertuples(index=False)])
     found = _agreement("edges", values, known.value[tuple(at.T)])
     order = np.lexsort([np.random.default_rng(0).random(len(values)), -np.abs(values)])
-    axes = ["input", "layer", "head", "later_layer", "later_head"]
-    frame = pd.DataFrame(at[order], columns=axes)
-    frame["input"] = [COMPONENTS[index] for index in frame["input"]]
-    circuit = faithfulness(entry.checkpoint, frame, *entry.pairs)
+    circuit = faithfulness(entry.checkpoint, places.iloc[order], *entry.pairs)
     return found | {"edges cpr": circuit.cpr, "edges cmd": circuit.cmd}
 
 
@@ -272,9 +267,3 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     if not matters.all():
         found[f"{name} auroc"] = float(roc_auc_score(matters, values))
     return found
-
-
-def _place(source: str, target: str) -> tuple[int, ...]:
-    """Index of an edge in the array of effects."""
-    numbers = [int(each) for each in re.findall(r"\d+", f"{source} {target}")]
-    return (COMPONENTS.index(target[-1]), *numbers)

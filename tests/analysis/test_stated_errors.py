@@ -22,7 +22,7 @@ from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.edge_circuits import faithfulness
-from mechinterp.analysis.patching.edges import HeadEdges, attribute_edges
+from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -210,7 +210,7 @@ def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object
 
 
 @cache
-def ranking() -> HeadEdges:
+def ranking() -> EdgeEffects:
     return attribute_edges(layers(), n_prompts=32)
 
 

@@ -264,7 +264,9 @@ def test_a_softmax_written_by_hand_shows_its_patterns(kind, prompts):
 def test_edges_that_cannot_be_told_apart_are_refused_in_one_line(kind, prompts):
     by_hand = lambda: strange.Stack(*(strange.ByHand() for _ in range(2)))  # noqa: E731
     hooked = hook_module(random((STACKS | {"by hand": by_hand})[kind]()), task=TASK, heads=HEADS)
-    with pytest.raises(ValueError, match="hooks on its queries, keys and values") as caught:
+    with pytest.raises(
+        ValueError, match=r"must have the hook blocks\.[01]\.attn\.hook_[qkv]; "
+    ) as caught:
         attribute_edges(hooked, prompts[:4], prompts[4:8])
     assert "\n" not in str(caught.value)
 

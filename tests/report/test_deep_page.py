@@ -107,7 +107,7 @@ def test_edges_are_those_of_the_analysis(deep: Path, written: Report):
     pd.testing.assert_frame_equal(edges, found.to_frame(), rtol=1e-9)
     assert len(edges) == 3 * 3 * 16
     top = edges.iloc[0]
-    name = f"L{top['layer']}H{top['head']} to {top['input']} of L{top.later_layer}H{top.later_head}"
+    name = f"{top['from']} to {top['to']}"
     text = opened(written).text
     assert f"each patched alone: {name} ({with_error(top.patched, top.patched_sem)})" in text
     correlation = with_error(found.rank_correlation, found.rank_correlation_sem)

@@ -1,9 +1,9 @@
-"""Faithfulness of circuits: how much of the model's prediction stays when only some edges between heads are kept."""
+"""Faithfulness of circuits: how much of the model's prediction stays when only some edges are kept."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,26 +15,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.patching.edges import (
-    COMPONENTS,
-    N_PAIRS,
-    HeadEdges,
-    attribute_edges,
-    require_edges,
-)
-from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
+from mechinterp.analysis.patching.edges import N_PAIRS, EdgeEffects, attribute_edges
+from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted, hooks_of, written_at
 from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, resampled
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Hooks, z_name
-from mechinterp.models.hooked.written import written
+from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 N_SIZES = 12
 """Default number of circuits that are measured."""
-AXES = ("input", "layer", "head", "later_layer", "later_head")
-Kept = Bool[np.ndarray, "input layer head later_layer later_head"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,10 +80,11 @@ class Faithfulness(Result):
 @torch.no_grad()
 def faithfulness(
     source: Source,
-    ranking: HeadEdges | pd.DataFrame | None = None,
+    ranking: EdgeEffects | pd.DataFrame | None = None,
     clean: Prompts | None = None,
     corrupted: Prompts | None = None,
     *,
+    nodes: str = "heads",
     sizes: Sequence[int] | None = None,
     n_prompts: int = N_PAIRS,
     seed: int = 0,
@@ -100,21 +92,21 @@ def faithfulness(
 ) -> Faithfulness:
     """Faithfulness of the circuits of the first edges of a ranking, over the number of edges.
 
-    Edges from the embedding, to and from MLPs, and to the output are always kept.
+    Between heads, what comes from the input and from MLPs and what goes to MLPs and to the output is always kept.
 
     Args:
-        ranking: Result of `attribute_edges`, ranked by the size of the estimate; or a frame with columns layer, head,
-            input, later_layer and later_head, the most important edge first, each edge once. None: by
-            `attribute_edges` on the same prompts.
+        ranking: Result of `attribute_edges`, ranked by the size of the estimate; or a frame with columns "from" and "to"
+            such as "L0H1" and "L2H3.v", the most important edge first, each edge once. None: by `attribute_edges` on the
+            same prompts.
         clean: Clean prompts, on which the circuit runs; None draws `n_prompts` with `seed`.
         corrupted: Corrupted prompts; None means the clean ones with other task vectors.
+        nodes: Graph without a ranking: "heads", or "all" for the whole model. A ranking names its own.
         sizes: Numbers of edges to keep; none and all are added. None means twelve, from one edge on.
     Raises:
         ValueError: If the model is not one of this package, or has one layer; if the ranking names other edges or
             misses one.
     Source:
-        Mueller et al. 2025, "MIB", arXiv 2504.13151 (faithfulness, CPR and CMD). They keep edges of language models; the
-        graph here has heads only.
+        Mueller et al. 2025, "MIB", arXiv 2504.13151 (faithfulness, CPR and CMD). Their graphs are those of nodes="all".
     See also:
         `attribute_edges`.
     Example:
@@ -124,26 +116,21 @@ def faithfulness(
         >>> found.faithfulness[[0, -1]].tolist()
         [0.0, 1.0]
     """
-    hooked = predictor_of(source).hooked
-    require_edges(hooked)
-    if _input_name(0, "q") not in hooked.model.hook_dict:
-        raise ValueError(
-            f"circuits of edges need a model with the hook {_input_name(0, 'q')}, got {type(hooked.model).__name__} "
-            f"without it."
-        )
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
-    pair = Pair.of(hooked, clean, corrupted, None)
     if ranking is None:
-        ranking = attribute_edges(source, clean, corrupted)
-    places = _places(ranking, hooked.n_layers, hooked.n_heads)
-    asked = np.geomspace(1, len(places), N_SIZES).round() if sizes is None else np.array(sizes)
-    counts = np.unique([0, len(places), *asked]).astype(int)
-    if counts[0] < 0 or counts[-1] > len(places):
-        raise ValueError(f"sizes must lie in 0 to {len(places)}, the number of edges, got {asked}.")
+        ranking = attribute_edges(source, clean, corrupted, nodes=nodes)
+    edges = _ranked(ranking)
+    nodes = "all" if (edges["to"] == "output").any() else "heads"
+    pair = Pair.of(predictor_of(source).hooked, clean, corrupted, nodes=nodes)
+    order = _order(edges, pair)
+    asked = np.geomspace(1, len(order), N_SIZES).round() if sizes is None else np.array(sizes)
+    counts = np.unique([0, len(order), *asked]).astype(int)
+    if counts[0] < 0 or counts[-1] > len(order):
+        raise ValueError(f"sizes must lie in 0 to {len(order)}, the number of edges, got {asked}.")
     values = []
     for count in progress(counts.tolist(), "keeping edges"):
-        kept = np.zeros((len(COMPONENTS), *(hooked.n_layers, hooked.n_heads) * 2), dtype=bool)
-        kept[tuple(places[:count].T)] = True
+        kept = np.zeros(pair.edges.shape, dtype=bool)
+        kept[tuple(order[:count].T)] = True
         values.append(pair.metric(circuit_output(pair, kept)).double().numpy(force=True))
     metric = np.stack(values, 1)  # [prompt, size]
     gained = metric - metric[:, :1]
@@ -157,65 +144,71 @@ def faithfulness(
     )
 
 
-def circuit_output(pair: Pair, kept: Kept) -> Tensor:
-    """Output of the model on the clean prompts if every other edge carries the corrupted output of its first head."""
-    n_layers = pair.hooked.n_layers
+def circuit_output(pair: Pair, kept: Bool[np.ndarray, "sender receiver"]) -> Tensor:
+    """Output of the model on the clean prompts if every edge that is not kept carries what its sender writes on the
+    corrupted prompts."""
     model: Any = pair.hooked.model
-    names = [z_name(layer) for layer in range(n_layers)]
-    _, cache = model.run_with_cache(pair.corrupted, names_filter=names)
-    corrupted = [written(model, layer, cache[name]) for layer, name in enumerate(names)]
-    moved: list[Tensor] = []  # corrupted minus current output of each head, by layer
+    writing, reading = hooks_of(pair.senders), defaultdict(list)
+    for index, node in enumerate(pair.receivers):
+        reading[node.own_input].append(index)
+        if node.own_input not in model.hook_dict:
+            raise ValueError(
+                f"circuits of edges need a model with the hook {node.own_input}, got {type(model).__name__} without it."
+            )
+    _, cache = model.run_with_cache(pair.corrupted, names_filter=writing)
+    corrupted = {name: written_at(model, name, cache[name]) for name in writing}
+    moved: list[Tensor] = []  # corrupted minus current output of the senders so far, by hook
 
-    def note(z: Tensor, hook: object, *, layer: int) -> None:
-        moved.append(corrupted[layer] - written(model, layer, z))
+    def note(values: Tensor, hook: object, *, name: str) -> None:
+        moved.append(corrupted[name] - written_at(model, name, values))
 
-    def shifted(own: Tensor, hook: object, *, index: int, layer: int) -> Tensor:
+    def shifted(own: Tensor, hook: object, *, receivers: list[int]) -> Tensor:
         if not moved:
             return own
-        cut = torch.from_numpy(~kept[index, :layer, :, layer]).flatten(0, 1).to(own)
         every = torch.cat(moved, dim=2)
-        return own + einsum(every, cut, "batch pos head d, head later -> batch pos later d")
+        cut = torch.from_numpy(~kept[: every.shape[2], receivers]).to(own)
+        shift = einsum(every, cut, "batch pos sender d, sender reader -> batch pos reader d")
+        return own + (shift if own.ndim == 4 else shift[:, :, 0])
 
-    hooks: Hooks = []
-    for layer in range(n_layers):
-        for index, component in enumerate(COMPONENTS):
-            shift = partial(shifted, index=index, layer=layer)
-            hooks.append((_input_name(layer, component), shift))
-        hooks.append((names[layer], partial(note, layer=layer)))
-    before = model.cfg.use_split_qkv_input
-    model.set_use_split_qkv_input(True)
+    # A sender is noted before the same stream is shifted: the input is read by the first layer.
+    hooks: Hooks = [(name, partial(note, name=name)) for name in writing]
+    hooks += [(name, partial(shifted, receivers=some)) for name, some in reading.items()]
+    switches = "use_split_qkv_input", "use_hook_mlp_in"
+    before = {name: getattr(model.cfg, name) for name in switches}
     try:
+        for name in switches:
+            getattr(model, f"set_{name}")(True)
         return model.run_with_hooks(pair.clean, fwd_hooks=hooks)
     finally:
-        model.set_use_split_qkv_input(before)
+        for name, value in before.items():
+            getattr(model, f"set_{name}")(value)
 
 
-def _input_name(layer: int, component: str) -> str:
-    """Name of the hook on the stream that each head of a layer reads as its query, key or value."""
-    return f"blocks.{layer}.attn.hook_{component}_input"
-
-
-def _places(
-    ranking: HeadEdges | pd.DataFrame, n_layers: int, n_heads: int
-) -> Int[np.ndarray, "edge axis"]:
-    """Indices of the edges, the most important first."""
-    if isinstance(ranking, HeadEdges):
+def _ranked(ranking: EdgeEffects | pd.DataFrame) -> pd.DataFrame:
+    """Edges, the most important first, with the columns "from" and "to"."""
+    if isinstance(ranking, EdgeEffects):
         frame = ranking.to_frame()
-        ranking = frame.sort_values("estimate", key=np.abs, ascending=False, kind="stable")
-    if missing := [name for name in AXES if name not in ranking]:
-        raise ValueError(f"ranking must have a column {missing[0]}, got {', '.join(ranking)}.")
-    inputs = ranking["input"].map({name: n for n, name in enumerate(COMPONENTS)})
-    places = ranking.assign(input=inputs)[list(AXES)].to_numpy()
-    heads = list(product(range(n_layers), range(n_heads)))
-    edges = {
-        (index, *one, *two)
-        for index in range(len(COMPONENTS))
-        for one, two in product(heads, heads)
-        if one[0] < two[0]
-    }
-    if len(places) != len(edges) or set(map(tuple, places.tolist())) != edges:
-        raise ValueError(f"ranking must name each of the {len(edges)} edges of the model once.")
-    return places.astype(int)
+        return frame.sort_values("estimate", key=np.abs, ascending=False, kind="stable")
+    if missing := [name for name in ("from", "to") if name not in ranking]:
+        raise ValueError(
+            f"ranking must have a column {missing[0]}, got {', '.join(map(str, ranking))}."
+        )
+    return ranking
+
+
+def _order(edges: pd.DataFrame, pair: Pair) -> Int[np.ndarray, "edge 2"]:
+    """Indices of the senders and receivers of the edges."""
+    places = [
+        {node.name: index for index, node in enumerate(each)}
+        for each in (pair.senders, pair.receivers)
+    ]
+    ends = zip(edges["from"], edges["to"], strict=True)
+    order = [(places[0].get(one), places[1].get(two)) for one, two in ends]
+    if len(order) != pair.edges.sum() or set(order) != set(map(tuple, np.argwhere(pair.edges))):
+        raise ValueError(
+            f"ranking must name each of the {pair.edges.sum()} edges of the model once."
+        )
+    return np.array(order, dtype=int)
 
 
 def _areas(

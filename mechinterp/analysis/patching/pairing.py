@@ -1,16 +1,16 @@
-"""Pairs of prompts for patching: clean prompts, and corrupted ones that differ in the task vector
-only."""
+"""Pairs of prompts for patching: clean prompts, and corrupted ones that differ in the task vector only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.patching.nodes import Node, graph_of, layer_of
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.written import written
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -18,6 +18,8 @@ from mechinterp.models.run.predictor import Source
 
 Metric = Callable[[Tensor], Tensor]
 """Function from a model's output to one number per prompt."""
+SUM_ERROR = 1e-3
+"""Largest difference of the last stream to the sum of what is written to it, relative to its largest entry."""
 
 
 def clean_and_corrupted(
@@ -84,39 +86,81 @@ def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Met
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Clean and corrupted inputs of a model, with the outputs of its heads on both."""
+    """Clean and corrupted inputs of a model, and what its senders write on both."""
 
     hooked: HookedPredictor
     clean: Tensor
     corrupted: Tensor
-    moved: tuple[Float[Tensor, "batch pos head d_model"], ...]
-    """Output of each head on the clean prompts minus that on the corrupted prompts, layer by layer.
-    """
+    senders: Sequence[Node]
+    receivers: Sequence[Node]
+    moved: Float[Tensor, "batch pos sender d_model"]
+    """What each sender writes on the clean prompts minus what it writes on the corrupted prompts."""
     metric: Metric
 
     @classmethod
+    @torch.no_grad()
     def of(
-        cls, hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None
+        cls,
+        hooked: HookedPredictor,
+        clean: Prompts,
+        corrupted: Prompts,
+        *,
+        metric: Metric | None = None,
+        nodes: str = "heads",
     ) -> "Pair":
-        with torch.no_grad():
-            inputs = hooked.inputs(clean), hooked.inputs(corrupted)
-            shapes = [list(each.shape) for each in inputs]
-            if shapes[0] != shapes[1] or shapes[0][0] < 2:
-                raise ValueError(
-                    f"clean and corrupted tokens must have the same shape, with at least 2 prompts, got {shapes[0]} and {shapes[1]}."
-                )
-            names = [z_name(layer) for layer in range(hooked.n_layers)]
-            runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
-            target = hooked.prediction(runs[0][0], clean)
-            moved = tuple(
-                written(hooked.model, layer, runs[0][1][name] - runs[1][1][name])
-                for layer, name in enumerate(names)
+        """Pair of prompts for a model.
+
+        Raises:
+            ValueError: If the model has no such graph, the inputs differ in shape, there are fewer than two prompts, or
+                with nodes="all" the last stream is not the sum of what the senders write.
+        """
+        senders, receivers = graph_of(hooked, nodes)
+        inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+        shapes = [list(each.shape) for each in inputs]
+        if shapes[0] != shapes[1] or shapes[0][0] < 2:
+            raise ValueError(
+                f"clean and corrupted tokens must have the same shape, with at least 2 prompts, got {shapes[0]} and {shapes[1]}."
             )
-        metric = nearness(hooked, target) if metric is None else metric
-        return cls(hooked, *inputs, moved, metric)
+        last, hooks = hooked.stream_name(hooked.n_layers), hooks_of(senders)
+        names = [*hooks, *([last] if nodes == "all" else [])]
+        runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
+        change = {name: runs[0][1][name] - runs[1][1][name] for name in names}
+        moved = torch.cat([written_at(hooked.model, name, change[name]) for name in hooks], 2)
+        if nodes == "all":
+            _require_sum(moved.sum(2), change[last], type(hooked.model).__name__)
+        if metric is None:
+            metric = nearness(hooked, hooked.prediction(runs[0][0], clean))
+        return cls(hooked, *inputs, senders, receivers, moved, metric)
 
     @torch.no_grad()
     def gained(self) -> Float[np.ndarray, " batch"]:
         """Metric on the clean prompts minus metric on the corrupted prompts."""
         clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
         return (clean - corrupted).double().numpy(force=True)
+
+    @property
+    def edges(self) -> Bool[np.ndarray, "sender receiver"]:
+        """True where a sender comes before a receiver."""
+        times = [np.array([node.time for node in each]) for each in (self.senders, self.receivers)]
+        return times[0][:, None] < times[1]
+
+
+def hooks_of(senders: Sequence[Node]) -> list[str]:
+    """Hooks of the senders, each once, in their order."""
+    return list(dict.fromkeys(node.hook for node in senders))
+
+
+def written_at(
+    model: Any, hook: str, values: Float[Tensor, "batch pos *axes"]
+) -> Float[Tensor, "batch pos sender d_model"]:
+    """What the senders at one hook write into the stream, without a layer's bias."""
+    return written(model, layer_of(hook), values) if values.ndim == 4 else values[:, :, None]
+
+
+def _require_sum(total: Tensor, stream: Tensor, kind: str) -> None:
+    # Not >, so that NaN counts as different.
+    if not (total - stream).abs().max() <= SUM_ERROR * stream.abs().max():
+        raise ValueError(
+            "model must have a last stream that is the sum of its input and of what its heads and MLPs write, got a "
+            f"{kind} with other parts."
+        )

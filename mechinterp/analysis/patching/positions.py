@@ -1,7 +1,8 @@
 """Activation patching by layer and position.
 
-TransformerLens reads the number of positions from the last axis of its input, which is d_model for
-prompts of vectors. Here it is read from the activations."""
+TransformerLens takes the last axis of its input for positions, which is d_model for prompts of vectors. Here positions are
+those of the activations.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 
-STREAMS = ("resid_pre", "attn_out", "resid_post")
+STREAMS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
 
 
@@ -29,15 +30,13 @@ class PositionPatching(Result):
     """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
     activation: str
-    """Name of the patched activation: the residual stream, an output added to it, or a part of each
-    head."""
+    """Name of the patched activation: the residual stream, an output added to it, or a part of each head."""
     effect: Float[np.ndarray, "layer pos *head"]
     """Patched minus unpatched metric, mean over prompts; streams have no head axis."""
     effect_sem: Float[np.ndarray, "layer pos *head"]
     """Standard error of `effect` over prompts."""
     total: float
-    """Metric on the clean prompts minus metric on the corrupted prompts: the effect of a complete
-    patch."""
+    """Metric on the clean prompts minus metric on the corrupted prompts: the effect of a complete patch."""
     total_sem: float
 
     def __repr__(self) -> str:
@@ -87,15 +86,14 @@ def patch_positions(
     n_prompts: int = 64,
     seed: int = 0,
 ) -> PositionPatching:
-    """Change of a metric on corrupted prompts when the activation at one position is that of the
-    clean prompts.
+    """Change of a metric on corrupted prompts when the activation at one position is that of the clean prompts.
 
     Args:
         clean: Prompts that provide the activation; None draws `n_prompts` of the model's own task
             with `seed`.
         corrupted: Prompts that the model runs on; None means the clean ones with other task
             vectors, drawn with `seed` + 1.
-        activation: "resid_pre", "attn_out" or "resid_post"; or a head's "q", "k", "v", "z" or
+        activation: "resid_pre", "attn_out", "resid_mid", "mlp_out" or "resid_post"; or a head's "q", "k", "v", "z" or
             "pattern". For a pattern the row of the query at this position is patched.
         metric: Function from the model's output [batch, pos, d_y] to one number per prompt,
             [batch]; None means minus the squared distance between the prediction and that on the

@@ -1,0 +1,115 @@
+"""Graph of a model: nodes that write into the residual stream, and nodes that read it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mechinterp.models.hooked.masks import mlp_name, resid_name, z_name
+from mechinterp.models.hooked.runner import HookedPredictor
+
+COMPONENTS = ("q", "k", "v")
+GRAPHS = ("heads", "all")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A sender (input, head, MLP) or a receiver (query, key or value of a head, MLP, output)."""
+
+    name: str
+    """Name such as "input", "L0H1", "L2H3.v", "L0MLP" or "output"."""
+    time: int
+    """Place in the order of computation. An edge goes from a sender to each receiver of a later time."""
+    hook: str
+    """Hook on what a sender writes (on z for a head), or on what a receiver computes from the stream."""
+    stream: str = ""
+    """Hook on the stream that a receiver reads."""
+    head: int | None = None
+
+    @property
+    def own_input(self) -> str:
+        """Hook on a receiver's own copy of the stream."""
+        if self.head is not None:
+            return f"{self.hook}_input"
+        return self.hook.replace("hook_mlp_out", "hook_mlp_in")
+
+
+def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node]]:
+    """Senders and receivers of a model, in the order of computation.
+
+    Args:
+        nodes: "heads" for edges between heads; "all" for those of the whole model.
+    Raises:
+        ValueError: If `nodes` is another value, there is no edge, the stream is not a sum, or a hook is missing.
+    """
+    if nodes not in GRAPHS:
+        raise ValueError(f"nodes must be one of {', '.join(GRAPHS)}, got {nodes!r}.")
+    layers, heads = range(hooked.n_layers), range(hooked.n_heads)
+    senders = [
+        Node(f"L{layer}H{head}", 2 * layer + 1, z_name(layer), head=head)
+        for layer, head in product(layers, heads)
+    ]
+    receivers = [
+        Node(
+            f"L{layer}H{head}.{part}",
+            2 * layer + 1,
+            _read_name(layer, part),
+            resid_name(layer),
+            head,
+        )
+        for layer, head, part in product(layers, heads, COMPONENTS)
+    ]
+    if nodes == "all":
+        last = hooked.stream_name(len(layers))
+        senders.append(Node("input", 0, resid_name(0)))
+        receivers.append(Node("output", 2 * len(layers) + 1, last, last))
+        for layer in layers if getattr(hooked.model.cfg, "d_mlp", None) else ():
+            stream = f"blocks.{layer}.hook_resid_mid"
+            mlp = Node(f"L{layer}MLP", 2 * layer + 2, mlp_name(layer), stream)
+            senders.append(mlp)
+            receivers.append(mlp)
+    senders.sort(key=lambda node: node.time)
+    receivers.sort(key=lambda node: node.time)
+    first = senders[0].time
+    writing = [node for node in senders if node.time < receivers[-1].time]
+    reading = [node for node in receivers if node.time > first]
+    _require(hooked, writing, reading)
+    return writing, reading
+
+
+def _require(hooked: HookedPredictor, senders: Sequence[Node], receivers: Sequence[Node]) -> None:
+    """Refuse models without edges, with a stream that is not a sum, or without hooks on the nodes.
+
+    Raises:
+        ValueError: In these cases.
+    """
+    if not senders:
+        raise ValueError(
+            f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
+        )
+    model = hooked.model
+    blocks: Sequence[object] = model.blocks  # type: ignore[assignment]
+    if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
+        raise ValueError(
+            "model must have a residual stream that is the sum of all outputs, got a norm after each layer."
+        )
+    unfollowed = getattr(model, "unfollowed", {})
+    for node in (*senders, *receivers):
+        for hook in {node.hook, node.stream} - {"", *model.hook_dict}:
+            why = f": {unfollowed[layer_of(hook)]}" if layer_of(hook) in unfollowed else ""
+            kind = type(model).__name__
+            raise ValueError(f"model must have the hook {hook}; this {kind} has none{why}.")
+
+
+def layer_of(hook: str) -> int:
+    """Layer in the name of a hook.
+
+    Example:
+        >>> layer_of("blocks.2.attn.hook_z")
+        2
+    """
+    return int(hook.split(".")[1])
+
+
+def _read_name(layer: int, component: str) -> str:
+    """Name of the hook on the query, key or value of all heads of a layer, [batch, pos, head, d_head]."""
+    return f"blocks.{layer}.attn.hook_{component}"
