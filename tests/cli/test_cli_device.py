@@ -1,16 +1,12 @@
-"""--device of the commands that read checkpoints: the same answers, or one line."""
+"""--device of the commands that read checkpoints: what is refused, in one line."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.cli.options import about_paths
-from tests.conftest import CHECKPOINTS, Run, sampled
-from tests.pretended import DEVICE, pretended
+from tests.conftest import CHECKPOINTS, Run
 
 ONE, DEEP = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"
 COMMANDS: dict[str, tuple[object, ...]] = {
@@ -24,42 +20,9 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch):
-    """A machine that has a GPU, which is the pretended device; the checkpoints that were moved to it."""
-    moved, to = [], Checkpoint.to
-
-    def move(checkpoint: Checkpoint, device: str) -> Checkpoint:
-        moved.append((checkpoint.name, device))
-        return to(checkpoint, DEVICE)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Checkpoint, "to", move)
-    with pretended():
-        yield moved
-
-
 def arguments(command: str, tmp_path: Path, device: str) -> tuple[object, ...]:
     out = ("--out", tmp_path / device) if command == "report" else ()
     return (command, *COMMANDS[command], *out, "--json", "--device", device)
-
-
-def without_paths(document: object, tmp_path: Path) -> str:
-    return re.sub(rf"{tmp_path}/(auto|cpu)", "", json.dumps(document))
-
-
-EACH = sampled(COMMANDS, keep=lambda command: command not in ("prune", "probe", "report"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", EACH)
-def test_a_command_answers_alike_on_a_gpu(command: str, run: Run, tmp_path: Path, gpu: list):
-    expected = run(*arguments(command, tmp_path, "cpu"))
-    assert (expected.code, gpu) == (0, [])
-    found = run(*arguments(command, tmp_path, "auto")).done()
-    (path,) = (word for word in COMMANDS[command] if isinstance(word, Path))
-    assert gpu == [(path.name, "cuda")]
-    assert without_paths(found.document, tmp_path) == without_paths(expected.document, tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -6,20 +6,17 @@ here, so that after a change of the package's functions this file changes and th
 
 import json
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from functools import lru_cache
-from inspect import Parameter, Signature, signature
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import typer
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -119,28 +116,6 @@ def answer(*arguments: object) -> object:
     raise AssertionError("a command ends with an exit code")
 
 
-def signatures() -> dict[str, str]:
-    """Names, order and defaults of the arguments of everything public."""
-    return {
-        name: _text(_without_types(signature(getattr(mechinterp, name))))
-        for name in mechinterp.__all__
-        if name != "__version__"
-    }
-
-
-def options() -> dict[str, list[str]]:
-    """The arguments and options of every command."""
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    return {name: sorted(_option_names(command.params)) for name, command in commands.items()}
-
-
-def ids() -> dict[str, str]:
-    """The id of every config that is shipped: of the checkpoints, and of the presets."""
-    shipped = sorted((ROOT / "checkpoints").glob("*/config.json"))
-    found = {f"checkpoints/{f.parent.name}": load(f.parent).config.id for f in shipped}
-    return found | {f"presets/{name}": config.id for name, config in PRESETS.items()}
-
-
 def presets() -> list[str]:
     """Presets without three larger ones, which train as `garg-tiny` and `pool-gpt2` do."""
     return [name for name in PRESETS if not name.startswith(("garg-small", "raventos-"))]
@@ -205,29 +180,3 @@ def _prompts(arrays: PromptArrays, dtype: torch.dtype) -> Prompts:
 def _float64(found: Tensor, dtype: torch.dtype) -> np.ndarray:
     assert found.dtype == dtype, f"predictions must be {dtype}, got {found.dtype}"
     return found.double().numpy()
-
-
-def _without_types(found: Signature) -> Signature:
-    # How a type is printed depends on the version of Python, and no call depends on it.
-    bare = [p.replace(annotation=Parameter.empty) for p in found.parameters.values()]
-    return Signature(bare)
-
-
-def _text(found: Signature) -> str:
-    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(found))
-
-
-def _option_names(parameters: Iterable) -> Iterator[str]:
-    for parameter in parameters:
-        yield from (*parameter.opts, *parameter.secondary_opts)
-
-
-@contextmanager
-def at_the_root() -> Iterator[None]:
-    """In the root of the checkout, so that the paths in documents are the same everywhere."""
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        yield
-    finally:
-        os.chdir(before)

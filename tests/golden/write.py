@@ -28,14 +28,12 @@ from tests.checkpoints.foreign_files import (
 )
 from tests.golden import subjects
 from tests.golden.store import (
-    COMMANDS,
     DATA,
     KINDS,
     METHODS,
     SLOW_STEPS,
     SNAPSHOT_PROMPTS,
     STEPS,
-    command_line,
     masks_of,
     read_json,
     read_tensors,
@@ -109,25 +107,6 @@ def write_snapshots() -> None:
             values = subjects.snapshot_predictions(name, prompts, torch.float64)
             found[name] = torch.from_numpy(values)
     _write_tensors("snapshots", found)
-
-
-def write_documents() -> None:
-    """What commands answer about a model of each kind, as JSON."""
-    found = {}
-    with subjects.at_the_root():
-        for kind in KINDS:
-            for command in COMMANDS:
-                document = subjects.answer(*command_line(command, kind))
-                if document is not None:
-                    found[f"{command} {kind}"] = document
-    write_json("documents", found)
-
-
-def write_interface() -> None:
-    """Public functions, options of the commands and ids of configs."""
-    write_json("signatures", subjects.signatures())
-    write_json("options", subjects.options())
-    write_json("ids", subjects.ids())
 
 
 def write_training() -> None:
@@ -216,8 +195,6 @@ PARTS: dict[str, Callable[[], None]] = {
     "predictions": write_predictions,
     "masks": write_masks,
     "snapshots": write_snapshots,
-    "documents": write_documents,
-    "interface": write_interface,
     "training": write_training,
 }
 

@@ -6,15 +6,33 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+from mechinterp.checkpoints.checkpoint import save
 from tests.cli.test_cli_device import COMMANDS
 from tests.conftest import Run, sampled
-from tests.test_devices import SOURCES, frame_of, in_float64
 from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 
+SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
 PAIRS = [(a, s) for s in SOURCES for a in ANALYSES if (a, s) in ANSWERS]
 ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "encoder")]
 """Pairs that the slow tests ask with the processor as the device; the exhaustive ones ask all."""
+
+
+def in_float64(case: Case, folder: Path) -> Case:
+    """The same case in float64, snapshots too: fits that stop at a share of their error carry rounding further."""
+    folder.mkdir()
+    source = replace(case.source, weights=case.source.weights.to(torch.float64))
+    if source.steps:
+        kept = {step: weights.to(torch.float64) for step, weights in source.snapshots.items()}
+        path, stated = folder / source.name, {"step": source.step, "history": source.history}
+        save(path, source.config, source.weights, **stated, snapshots=kept)
+        source = replace(source, path=path)
+    return replace(case, source=source, folder=folder, dtype=torch.float64)
+
+
+def frame_of(result: object) -> pd.DataFrame | str:
+    return result.to_frame() if hasattr(result, "to_frame") else ""
 
 
 @pytest.fixture(scope="session")

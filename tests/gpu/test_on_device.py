@@ -19,7 +19,15 @@ from mechinterp.analysis.learners.fits import fit_learners
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
+from mechinterp.config import (
+    SCORES,
+    ExperimentConfig,
+    ModelConfig,
+    TaskConfig,
+    TrainConfig,
+    override,
+)
+from mechinterp.config.task import CovarianceConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -31,8 +39,22 @@ from mechinterp.training.one_layer.step import initial_weights, loss_and_gradien
 from mechinterp.training.run import Run
 from tests.conftest import CHECKPOINTS, ROUNDING
 from tests.gpu.bench import replayed
-from tests.training.test_other_devices import DEEP, SMALL, TASKS, TRAIN, deep_experiment
 from tests.training.test_trainer import finished
+
+TRAIN = TrainConfig(steps=4, batch_size=8, log_every=4, n_eval_prompts=8)
+SMALL = TaskConfig(d_x=3, context_length=6)
+DEEP = {
+    "linear": {"score": "linear/L", "context_only": True},
+    "softmax": {"context_only": True, "d_model": 8, "d_head": 4},
+    "norms and MLPs": {"norm": "before", "d_mlp": 16, "biases": True},
+    "norms and MLPs, context alone": {"norm": "before", "d_mlp": 16, "context_only": True},
+}
+TASKS = {
+    "default": SMALL,
+    "correlated": TaskConfig(d_x=3, context_length=6, covariance=CovarianceConfig("kms", rho=0.5)),
+    "sparse": TaskConfig(d_x=3, context_length=6, sparsity=2, nonzeros="signs"),
+    "supports": TaskConfig(d_x=3, d_y=2, context_length=6, supports=((0, 1), (1, 2))),
+}
 
 Record = Callable[..., None]
 STEPS = 20
@@ -43,6 +65,11 @@ STANDARD_ERRORS = 5.0
 SLOW_SAVES = (
     "import mechinterp.training.run as r; r.SAVE_SECONDS = 0; import mechinterp.cli as c; c.main()"
 )
+
+
+def deep_experiment(kind: str, shortest: int | None = None) -> ExperimentConfig:
+    train = replace(TRAIN, shortest_context=shortest, clip_norm=1.0)
+    return ExperimentConfig(SMALL, ModelConfig(n_layers=2, n_heads=2, **DEEP[kind]), train)
 
 
 def distance(values: Tensor, expected: Tensor) -> float:
