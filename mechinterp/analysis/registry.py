@@ -277,7 +277,7 @@ ANALYSES: dict[str, Analysis] = {
     ),
     "fit": Analysis("learners.fits:fit_learners", on_page=one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
-    "training": Analysis("training.over_training:history_of", a_history, on_page=nothing),
+    "training": Analysis("training.over_training:training_dynamics", a_history, on_page=nothing),
     "jumps": Analysis(
         "training.jumps:jump_forecast",
         jumps_ahead,
