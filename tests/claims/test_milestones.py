@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from analyses.lib.milestones import PATTERNS, milestones
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
+from mechinterp.analysis.one_layer.label_rules import Thresholds
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")

@@ -26,8 +26,7 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
-from mechinterp.analysis.one_layer.head_statistics import Form, Scales
-from mechinterp.analysis.one_layer.label_rules import Evidence
+from mechinterp.analysis.one_layer.label_rules import Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.display import counted
 
@@ -56,8 +55,6 @@ class Classification(Evidence, Classified):
     """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
     """
     circuits: Circuits
-    sign_matching: bool
-    """True if omega and mu of every active head have the same sign."""
     omega_form: Float[np.ndarray, " head"]
     """Factor of each head on the matrix that all heads share, if there is one; otherwise
     omega_mean."""
@@ -76,8 +73,13 @@ class Classification(Evidence, Classified):
     """Weight of a pair as a function of its score s, such as "exp({s})", up to a factor."""
     calibrated: bool
     """True if the calibration applies to this label: default limits, and attention alone."""
-    caveat: str
+    caveat: str = ""
     """Note if the numbers do not describe the model's own prediction; else empty."""
+
+    @property
+    def sign_matching(self) -> bool:
+        """True if omega and mu of every active head have the same sign."""
+        return {"dummy"} < {"dummy", *self.labels} <= {"positive", "negative", "dummy"}
 
     @property
     def verdict(self) -> Verdict:
@@ -166,18 +168,6 @@ class Classification(Evidence, Classified):
             "omega": scales.omega_mean.tolist(),
             "mu": scales.mu.mean(1).tolist(),
         }
-
-    @property
-    def notes(self) -> list[str]:
-        """Ranges of the numbers under random weights."""
-        ranges = [
-            f"{name} {digits(low)} to {digits(high)}"
-            for name, (low, high) in self.random_ranges.items()
-            if low < high
-        ]
-        return [
-            f"Range of {self.n_random} models with random weights (5% to 95%): {', '.join(ranges)}."
-        ]
 
     def figures(self) -> dict[str, go.Figure]:
         """Heads in the plane of omega and mu."""

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -26,6 +25,8 @@ from mechinterp.theory.linear import Modes, modes
 from mechinterp.training.linear.trainer import task_moments
 
 REPEATED = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
+EQUAL = 0.05
+"""Relative difference below which two things count as equal: the default of `Thresholds.equal`."""
 LEARNED = 0.5
 """A direction counts as used if its learned part exceeds this."""
 
@@ -46,7 +47,7 @@ class Components:
 
 
 def components(
-    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().equal
+    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = EQUAL
 ) -> Components:
     """Components of the step y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
 
