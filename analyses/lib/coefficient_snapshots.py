@@ -15,12 +15,12 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     is_trained_on_moments,
     local_learning_coefficient,
 )
-from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result, counted, frame_of

@@ -9,8 +9,9 @@ import torch
 from analyses.coefficients.sampler import CHAINS, GRID, at_minimum, heads_at, moments_of
 from analyses.lib.coefficient_snapshots import coefficient_snapshots, live_heads
 from mechinterp import local_learning_coefficient
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import why_no_minimum
-from mechinterp.analysis.training.local_losses import heads_of_linear, population_loss, prompts_loss
+from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
 from mechinterp.analysis.training.sampler import Chains, Langevin, LocalLoss
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import generator_for, sample_prompts

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp import evaluation_prompts, hook_module, load, local_learning_coefficient
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import warn_of_long
 from mechinterp.analysis.training.local_losses import (
-    heads_of_linear,
     module_loss,
     population_loss,
     predictor_loss,

@@ -275,23 +275,14 @@ class AttentionEntropy(Result):
     """Standard deviation of `random_entropy` over heads and models."""
 
     def __repr__(self) -> str:
-        layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)
-        least = f"{self.entropy[layer, head]:.3g} ± {self.entropy_sem[layer, head]:.2g} nats"
-        return (
-            f"AttentionEntropy({self.entropy.size} heads; least L{layer}H{head} {least}, "
-            f"uniform attention {self.uniform_entropy[layer]:.3g})"
-        )
-
-    def sentences(self) -> list[str]:
-        """Heads with the smallest and the largest entropy, next to uniform attention."""
         heads = []
         for which in (self.entropy.argmin(), self.entropy.argmax()):
             at = np.unravel_index(int(which), self.entropy.shape)
             heads.append(
-                f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
-                f"{digits(self.uniform_entropy[at[0]])}; random weights: {cell(self.random_entropy[at[0]])})"
+                f"L{at[0]}H{at[1]} {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention "
+                f"{digits(self.uniform_entropy[at[0]])}, random weights {cell(self.random_entropy[at[0]])})"
             )
-        return [f"Smallest entropy of attention: {heads[0]}. Largest: {heads[1]}."]
+        return f"AttentionEntropy(smallest {heads[0]}; largest {heads[1]})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -338,7 +329,7 @@ def attention_entropy(
     Example:
         >>> from mechinterp.models.constructions.one_layer import kernel_head
         >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
-        AttentionEntropy(1 heads; least L0H0 3.69 ± 0 nats, uniform attention 3.69)
+        AttentionEntropy(smallest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65); largest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65))
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import mean_and_sem
@@ -59,19 +59,9 @@ class DescentCurves(Result):
     def __repr__(self) -> str:
         rows = zip(self.features, self.least_risk, self.at_step, strict=True)
         least = ", ".join(f"{name} {risk:.3g}@{step}" for name, risk, step in rows)
-        return f"DescentCurves(least excess risk: {least})"
-
-    def sentences(self) -> list[str]:
-        """The smallest excess risk, and the speed relative to the first features."""
-        rows = zip(self.features, self.least_risk, self.at_step, strict=True)
-        least = ", ".join(f"{digits(risk)} at step {step} on {name}" for name, risk, step in rows)
-        areas = zip(self.features, self.log_area, self.log_area_sem, strict=True)
-        faster = " and ".join(f"{with_error(*area)} for {name}" for name, *area in list(areas)[1:])
-        return [
-            f"Smallest excess risk (y²) of gradient descent on features of the context: {least}.",
-            f"Log area, the mean over steps of log excess risk minus that of {self.features[0]}: {faster} "
-            "(negative is faster).",
-        ]
+        areas = zip(self.features[1:], self.log_area[1:], self.log_area_sem[1:], strict=True)
+        faster = ", ".join(f"{name} {with_error(*area)}" for name, *area in areas)
+        return f"DescentCurves(least excess risk: {least}; log area: {faster})"
 
     def tables(self) -> dict[str, Table]:
         """Table of all steps, and table of what descent reaches on each kind of features."""

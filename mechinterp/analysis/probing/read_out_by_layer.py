@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
@@ -85,18 +84,6 @@ class ReadOutByLayer(Result):
         fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
         own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
         return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
-
-    def sentences(self) -> list[str]:
-        """R² of y for both read-outs, after each layer."""
-        whole = self.head < 0
-        sentences = [
-            f"R² of y by a fitted linear read-out of the stream at the query, before the first and after each of "
-            f"{whole.sum() - 1} layers: {', '.join(map(cell, self.fitted_r2[0, whole]))}."
-        ]
-        own = self.own_r2[0, whole]
-        if np.isfinite(own).any():
-            sentences.append(f"R² of y by the model's own read-out: {', '.join(map(cell, own))}.")
-        return sentences
 
     def tables(self) -> dict[str, Table]:
         """All places, one table per target."""

@@ -19,11 +19,11 @@ from jaxtyping import Float
 from torch import nn
 
 from mechinterp import figures
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.local_losses import (
     ModuleLoss,
     has_written_gradient,
-    heads_of_linear,
     module_loss,
     population_loss,
     predictor_loss,

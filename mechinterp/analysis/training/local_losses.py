@@ -32,22 +32,11 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
 )
 from mechinterp.theory.linear import Moments
-from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
+from mechinterp.theory.linear_heads import Heads, MergedHeads
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear.descent import sample_moments
 from mechinterp.training.linear.flat import flatten, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
-
-
-def heads_of_linear(weights: Weights) -> Heads:
-    """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
-    named = weights.circuits.to(torch.float64)
-    d_x, factor = weights.d_x, named.scale * named.score_slope
-    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
-    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
-    if named.merged_qk:
-        return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
-    return SeparateHeads(v=value, K=key, Q=query)
 
 
 def population_loss(
