@@ -222,20 +222,21 @@ def _classified(
     law = (weights.score, weights.score_slope, weights.attend_to_self)
     shape = random_shape(weights.n_heads, weights.W_Q.shape[2], *law)
     null = null_of(task, shape, form=form.kind, bare=bare)
+    numbers = {
+        "qk_diagonal_best": groups.qk_diagonal.max(),
+        "ov_last_entry_best": groups.ov_last_entry.max(),
+        "omega_spread": scales.omega_spread,
+        "zero_sum": scales.zero_sum,
+        "substitution_r2": substitution.r2,
+        "task_r2": loss.r2,
+    }
     evidence = Evidence(
         form=form,
         scales=scales,
         substitution=substitution,
         learner=faithfulness(prediction, formula),
         alignment=float(form.alignment(active.blocks).min(initial=1)),
-        p_values=null.p_values(
-            qk_diagonal_best=groups.qk_diagonal.max(),
-            ov_last_entry_best=groups.ov_last_entry.max(),
-            omega_spread=scales.omega_spread,
-            zero_sum=scales.zero_sum,
-            substitution_r2=substitution.r2,
-            task_r2=loss.r2,
-        ),
+        p_values={name: null.p_value(name, value) for name, value in numbers.items()},
         components=_components(form, scales, task, limits),
         bare=bare,
     )

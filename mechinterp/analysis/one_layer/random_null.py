@@ -47,20 +47,15 @@ class Null:
         extreme = below if name in SMALL_IS_STRUCTURE else above
         return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
 
-    def p_values(self, **values: float) -> dict[str, float]:
-        """The fraction for each number, by its name."""
-        return {name: self.p_value(name, value) for name, value in values.items()}
-
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """5% and 95% quantiles over the random models (or heads), by the name of the number."""
-        known = {name: values[~np.isnan(values)] for name, values in self.values.items()}
-        nothing = np.full(1, np.nan)
-        ends = {
-            name: np.quantile(values if len(values) else nothing, MIDDLE, method="nearest")
-            for name, values in known.items()
-        }
-        return {name: (float(low), float(high)) for name, (low, high) in ends.items()}
+        ranges = {}
+        for name, values in self.values.items():
+            known = values[~np.isnan(values)] if not np.isnan(values).all() else values
+            low, high = np.quantile(known, MIDDLE, method="nearest")
+            ranges[name] = float(low), float(high)
+        return ranges
 
 
 @lru_cache(maxsize=64)

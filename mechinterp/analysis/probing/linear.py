@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import cell, digits
+from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
@@ -79,28 +79,17 @@ class Probing(Result):
     """Probes by target: the response, then possible outputs of a first layer."""
 
     def __repr__(self) -> str:
-        return f"Probing({self.probes['response']!r})"
+        r2 = [
+            f"{name} {' '.join(map(cell, probes.r2[:, -1]))} (control {cell(probes.control_r2[:, -1].max())})"
+            for name, probes in list(self.probes.items())[1:]
+        ]
+        return f"Probing({self.probes['response']!r}; R² of {', '.join(r2)})"
 
     @property
     def target(self) -> tuple[str, ...]:
         """Target of a probe: the response; x reweighted, times the context's correlations with y
         (Algorithm 1); x preconditioned, (S - 1) x with the context's covariance S."""
         return tuple(self.probes)
-
-    def sentences(self) -> list[str]:
-        """Risk of the probe of the response, and R² of the other probes."""
-        response, *structures = self.probes.items()
-        risks = response[1].risk[:, -1]
-        read = [
-            f"{name} with R² {', '.join(map(cell, probes.r2[:, -1]))} (control, targets of other prompts: at most "
-            f"{digits(max(0.0, float(probes.control_r2[:, -1].max())))})"
-            for name, probes in structures
-        ]
-        return [
-            f"A linear probe of the stream at the query predicts the response with an excess risk of "
-            f"{', '.join(map(digits, risks))} y² after 0 to {len(risks) - 1} layers.",
-            f"Possible outputs of a first layer, read at the same place: {'; '.join(read)}.",
-        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target, layer and position."""

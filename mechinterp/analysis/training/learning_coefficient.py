@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -121,11 +121,8 @@ class LearningCoefficient(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per n_beta."""
-        names = (
-            *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
-            *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
-            *("sampled", "over", "reason", "unknown", "bias"),
-        )
+        arrays = ("per_chain", "excess", "curve")
+        names = [each.name for each in fields(self) if each.name not in arrays]
         each = [self, *self.curve]
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})

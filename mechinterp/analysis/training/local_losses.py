@@ -8,7 +8,6 @@ fixed."""
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -23,7 +22,6 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
@@ -273,16 +271,14 @@ def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[
     hooked = predictor.hooked
     model: Any = hooked.model
     module = model if own is not None else model.module
-    loss = partial(_squared_error, hooked=hooked, prompts=prompts, inputs=hooked.inputs(prompts))
+    inputs = hooked.inputs(prompts)
+
+    def loss(_: nn.Module) -> Tensor:
+        """Loss of the hooked model, which shares its parameters with the module."""
+        prediction = hooked.prediction(model(inputs), prompts)
+        return (prediction - prompts.y_query.to(prediction)).square().mean()
+
     return module_loss(module, loss, weights=weights, over=f"{len(prompts)} prompts")
-
-
-def _squared_error(
-    _: nn.Module, *, hooked: HookedPredictor, prompts: Prompts, inputs: Tensor
-) -> Tensor:
-    """Loss of the hooked model, which shares its parameters with the module."""
-    prediction = hooked.prediction(hooked.model(inputs), prompts)
-    return (prediction - prompts.y_query.to(prediction)).square().mean()
 
 
 class _Closure(nn.Module):
