@@ -16,7 +16,7 @@ from analyses.lib import SETTING, Measured, checkpoint
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 from mechinterp import Prompts, sample_prompts
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.analysis.training.learning_coefficient import N_BETA, coefficient_of_loss
+from mechinterp.analysis.training.learning_coefficient import N_BETA, local_learning_coefficient
 from mechinterp.analysis.training.sampler import Chains, LocalLoss
 from mechinterp.config import override
 from mechinterp.models.weights import Weights
@@ -118,7 +118,9 @@ def pairs(name: str, step: int, chains: Chains) -> list[dict[str, object]]:
     omega = history[history.step == step].sort_values("head").omega.to_numpy(np.float64)
     rows = []
     for held in (False, True):
-        found = coefficient_of_loss(closed_form(omega, held=held), settle=held, chains=chains)
+        found = local_learning_coefficient(
+            closed_form(omega, held=held), settle=held, chains=chains
+        )
         measured = {key: getattr(found, key) for key in ("estimate", "sem", "fall", "moved")}
         what = {"part": "omega_1 held" if held else "all four", "model": name, "step": step}
         rows.append(what | {"omega": np.abs(omega).mean(), "numbers": 4 - held} | measured)

@@ -12,7 +12,6 @@ import pandas as pd
 from analyses.lib import Measured, checkpoint
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
-    coefficient_of_loss,
     local_learning_coefficient,
 )
 from mechinterp.analysis.training.local_losses import population_loss
@@ -68,7 +67,8 @@ def heads_at(
 def at_minimum(d_x: int, n_heads: int, spectrum: str, chains: Chains) -> LearningCoefficient:
     """Estimate at a minimum built by hand."""
     moments = moments_of(d_x, spectrum)
-    return coefficient_of_loss(population_loss(heads_at(moments, n_heads), moments), chains=chains)
+    loss = population_loss(heads_at(moments, n_heads), moments)
+    return local_learning_coefficient(loss, chains=chains)
 
 
 def row(part: str, found: LearningCoefficient, **where: object) -> dict[str, object]:

@@ -15,12 +15,12 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     is_trained_on_moments,
     local_learning_coefficient,
 )
-from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result, counted, frame_of
@@ -169,14 +169,15 @@ def coefficient_snapshots(
     chosen = list(steps or [kept[row] for row in spread])
     moments = task_moments(checkpoint.task)
     directions = modes(moments)
-    drawn = partial(local_learning_coefficient, checkpoint, chains=chains, seed=seed)
+    drawn = partial(local_learning_coefficient, chains=chains, seed=seed)
     whole, alone, live, learned = [], [], [], []
     for step in progress(chosen, "drawing around snapshots"):
-        whole.append(drawn(step=step))
+        at_step = checkpoint.at(step)
+        whole.append(drawn(at_step))
         weights = checkpoint.snapshots[step]
         heads = live_heads(weights)
         part = 0 < len(heads) < weights.n_heads
-        alone.append(drawn(step=step, sampled_heads=heads) if part else None)
+        alone.append(drawn(at_step, sampled_heads=heads) if part else None)
         live.append(len(heads))
         learned.append(int((directions.learned(heads_of_linear(weights).M) > 0.5).sum()))
     return CoefficientSnapshots(

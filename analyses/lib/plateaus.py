@@ -12,8 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from mechinterp import heatmaps
-from mechinterp.analysis.training.jumps import dashed, loss_and_levels
+from mechinterp import figures, heatmaps
 from mechinterp.analysis.training.local_losses import taken
 from mechinterp.display import Result, frame_of
 from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
@@ -82,9 +81,18 @@ class Plateaus(Result):
         # axis.
         falling = time[loss < 0.99 * loss[0]]
         later = self.curve[time > (falling[0] / 10 if len(falling) else 0)]
-        title = "Loss during training, predicted levels (dotted) and predicted jumps (dashed)"
-        figure = loss_and_levels(later, "loss", self.levels, title=title, x_title="time (tau)")
-        return dashed(figure, self.predicted.time)
+        figure = figures.lines(
+            later[:, 0],
+            {"loss": later[:, 1]},
+            title="Loss during training, predicted levels (dotted) and predicted jumps (dashed)",
+            x_title="time (tau)",
+            y_title="loss (y²)",
+            levels=self.levels,
+            log_x=True,
+        )
+        for time in self.predicted.time:
+            figure.add_vline(float(time), line_dash="dash", line_width=1)
+        return figure
 
     def plot_learned(self) -> go.Figure:
         """Learned part of each direction at each plateau."""

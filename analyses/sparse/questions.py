@@ -22,11 +22,11 @@ from mechinterp import (
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
 from mechinterp.analysis.ablation.single import HeadAblation
-from mechinterp.analysis.probing.descent_curves import descent_curves
+from mechinterp.analysis.probing.descent_curves import IDEAL, RAW, descent_curves
 from mechinterp.analysis.probing.linear import reweighted
-from mechinterp.analysis.probing.probing import IDEAL, RAW, query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.sparse_predictors import descend, excess_risk
+from mechinterp.models.run.predictor import predictor_of
 
 AT, STEPS, PAIR_PROMPTS = 16, 32, 512
 Pair = tuple[float, float]
@@ -100,7 +100,7 @@ def features(models: dict[str, ICLTransformer], prompts: Prompts) -> dict[str, t
     """Features for descent: raw x, R x, and the first layer's output of models."""
     found = {RAW: torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)}
     found[IDEAL] = reweighted(prompts)[0]
-    own = {name: query_features(model, prompts, layer=1) for name, model in models.items()}
+    own = {name: predictor_of(model).query_streams(prompts, 1) for name, model in models.items()}
     return found | own
 
 

@@ -211,11 +211,6 @@ class Classified(Result):
         """Columns about the heads in a table of many models."""
         return {}
 
-    @property
-    def notes(self) -> list[str]:
-        """Notes below the tables, shown only with all tables."""
-        return []
-
     def head_lines(self, rows: int) -> list[str]:
         """One line per head, at most `rows`, in the columns of `heads_title`."""
         raise NotImplementedError

@@ -153,7 +153,7 @@ class Analysis:
     by default."""
 
     home: str | Callable[..., Finding]
-    """The function, or its module in `mechinterp.analysis` and its name: "probing.probing:probe".
+    """The function, or its module in `mechinterp.analysis` and its name: "probing.linear:probe".
     """
     needs: Needs = nothing
     on_page: Needs = never
@@ -257,8 +257,8 @@ ANALYSES: dict[str, Analysis] = {
         on_page=more_than_attention,
         title="Pruning",
     ),
-    "probe": Analysis("probing.probing:probe", on_page=more_than_attention, title="Probes"),
-    "p-probe": Analysis("probing.probing:p_probe"),
+    "probe": Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
+    "p-probe": Analysis("probing.descent_curves:p_probe"),
     "read-out-by-layer": Analysis(
         "probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention
     ),
@@ -277,7 +277,7 @@ ANALYSES: dict[str, Analysis] = {
     ),
     "fit": Analysis("learners.fits:fit_learners", on_page=one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
-    "training": Analysis("training.over_training:history_of", a_history, on_page=nothing),
+    "training": Analysis("training.over_training:training_dynamics", a_history, on_page=nothing),
     "jumps": Analysis(
         "training.jumps:jump_forecast",
         jumps_ahead,

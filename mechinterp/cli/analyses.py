@@ -203,8 +203,8 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
             ValueError: If there is no such option, or its value has the wrong type.
     Example:
         >>> from mechinterp.analysis.registry import ANALYSES
-        >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--variant=map"])
-        {'layer': 1, 'variant': 'map'}
+        >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--steps=3"])
+        {'layer': 1, 'steps': 3}
     """
     hints = get_type_hints(analysis.function)
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

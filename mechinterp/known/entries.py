@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.patching.nodes import COMPONENTS
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
-from mechinterp.analysis.training.local_losses import heads_of_linear
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE

@@ -53,8 +53,7 @@ def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:
 def classification_text(result: Classified, *, wide: bool = False) -> str:
     """Pattern, verdict, loss (with the losses of ridge regression and of predicting 0) and table of heads."""
     if wide:
-        notes = [wrapped(f"\n{text}", "  ") for text in result.notes]
-        return "\n".join([result.pattern, to_text("classify", result, wide=True), *notes])
+        return "\n".join([result.pattern, to_text("classify", result, wide=True)])
     told = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
     return "\n".join([told, "", result.heads_title, *result.head_lines(HEADS)])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.head_statistics import Thresholds, common_matrix, read_heads
+from mechinterp.analysis.one_layer.label_rules import Form, Thresholds, common_matrix, read_heads
 from mechinterp.analysis.one_layer.random_null import null_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import (
@@ -329,7 +329,7 @@ def test_heads_count_by_their_share_in_the_common_matrix():
     found = classify(with_blocks(blocks, [4.0, -4.0, 0.2, -0.2]))
     assert found.form.kind == "common"
     expected = common_matrix(blocks, torch.from_numpy(found.share))
-    torch.testing.assert_close(found.form.matrix, expected.matrix)
+    torch.testing.assert_close(found.form.matrix, expected)
 
 
 def test_a_matrix_is_common_only_if_it_explains_most_deviations_from_the_identity():
@@ -343,11 +343,11 @@ def test_a_matrix_is_common_only_if_it_explains_most_deviations_from_the_identit
 def test_shared_is_the_part_of_the_squared_sines_that_one_matrix_explains():
     blocks = two_shapes(0.5)
     found = classify(with_blocks(blocks, [4.0, -4.0]))
-    common = common_matrix(blocks, torch.from_numpy(found.share))
+    common = Form("common", common_matrix(blocks, torch.from_numpy(found.share)))
     traces = blocks.diagonal(dim1=1, dim2=2).sum(1)
     cosines = traces / (5**0.5 * blocks.flatten(1).norm(dim=1))
-    expected = 1 - (1 - common.alignment**2).sum() / (1 - cosines**2).sum()
-    assert found.form.shared == pytest.approx(expected.item())
+    expected = 1 - (1 - common.alignment(blocks) ** 2).sum() / (1 - cosines**2).sum()
+    assert found.form.shared == pytest.approx(float(expected))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
+from mechinterp.analysis.one_layer.label_rules import Thresholds
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import (

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp import evaluation_prompts, hook_module, load, local_learning_coefficient
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import warn_of_long
-from mechinterp.analysis.training.local_losses import heads_of_linear, population_loss
-from mechinterp.analysis.training.module_losses import module_loss, predictor_loss
+from mechinterp.analysis.training.local_losses import (
+    module_loss,
+    population_loss,
+    predictor_loss,
+)
 from mechinterp.analysis.training.sampler import Chains, LocalLoss, Tempered
 from mechinterp.config import TaskConfig
 from mechinterp.models.run.predictor import predictor_of
@@ -183,7 +187,7 @@ def test_a_warning_comes_before_ten_minutes_of_drawing():
         ({"loss": lambda module: module(drawn(4, 3))}, r"tensor without axes, got \[4, 1\]"),
         ({"loss": lambda module: torch.tensor(1.0)}, "depend on the sampled parameters"),
         ({"loss": lambda module: sum(module.out.bias) * torch.rand(())}, "the same at each call"),
-        ({"step": 3, "sampled_heads": [0]}, "loss must stand without step, sampled_heads"),
+        ({"sampled_heads": [0]}, "loss must stand without sampled_heads"),
     ],
 )
 def test_what_it_refuses(changed: dict, message: str):

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import common_matrix, faithfulness, idealised
+from mechinterp.analysis.one_layer.label_rules import Form, common_matrix, faithfulness, idealised
 from mechinterp.analysis.one_layer.random_null import (
     N_PROMPTS,
     Null,
     is_bare,
     null_of,
     stripped,
-    x_blocks,
 )
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
 from mechinterp.training.one_layer.step import initial_weights
 
@@ -144,26 +142,29 @@ def test_random_weights_of_bare_heads_are_bare():
     assert found["qk_diagonal"] == pytest.approx(whole["qk_diagonal"])
 
 
-def test_x_blocks_are_those_of_the_form():
-    weights = random_models()[0]
-    whole = weights.QK[:, :3, :3]
-    assert torch.equal(x_blocks(weights, 2, "matrix"), whole)
+def test_blocks_are_fitted_by_their_form():
+    whole = random_models()[0].QK[:, :3, :3]
+    eye = torch.eye(3, dtype=torch.float64)
+    assert torch.equal(Form("matrix", eye).fitted(whole), whole)
     diagonal = torch.stack([torch.diag(block.diagonal()) for block in whole])
-    torch.testing.assert_close(x_blocks(weights, 2, "diagonal"), diagonal)
-    scalar = torch.stack([block.diagonal().mean() * torch.eye(3).double() for block in whole])
-    torch.testing.assert_close(x_blocks(weights, 2, "scalar"), scalar)
-    common = common_matrix(whole, torch.ones(2).double())
-    expected = common.scale[:, None, None] * common.matrix
-    torch.testing.assert_close(x_blocks(weights, 2, "common"), expected)
+    torch.testing.assert_close(Form("diagonal", eye).fitted(whole), diagonal)
+    scalar = torch.stack([block.diagonal().mean() * eye for block in whole])
+    torch.testing.assert_close(Form("scalar", eye).fitted(whole), scalar)
+    matrix = common_matrix(whole, torch.ones(2).double())
+    scale = (whole * matrix).sum((1, 2)) / 3
+    common = Form("common", matrix).fitted(whole)
+    torch.testing.assert_close(common, scale[:, None, None] * matrix)
+    # Models on a leading axis are fitted one by one.
+    both = torch.stack([whole, whole.mT])
+    each = common_matrix(both, torch.ones(2, 2).double())
+    torch.testing.assert_close(Form("common", each[:, None]).fitted(both)[0], common)
 
 
 def test_blocks_that_have_a_common_matrix_are_their_own_idealised_selves():
     matrix = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5]).double())
     blocks = torch.stack([0.1 * matrix, -0.2 * matrix])
-    weights = from_circuits(
-        torch.nn.functional.pad(blocks, (0, 1, 0, 1)), torch.ones(2, 6, 1).double()
-    )
-    torch.testing.assert_close(x_blocks(weights, 2, "common"), blocks)
+    common = Form("common", common_matrix(blocks, torch.ones(2).double()))
+    torch.testing.assert_close(common.fitted(blocks), blocks)
 
 
 def test_a_range_leaves_out_a_twentieth_on_each_side():

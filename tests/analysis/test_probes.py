@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.descent_curves import descent_curves
+from mechinterp.analysis.probing.descent_curves import descent_curves, p_probe
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
@@ -18,7 +18,6 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
     streams,
 )
-from mechinterp.analysis.probing.probing import p_probe, query_features
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
@@ -170,20 +169,21 @@ def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
     for backend in (hooks, token_map):
         monkeypatch.setattr(backend, "CHUNK", 8)
     model = random_model(**WIDE, **law)
-    found = query_features(model, few, layer=2, heads=[(1, 3)])
+    predictor = predictor_of(model)
+    found = predictor.query_streams(few, 2, heads=[(1, 3)])
     assert found.shape == (30, 10, 12)
     tokens = few.tokens.clone()
     tokens[:, -1] = torch.cat([few.x[:, 4], torch.zeros(30, 1)], dim=1)
     with masked(model, [(1, 3)]):
         expected = model(tokens, stop_at_layer=2)[:, -1]
     torch.testing.assert_close(found[:, 4], expected)
-    assert not torch.allclose(query_features(model, few, layer=2)[:, 4], expected)
+    assert not torch.allclose(predictor.query_streams(few, 2)[:, 4], expected)
 
 
 def test_query_features_of_a_bridge(few):
     bridge = random_gpt2()
     torch.testing.assert_close(
-        query_features(bridge, few, layer=1)[:, -1],
+        predictor_of(bridge).query_streams(few, 1)[:, -1],
         bridge.model(bridge.embed(few), stop_at_layer=1)[:, -1],
     )
 
@@ -191,7 +191,7 @@ def test_query_features_of_a_bridge(few):
 @pytest.mark.parametrize("make", [random_gpt2, lambda: predictor_of(random_model(**WIDE))])
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()
-    found = query_features(predictor, few, layer=3)
+    found = predictor_of(predictor).query_streams(few, 3)
     expected = streams(predictor, few)[3, :, 0]
     assert found.shape == (30, 10, expected.shape[1])
     assert_close_to_rounding(found[:, -1], expected)
@@ -227,7 +227,6 @@ def test_the_error_of_the_area_is_that_of_repeated_samples():
 @pytest.mark.parametrize(
     ("asked", "rule"),
     [
-        ({"variant": "B"}, "variant must be one of query, map, got 'B'"),
         ({"layer": 4}, "layer must lie in 0 to 3, got 4"),
         ({"steps": 0}, "steps must be >= 1, got 0"),
         ({"steps": -2}, "steps must be >= 1, got -2"),
@@ -238,16 +237,6 @@ def test_bad_p_probes_are_refused(asked, rule, few):
         p_probe(random_model(), few, **asked)
 
 
-def test_p_probes_of_no_model_or_of_other_positions_are_refused(few):
+def test_p_probes_of_no_model_are_refused(few):
     with pytest.raises(ValueError, match="at least one model, got none"):
         p_probe({}, few)
-    with pytest.raises(ValueError, match="'map' needs one position for each pair, got 19 for 10"):
-        p_probe(random_gpt2(), few, variant="map")
-
-
-def test_a_map_with_no_more_tokens_than_features_is_refused(few):
-    model = random_model(context_only=True, d_model=20, d_head=3)
-    rule = "A map of 20 features needs more .* the first half of 4 prompts has 20"
-    with pytest.raises(ValueError, match=rule):
-        p_probe({"m": model}, few[:4], variant="map")
-    assert p_probe({"m": model}, few[:6], variant="map", steps=2).risk.shape == (3, 3)

@@ -24,7 +24,6 @@ from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.edge_circuits import faithfulness
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
-from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -244,7 +243,6 @@ CASES = {
     ),
     "prune by one rule": Case(run=prune),
     "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
-    "p-probe of tokens": Case(run=partial(p_probe, variant="map")),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""
 MODELS = (layers, softmax, with_pool)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.head_statistics import (
+from mechinterp.analysis.one_layer.label_rules import (
+    Form,
     common_matrix,
     equal_heads,
     is_definite,
@@ -18,43 +19,46 @@ def random_blocks(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, 4, 4, dtype=torch.float64, generator=generator)
 
 
+def common(blocks: torch.Tensor, weight: torch.Tensor) -> Form:
+    return Form("common", common_matrix(blocks, weight))
+
+
 def test_a_common_matrix_is_found_with_its_factors():
     matrix = random_blocks(1)[0]
     matrix *= 2 / matrix.norm() * matrix.trace().sign()  # norm sqrt(4), trace >= 0
     scales = torch.tensor([0.3, -2.0, 0.01], dtype=torch.float64)
-    found = common_matrix(scales[:, None, None] * matrix, torch.ones(3).double())
+    blocks = scales[:, None, None] * matrix
+    found = common(blocks, torch.ones(3).double())
     torch.testing.assert_close(found.matrix, matrix)
-    torch.testing.assert_close(found.scale, scales)
-    torch.testing.assert_close(found.alignment, torch.ones(3).double())
-    assert found.isotropy == pytest.approx((matrix.trace() / 4).item())
+    torch.testing.assert_close(found.omega(blocks), scales[:, None].expand(3, 4))
+    np.testing.assert_allclose(found.alignment(blocks), 1)
 
 
 def test_the_common_matrix_explains_most_that_one_matrix_can():
     blocks, weight = random_blocks(5), torch.tensor([1.0, 2.0, 0.5, 1.0, 0.1]).double()
-    found = common_matrix(blocks, weight)
+    found = common(blocks, weight)
     flat = blocks.flatten(1)
     rows = weight[:, None] * flat / flat.norm(dim=1, keepdim=True)
     largest = torch.linalg.svdvals(rows)[0]
-    assert (weight * found.alignment).norm() == pytest.approx(largest.item())
+    explained = np.linalg.norm(weight.numpy() * found.alignment(blocks))
+    assert explained == pytest.approx(largest.item())
 
 
 def test_many_models_are_read_as_one_by_one():
     blocks, weight = random_blocks(6, 3), torch.ones(6, 3).double()
     together = common_matrix(blocks, weight)
     for i in range(6):
-        alone = common_matrix(blocks[i], weight[i])
-        torch.testing.assert_close(together.matrix[i], alone.matrix)
-        torch.testing.assert_close(together.scale[i], alone.scale)
-        torch.testing.assert_close(together.alignment[i], alone.alignment)
+        torch.testing.assert_close(together[i], common_matrix(blocks[i], weight[i]))
 
 
 def test_zero_blocks_have_no_direction():
-    found = common_matrix(torch.zeros(2, 3, 3).double(), torch.ones(2).double())
-    assert found.alignment.tolist() == [0, 0]
-    assert found.scale.tolist() == [0, 0]
+    zeros = torch.zeros(2, 3, 3).double()
+    found = common(zeros, torch.ones(2).double())
+    assert found.alignment(zeros).tolist() == [0, 0]
+    assert not found.omega(zeros).any()
     blocks = torch.stack([torch.eye(3), torch.zeros(3, 3)]).double()
-    mixed = common_matrix(blocks, torch.ones(2).double())
-    assert mixed.alignment.tolist() == pytest.approx([1, 0])
+    mixed = common(blocks, torch.ones(2).double())
+    assert mixed.alignment(blocks).tolist() == pytest.approx([1, 0])
 
 
 def test_equal_heads_within_the_tolerance_and_through_others():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import faithfulness, idealised
+from mechinterp.analysis.one_layer.label_rules import faithfulness, idealised
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.models.constructions.one_layer import diagonal_heads

@@ -25,7 +25,7 @@ from mechinterp.analysis.learners.nearest import Nearby, nearby
 from mechinterp.analysis.multi_layer.naming import ALIKE, LARGER
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
+from mechinterp.analysis.one_layer.label_rules import Thresholds
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.label_rules import agreed_label
+from mechinterp.analysis.one_layer.classify import agreed_label, classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import case
 from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked

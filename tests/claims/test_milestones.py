@@ -5,12 +5,10 @@ import pandas as pd
 import pytest
 
 from analyses.lib.milestones import PATTERNS, milestones
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
-from mechinterp.analysis.training.over_training import (
-    SCALARS,
-    TrainingDynamics,
-    training_dynamics,
-)
+from mechinterp.analysis.one_layer.label_rules import Thresholds
+from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
+
+SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 
 # Two heads over five rows, and a third whose share of the step is below 1% from step 20 on.
 OMEGA = np.array(
@@ -102,9 +100,9 @@ def test_figures_leave_out_step_zero_and_name_heads(history):
 
 
 def test_a_history_without_a_column_is_refused(history):
-    rule = "training_dynamics needs a history with mu, qk_diagonal, got one"
+    rule = "training_dynamics needs a history with head, loss, got one"
     with pytest.raises(ValueError, match=rule):
-        training_dynamics(history.drop(columns=["mu", "qk_diagonal"]))
+        training_dynamics(history.drop(columns=["head", "loss"]))
 
 
 def test_a_mean_over_few_updates_is_not_drawn():

@@ -22,12 +22,12 @@ from mechinterp.analysis.ablation.pruning import (
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import probe_layers, reweighted
-from mechinterp.analysis.probing.probing import p_probe, query_features
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.run.predictor import predictor_of
 
 pytestmark = pytest.mark.slow
 
@@ -156,18 +156,11 @@ def test_keeping_the_wrong_heads_leaves_no_prediction(checkpoint, few):
 
 
 def test_descent_on_the_features_is_algorithm_1(checkpoint, few):
-    found = query_features(checkpoint.model, few, layer=1)
+    found = predictor_of(checkpoint.model).query_streams(few, 1)
     torch.testing.assert_close(found[..., SLOT], reweighted(few)[0], rtol=0, atol=1e-12)
     curves = descent_curves({"slot": found[..., SLOT]}, few, steps=16)
     expected = excess_risk(preprocess_then_optimise(few, steps=16), few).mean(1)
     np.testing.assert_allclose(curves.risk[0], expected, rtol=0, atol=1e-12)
-
-
-def test_the_map_finds_the_slot(checkpoint, prompts):
-    # Among all linear maps from the stream the exact one, the slot itself, is the best fit.
-    found = p_probe({"built": checkpoint.model}, prompts[:400], variant="map", steps=16)
-    np.testing.assert_allclose(found.risk[2], found.risk[1], rtol=1e-4)
-    assert abs(found.log_area[2] - found.log_area[1]) < 1e-4
 
 
 def test_probes_see_the_structure_from_the_first_layer_on(checkpoint, prompts):

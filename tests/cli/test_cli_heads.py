@@ -111,15 +111,14 @@ def assert_probed(document: dict, n_layers: int = 3):
 def test_probe(run: Run, deep: Path):
     document = run("probe", deep, "--n-prompts", 60, "--json").done().document
     assert_probed(document)
-    assert "descent" not in document
-    asked = ("analyse", "probe", deep, "--n-prompts", 60, "--p-probe")
+    asked = ("analyse", "p-probe", deep, "--n-prompts", 60)
     document = run(*asked, "--json").done().document
     assert [row["features"] for row in document["areas"]] == [
         "raw x",
         "reweighted x",
-        "after layer 0",
+        "model",
     ]
-    assert len(document["descent"]) == 3 * 33
+    assert len(document["rows"]) == 3 * 33
     assert "log area" in run(*asked).out
 
 

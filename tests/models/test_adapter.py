@@ -13,8 +13,8 @@ from torch import nn
 from analyses.lib.gates import learn_gates
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.probing.descent_curves import p_probe
 from mechinterp.analysis.probing.linear import probe_layers
-from mechinterp.analysis.probing.probing import p_probe
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.probing import query_features
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -209,7 +208,7 @@ def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_pro
 def test_covariates_run_as_the_query_see_the_whole_context(
     published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
-    features = query_features(gpt2, some_prompts, layer=1)
+    features = predictor_of(gpt2).query_streams(some_prompts, 1)
     assert features.shape == (12, 7, 16)
     tokens = interleaved(some_prompts)
     tokens[:, -1] = some_prompts.x[:, 2]
@@ -218,7 +217,7 @@ def test_covariates_run_as_the_query_see_the_whole_context(
     with torch.no_grad():
         stream = backbone.h[0](published._read_in(tokens) + positions, attention_mask=causal(13))
     assert_close_to_rounding(features[:, 2], stream[:, -1])
-    at_start = query_features(gpt2, some_prompts, layer=0)
+    at_start = predictor_of(gpt2).query_streams(some_prompts, 0)
     with torch.no_grad():
         expected = published._read_in(some_prompts.x_query) + positions[-1]
     assert_close_to_rounding(at_start[:, -1], expected)

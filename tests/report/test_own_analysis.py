@@ -106,8 +106,8 @@ def test_what_is_no_analysis_is_refused(folder: Path, run: Run, named: str, word
 
 def test_options_come_from_the_signature(run: Run):
     p_probe = ANALYSES["p-probe"]
-    words = ["--layer", "2", "--variant=map"]
-    assert settings_of("p-probe", p_probe, words) == {"layer": 2, "variant": "map"}
+    words = ["--layer", "2", "--steps=3"]
+    assert settings_of("p-probe", p_probe, words) == {"layer": 2, "steps": 3}
 
     def mine(source, sizes: Sequence[int] = (1, 2), *, on: bool = False): ...
 
@@ -126,7 +126,7 @@ def test_options_come_from_the_signature(run: Run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lyer", "1"], "p-probe takes --layer, --variant, --steps, got --lyer."),
+        (["--lyer", "1"], "p-probe takes --layer, --steps, got --lyer."),
         (["--layer", "one"], "--layer: invalid int value: 'one'."),
         (["--layer"], "--layer: expected one argument."),
         (["1"], "got 1."),

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
@@ -32,8 +32,7 @@ class AttentionPatterns(Result):
     pattern: Float[np.ndarray, "prompt head key"]
     """Attention weight of each key, heads layer by layer; the query is the last key if it attends
     to itself."""
-    layer: Int[np.ndarray, " head"]
-    """Layer of each head, from 0."""
+    n_layers: int
     similarity: Float[np.ndarray, "prompt key"]
     """Scalar product of the key's x and the query's x, unit x^2. A key that holds a y has the x of
     its pair."""
@@ -48,20 +47,12 @@ class AttentionPatterns(Result):
     """Number of prompts from which the shown ones were chosen."""
 
     @property
-    def head(self) -> Int[np.ndarray, " head"]:
-        """Number of each head in its layer, from 0."""
-        return np.arange(len(self.layer)) % (len(self.layer) // self.n_layers)
-
-    @property
-    def n_layers(self) -> int:
-        return int(self.layer[-1]) + 1
-
-    @property
     def head_names(self) -> list[str]:
         """Names "head 0", ... for one layer, "L0H0", ... for several."""
+        n_heads = self.pattern.shape[1]
         if self.n_layers == 1:
-            return [f"head {head}" for head in self.head]
-        return head_names((self.n_layers, len(self.layer) // self.n_layers))
+            return [f"head {head}" for head in range(n_heads)]
+        return head_names((self.n_layers, n_heads // self.n_layers))
 
     def __repr__(self) -> str:
         n_prompts, n_heads, n_keys = self.pattern.shape
@@ -78,10 +69,15 @@ class AttentionPatterns(Result):
                 f" of {self.n_prompts}, from the smallest error of the prediction to the largest; "
                 f"the picture opens on the median"
             )
-        ranks = np.array([self._rank(head) for head in range(n_heads)])
-        # A head whose weights are all equal has no ranks.
-        texts = ["not defined" if np.isnan(rank) else digits(rank) for rank in ranks]
-        of_each = [f"{name} {rank}" for rank, name in zip(texts, self.head_names, strict=True)]
+        # Mean over prompts of the rank correlation; a head whose weights are all equal has no ranks.
+        pairs = [
+            zip(weights, self.similarity, strict=True) for weights in self.pattern.swapaxes(0, 1)
+        ]
+        ranks = [np.mean([rank_correlation(*pair) for pair in each]) for each in pairs]
+        of_each = [
+            f"{name} {'not defined' if np.isnan(rank) else digits(rank)}"
+            for name, rank in zip(self.head_names, ranks, strict=True)
+        ]
         listed = ", ".join(of_each)
         if n_heads > MOST_NAMED:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
@@ -95,11 +91,6 @@ class AttentionPatterns(Result):
             f"{listed}.",
         ]
 
-    def _rank(self, head: int) -> float:
-        """Mean over prompts of the rank correlation of weight and similarity."""
-        pairs = zip(self.pattern[:, head], self.similarity, strict=True)
-        return float(np.mean([rank_correlation(*pair) for pair in pairs]))
-
     def tables(self) -> dict[str, Table]:
         """Table of all weights."""
         return {"attention": Table(self.to_frame(), "Weight of every token", brief=False)}
@@ -111,7 +102,8 @@ class AttentionPatterns(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per prompt, head and key."""
         prompt, head, key = np.indices(self.pattern.shape).reshape(3, -1)
-        columns = {"prompt": prompt, "layer": self.layer[head], "head": self.head[head], "key": key}
+        layer, head = np.divmod(head, self.pattern.shape[1] // self.n_layers)
+        columns = {"prompt": prompt, "layer": layer, "head": head, "key": key}
         columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
         names = ["y"] if self.y.shape[2] == 1 else [f"y_{n}" for n in range(self.y.shape[2])]
         columns |= dict(zip(names, self.y[prompt, key].T, strict=True))
@@ -220,17 +212,22 @@ def attention_patterns(
         raise ValueError(f"shown must be >= 1, got {shown}.")
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
-    n_drawn, prompts = len(prompts), _spread_out(predictor, prompts, shown)
+    n_drawn = len(prompts)
+    with torch.no_grad():
+        prediction = predictor.predict(prompts)
+    if n_drawn > shown:
+        error = (prediction - prompts.y_query_clean).square().mean(1)
+        even = torch.linspace(0, n_drawn - 1, shown, dtype=torch.float64, device="cpu")
+        chosen = error.argsort(stable=True).cpu()[even.round().long()]
+        prompts, prediction = prompts[chosen], prediction[chosen]
     patterns = predictor.query_patterns(prompts).double()
     if not patterns[..., -1].any():
         patterns = patterns[..., :-1]  # the query is not among its keys
     tokens = _pairs_of_keys(prompts, patterns.shape[-1]).double()
     x, y = tokens.split([prompts.x.shape[2], prompts.y.shape[2]], dim=2)
-    with torch.no_grad():
-        prediction = predictor.predict(prompts)
     return AttentionPatterns(
         pattern=patterns.transpose(0, 1).flatten(1, 2).numpy(force=True),
-        layer=np.repeat(np.arange(predictor.n_layers), predictor.n_heads),
+        n_layers=predictor.n_layers,
         similarity=torch.einsum("bkx,bx->bk", x, prompts.x_query.double()).numpy(force=True),
         x=x.numpy(force=True),
         y=y.numpy(force=True),
@@ -238,18 +235,6 @@ def attention_patterns(
         target=prompts.y_query_clean.double().numpy(force=True),
         n_prompts=n_drawn,
     )
-
-
-def _spread_out(predictor: Predictor, prompts: Prompts, shown: int) -> Prompts:
-    """At most `shown` prompts at even quantiles of the squared error, smallest first."""
-    if len(prompts) <= shown:
-        return prompts
-    with torch.no_grad():
-        error = (predictor.predict(prompts) - prompts.y_query_clean).square().mean(1)
-    places = (
-        torch.linspace(0, len(prompts) - 1, shown, dtype=torch.float64, device="cpu").round().long()
-    )
-    return prompts[error.argsort(stable=True).cpu()[places]]
 
 
 def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:
@@ -290,23 +275,14 @@ class AttentionEntropy(Result):
     """Standard deviation of `random_entropy` over heads and models."""
 
     def __repr__(self) -> str:
-        layer, head = np.unravel_index(self.entropy.argmin(), self.entropy.shape)
-        least = f"{self.entropy[layer, head]:.3g} ± {self.entropy_sem[layer, head]:.2g} nats"
-        return (
-            f"AttentionEntropy({self.entropy.size} heads; least L{layer}H{head} {least}, "
-            f"uniform attention {self.uniform_entropy[layer]:.3g})"
-        )
-
-    def sentences(self) -> list[str]:
-        """Heads with the smallest and the largest entropy, next to uniform attention."""
         heads = []
         for which in (self.entropy.argmin(), self.entropy.argmax()):
             at = np.unravel_index(int(which), self.entropy.shape)
             heads.append(
-                f"L{at[0]}H{at[1]}, {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention: "
-                f"{digits(self.uniform_entropy[at[0]])}; random weights: {cell(self.random_entropy[at[0]])})"
+                f"L{at[0]}H{at[1]} {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention "
+                f"{digits(self.uniform_entropy[at[0]])}, random weights {cell(self.random_entropy[at[0]])})"
             )
-        return [f"Smallest entropy of attention: {heads[0]}. Largest: {heads[1]}."]
+        return f"AttentionEntropy(smallest {heads[0]}; largest {heads[1]})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -353,12 +329,17 @@ def attention_entropy(
     Example:
         >>> from mechinterp.models.constructions.one_layer import kernel_head
         >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
-        AttentionEntropy(1 heads; least L0H0 3.69 ± 0 nats, uniform attention 3.69)
+        AttentionEntropy(smallest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65); largest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65))
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     predictor = predictor_of(source)
     patterns = predictor.query_patterns(prompts).double()
-    _require_distribution(patterns)
+    least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
+    if not (least >= 0 and furthest <= ROUNDING):
+        got = f"a weight of {least:.3g}" if least < 0 else f"a sum 1 ± {furthest:.3g}"
+        raise ValueError(
+            f"attention_entropy needs attention weights >= 0 that add up to 1, got {got}."
+        )
     entropy = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
     n_keys = patterns.any(2).any(1).sum(1)
     random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
@@ -374,16 +355,6 @@ def _entropy(
     patterns: Float[Tensor, "layer prompt head key"],
 ) -> Float[Tensor, "layer prompt head"]:
     return -torch.xlogy(patterns, patterns).sum(-1)
-
-
-def _require_distribution(patterns: Float[Tensor, "layer prompt head key"]) -> None:
-    least, totals = patterns.min().item(), patterns.sum(-1)
-    furthest = (totals - 1).abs().max().item()
-    if not (least >= 0 and furthest <= ROUNDING):
-        got = f"a weight of {least:.3g}" if least < 0 else f"a sum 1 ± {furthest:.3g}"
-        raise ValueError(
-            f"attention_entropy needs attention weights >= 0 that add up to 1, got {got}."
-        )
 
 
 def _at_random(predictor: Predictor, prompts: Prompts) -> Float[np.ndarray, "model layer head"]:

@@ -15,7 +15,6 @@ from mechinterp.analysis.multi_layer.head_circuits import (
     layered_circuits,
     responses,
 )
-from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -57,19 +56,6 @@ class Circuits(Result):
         pairs = enumerate(zip(self.omega_mean, self.mu.mean(1), strict=True))
         heads = "; ".join(f"H{head} omega {o:+.3f} mu {m:+.3f}" for head, (o, m) in pairs)
         return f"Circuits({heads})"
-
-    def sentences(self) -> list[str]:
-        """Scales of each head, and the deviation of its circuits from the published form."""
-        scales = zip(self.omega_mean, self.mu, strict=True)
-        heads = [
-            f"H{h} omega {digits(o)} and mu {', '.join(map(digits, m))}"
-            for h, (o, m) in enumerate(scales)
-        ]
-        return [
-            f"Mean omega (1/x²) and mu of each head: {'; '.join(heads)}.",
-            f"Diagonal part of the QK x blocks: at least {digits(self.qk_diagonal.min())} of the norm. Part of the OV "
-            f"circuits that reads y: at least {digits(self.ov_last_entry.min())} of the norm.",
-        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

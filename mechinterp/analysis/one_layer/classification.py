@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -26,8 +26,7 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained, with_error
 from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
-from mechinterp.analysis.one_layer.head_statistics import Form, Scales
-from mechinterp.analysis.one_layer.label_rules import Evidence
+from mechinterp.analysis.one_layer.label_rules import Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.display import counted
 
@@ -56,8 +55,6 @@ class Classification(Evidence, Classified):
     """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
     """
     circuits: Circuits
-    sign_matching: bool
-    """True if omega and mu of every active head have the same sign."""
     omega_form: Float[np.ndarray, " head"]
     """Factor of each head on the matrix that all heads share, if there is one; otherwise
     omega_mean."""
@@ -76,8 +73,13 @@ class Classification(Evidence, Classified):
     """Weight of a pair as a function of its score s, such as "exp({s})", up to a factor."""
     calibrated: bool
     """True if the calibration applies to this label: default limits, and attention alone."""
-    caveat: str
+    caveat: str = ""
     """Note if the numbers do not describe the model's own prediction; else empty."""
+
+    @property
+    def sign_matching(self) -> bool:
+        """True if omega and mu of every active head have the same sign."""
+        return {"dummy"} < {"dummy", *self.labels} <= {"positive", "negative", "dummy"}
 
     @property
     def verdict(self) -> Verdict:
@@ -167,18 +169,6 @@ class Classification(Evidence, Classified):
             "mu": scales.mu.mean(1).tolist(),
         }
 
-    @property
-    def notes(self) -> list[str]:
-        """Ranges of the numbers under random weights."""
-        ranges = [
-            f"{name} {digits(low)} to {digits(high)}"
-            for name, (low, high) in self.random_ranges.items()
-            if low < high
-        ]
-        return [
-            f"Range of {self.n_random} models with random weights (5% to 95%): {', '.join(ranges)}."
-        ]
-
     def figures(self) -> dict[str, go.Figure]:
         """Heads in the plane of omega and mu."""
         return {"heads": self.plot()}
@@ -186,62 +176,62 @@ class Classification(Evidence, Classified):
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its range under random weights."""
         scales, used, r2 = self.scales, self.components, self.substitution.r2
-        values = {
-            "pattern": self.pattern,
-            "sign_matching": str(self.sign_matching).lower(),
-            "omega_spread": cell(scales.omega_spread),
-            "zero_sum": cell(scales.zero_sum),
-            "eta": ", ".join(map(cell, scales.eta)),
-            "optimal eta for the task": cell(scales.eta_optimal),
-            "R² with idealised heads": with_error(r2, self.substitution.r2_sem),
-            "R² of the closed form": with_error(self.learner.r2, self.learner.r2_sem),
-            "R² on its task": cell(self.loss.r2),
-        }
+        task_r2, spread, zero_sum = self.loss.r2, scales.omega_spread, scales.zero_sum
+        rows: list[tuple[str, str, tuple[Band, ...]]] = [
+            ("pattern", self.pattern, ()),
+            ("sign_matching", str(self.sign_matching).lower(), ()),
+            ("omega_spread", cell(spread), self._band("omega_spread", spread)),
+            ("zero_sum", cell(zero_sum), self._band("zero_sum", zero_sum)),
+            ("eta", ", ".join(map(cell, scales.eta)), ()),
+            ("optimal eta for the task", cell(scales.eta_optimal), ()),
+        ]
+        with_ideal = with_error(r2, self.substitution.r2_sem)
+        rows += [
+            ("R² with idealised heads", with_ideal, self._band("substitution_r2", r2)),
+            ("R² of the closed form", with_error(self.learner.r2, self.learner.r2_sem), ()),
+            ("R² on its task", cell(task_r2), self._band("task_r2", task_r2)),
+        ]
         if used is not None:
-            n = used.n_components
-            values |= {
-                "principal components used": "–" if n is None else f"{n} of {len(used.learned)}",
-                "learned part of each component": ", ".join(map(cell, used.learned)),
-                "share of E y² predicted off the components": cell(used.off_diagonal),
-            }
-        ranges = {
-            "omega_spread": self._band("omega_spread", scales.omega_spread),
-            "zero_sum": self._band("zero_sum", scales.zero_sum),
-            "R² with idealised heads": self._band("substitution_r2", r2),
-            "R² on its task": self._band("task_r2", self.loss.r2),
-        }
-        rows = [
-            (n, v, next(iter(ranges.get(n, ())), ""), TEXTS["evidence"][n])
-            for n, v in values.items()
+            n, parts = used.n_components, ", ".join(map(cell, used.learned))
+            rows += [
+                (
+                    "principal components used",
+                    f"{n} of {len(used.learned)}" if n is not None else "–",
+                    (),
+                ),
+                ("learned part of each component", parts, ()),
+                ("share of E y² predicted off the components", cell(used.off_diagonal), ()),
+            ]
+        told = [
+            (name, text, *(bands or ("",)), TEXTS["evidence"][name]) for name, text, bands in rows
         ]
         least, how = 1 / self.n_random, "fraction of random models that reach it"
-        rows += [
-            (f"p of {n}", cell(p, "p_value", least), "", how) for n, p in self.p_values.items()
-        ]
-        return pd.DataFrame(rows, columns=["evidence", "value", "random_weights", "how"])
+        p_values = self.p_values.items()
+        told += [(f"p of {name}", cell(p, "p_value", least), "", how) for name, p in p_values]
+        return pd.DataFrame(told, columns=["evidence", "value", "random_weights", "how"])
 
     def cards(self) -> list[Card]:
         """One card per head, with the ranges of heads with random weights."""
-        scales, omega, cards = self.circuits, self.circuits.omega_mean, []
-        # A score without normalisation attends to opposite tokens with negative weights: omega and
-        # mu can flip together.
-        flips = self.kernel in NO_AVERAGE
+        scales, signed = self.circuits, "{:+.3g}".format
+        facts: dict[str, tuple[str, np.ndarray, Callable[[float], str]]] = {
+            "share of output": ("share", self.share[:, None], "{:.1%}".format),
+            "omega (1/x²)": ("omega_mean", scales.omega_mean[:, None], signed),
+            "mu": ("mu", scales.mu, signed),
+            "QK diagonal": ("qk_diagonal", scales.qk_diagonal[:, None], cell),
+            "OV reads y only": ("ov_last_entry", scales.ov_last_entry[:, None], cell),
+        }
+        cards = []
         for head, label in enumerate(self.labels):
-            mu = ", ".join(f"{each:+.3g}" for each in scales.mu[head])
-            diagonal, reads_y = scales.qk_diagonal[head], scales.ov_last_entry[head]
-            facts = {
-                "share of output": ("share", f"{self.share[head]:.1%}", [self.share[head]]),
-                "omega (1/x²)": ("omega_mean", f"{omega[head]:+.3g}", [omega[head]]),
-                "mu": ("mu", mu, scales.mu[head]),
-                "QK diagonal": ("qk_diagonal", cell(diagonal), [diagonal]),
-                "OV reads y only": ("ov_last_entry", cell(reads_y), [reads_y]),
-            }
-            texts = {fact: text for fact, (_, text, _) in facts.items()}
+            texts = {fact: ", ".join(map(show, v[head])) for fact, (_, v, show) in facts.items()}
             bands = {
-                fact: tuple(band for value in values for band in self._band(name, value))
-                for fact, (name, _, values) in facts.items()
+                fact: tuple(band for value in values[head] for band in self._band(name, value))
+                for fact, (name, values, _) in facts.items()
             }
-            meaning = ADDS if flips and label in ("positive", "negative") else TEXTS["heads"][label]
+            meaning = TEXTS["heads"][label]
+            # A score without normalisation attends to opposite tokens with negative weights: omega
+            # and mu can flip together.
+            if self.kernel in NO_AVERAGE and label in ("positive", "negative"):
+                meaning = ADDS
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
         return cards

@@ -11,6 +11,7 @@ direction of the read-out. It is fitted on one half of the prompts and scored on
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -23,24 +24,24 @@ from mechinterp.analysis.learners.nearest import evaluation, nearby
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.head_statistics import (
+from mechinterp.analysis.one_layer.label_rules import (
+    Evidence,
+    Form,
+    Scales,
     Thresholds,
     faithfulness,
     form_of,
+    head_labels,
     idealised,
+    model_label,
     read_heads,
     scales_of,
 )
-from mechinterp.analysis.one_layer.label_rules import (
-    Evidence,
-    agreed_label,
-    head_labels,
-    model_label,
-)
-from mechinterp.analysis.one_layer.linear_components import components
+from mechinterp.analysis.one_layer.linear_components import Components, components
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
 from mechinterp.analysis.stats import best_factor
-from mechinterp.checkpoints.foreign.readings import Reading
+from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.readings import Reading, not_understood
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
+READ_PROMPTS, CHUNK = 1024, 64
+"""Number of prompts for a linear read-out of attention, and how many run at once (patterns of all prompts at once are
+gigabytes)."""
 
 
 def classify(
@@ -105,9 +109,7 @@ def classify(
     def labelled(each: Source) -> Classification | LayeredClassification:
         if law is None or not one:
             return _classified_layers(each, law, n_prompts, seed, limits)
-        weights = weights_of(each, "classify")
-        _require_fit(weights, law)
-        return _classified(weights, law, n_prompts, seed, limits)
+        return _classified(weights_of(each, "classify"), law, n_prompts, seed, limits)
 
     readings: Sequence[Reading] = getattr(source, "readings", ())
     if not readings:
@@ -123,85 +125,121 @@ def classify(
         readings = possible if any(each.predicts for each in possible) else readings[:1]
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
-    first = every[0]
-    step = None
-    if isinstance(first, Classification) and first.form.kind == "matrix":
-        step = first.scales.step[0]
-    labels = [each.pattern for each in every]
-    pattern, reason = agreed_label(labels, first.reason, readings, step)
-    return replace(first, pattern=pattern, reason=reason)
+    pattern, reason = agreed_label([each.pattern for each in every], every[0].reason, readings)
+    return replace(every[0], pattern=pattern, reason=reason)
+
+
+def agreed_label(
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+) -> tuple[str, str]:
+    """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
+    decides.
+
+    Args:
+        patterns: Labels of the remaining readings, in their order.
+        reason: Reason of the first label.
+    """
+    if not readings[0].predicts:
+        return "undetermined", not_understood(readings)
+    possible = [reading for reading in readings if reading.stands]
+    if len(set(patterns)) == 1:
+        first, *others = dict.fromkeys(str(each.said.get("score")) for each in possible)
+        if patterns[0] == "undetermined" and others:
+            reason += (
+                f" with score {first}; undetermined with {' and '.join(others)} too; state --score"
+            )
+        return patterns[0], reason
+    labelled = list(zip(patterns, possible, strict=True))
+    best = {pattern: reading for pattern, reading in reversed(labelled)}
+    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
+    # Settings in which readings with different labels differ; one that differs alone is preferred.
+    differing = [
+        {name for name, _ in one.said.items() ^ other.said.items()}
+        for (label, one), (another, other) in combinations(labelled, 2)
+        if label != another
+    ]
+    alone = [names for names in differing if len(names) == 1]
+    options = " and ".join(map(option, sorted(set.union(*(alone or differing)))))
+    why = f"the file does not state {options}, which decides the label"
+    return "undetermined", f"{why}: {named} (loss / loss of predicting 0)"
 
 
 def _classified_layers(
     source: Source, task: TaskConfig | None, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification | LayeredClassification:
-    """Classification of several layers, or of one layer with MLP or norm."""
+    """Classification of several layers, or of one layer with MLP or norm.
+
+    One layer is read through a linear read-out of its attention if that explains the prediction.
+    """
     layered = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
     weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
         return layered
     through, r2 = read_through(weights, layered.task, seed=seed)
-    if not r2 >= limits.substitution_r2:
+    if not r2 >= 1 - limits.equal:
         return layered
     quality = f"R² = {r2:.3f} of the prediction on held-out prompts"
-    heads = replace(
-        _classified(through, layered.task, n_prompts, seed, limits),
+    heads = _classified(through, layered.task, n_prompts, seed, limits)
+    return replace(
+        heads,
+        reason=f"{heads.reason}; the heads are read through a linear read-out of attention, {quality}",
         calibrated=False,
         caveat=f"the prediction of a linear read-out of attention ({quality})",
         loss=layered.loss,
         best_factor=layered.best_factor,
         best_factor_sem=layered.best_factor_sem,
     )
-    if r2 >= 1 - limits.equal:
-        reason = (
-            f"{heads.reason}; the heads are read through a linear read-out of attention, {quality}"
-        )
-        return replace(heads, reason=reason)
-    labels = ", ".join(f"H{head} {label}" for head, label in enumerate(heads.labels))
-    return replace(
-        layered,
-        reason=f"{layered.reason}; a linear read-out of attention has {quality}, and labels the heads {labels}",
-    )
 
 
 def _classified(
     weights: AttentionWeights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification:
+    """Classification of one layer of attention."""
+    for name in ("d_x", "d_y"):
+        own, other = getattr(weights, name), getattr(task, name)
+        if own != other:
+            raise ValueError(
+                f"The task must have the model's {name} = {own}, got {name} = {other}."
+            )
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
-    outputs = head_outputs(weights, prompts.prompts)
-    own = circuits_of(weights)
+    outputs, own = head_outputs(weights, prompts.prompts), circuits_of(weights)
+    prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
-    form = form_of(groups, weights.score, limits)
+    active = groups.where(groups.share > limits.share)
+    form = form_of(active, weights.score, limits)
     labels = tuple(label for label, _ in head_labels(heads, form, limits))
     group_labels = head_labels(groups, form, limits)
-    one_sign = len({label for label, _ in group_labels} - {"dummy"}) <= 1
-    scales = scales_of(groups.where(groups.share > limits.share), form, weights, task, limits)
-    prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
+    scales = scales_of(active, form, weights, task, limits)
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
-    learned = predict(ideal, prompts.prompts)
-    substitution = faithfulness(prediction, learned)
+    substitute = formula = predict(ideal, prompts.prompts)
     centred = is_normalised(weights.score)
-    if not (centred and one_sign):
-        learned = prompts.gradient_step(scales.step, centred=centred)
-    learner = faithfulness(prediction, learned)
+    if not centred or len({label for label, _ in group_labels} - {"dummy"}) > 1:
+        formula = prompts.gradient_step(scales.step, centred=centred)
+    substitution = faithfulness(prediction, substitute)
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
     factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
     bare = is_bare(weights)
-    null = null_of(task, random_shape(weights), form=form.kind, bare=bare)
-    p_values = null.p_values(
-        qk_diagonal_best=groups.qk_diagonal.max(),
-        ov_last_entry_best=groups.ov_last_entry.max(),
-        omega_spread=scales.omega_spread,
-        zero_sum=scales.zero_sum,
-        substitution_r2=substitution.r2,
-        task_r2=loss.r2,
+    law = (weights.score, weights.score_slope, weights.attend_to_self)
+    shape = random_shape(weights.n_heads, weights.W_Q.shape[2], *law)
+    null = null_of(task, shape, form=form.kind, bare=bare)
+    numbers = {
+        "qk_diagonal_best": groups.qk_diagonal.max(),
+        "ov_last_entry_best": groups.ov_last_entry.max(),
+        "omega_spread": scales.omega_spread,
+        "zero_sum": scales.zero_sum,
+        "substitution_r2": substitution.r2,
+        "task_r2": loss.r2,
+    }
+    evidence = Evidence(
+        form=form,
+        scales=scales,
+        substitution=substitution,
+        learner=faithfulness(prediction, formula),
+        alignment=float(form.alignment(active.blocks).min(initial=1)),
+        p_values={name: null.p_value(name, value) for name, value in numbers.items()},
+        components=_components(form, scales, task, limits),
+        bare=bare,
     )
-    alignment = form.alignment(groups.blocks)[groups.share > limits.share].min(initial=1)
-    used = None
-    plain = task.d_y == 1 and task.supports is None and not no_law(task)
-    if form.kind == "matrix" and plain:
-        used = components(scales.step[0].mT.numpy(), task, limit=limits.equal)
-    evidence = Evidence(form, scales, substitution, learner, float(alignment), p_values, used, bare)
     pattern, reason = model_label(groups, group_labels, evidence, limits)
     return Classification(
         **vars(evidence),
@@ -210,7 +248,6 @@ def _classified(
         labels=labels,
         share=heads.share,
         circuits=own,
-        sign_matching={"dummy"} < {"dummy", *labels} <= {"positive", "negative", "dummy"},
         omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,
         head_p_values={
@@ -221,14 +258,22 @@ def _classified(
         n_random=null.n_models,
         kernel=kernel_text(weights.score, weights.score_slope),
         calibrated=limits == Thresholds(),
-        caveat="",
-        near=nearby(prediction, prompts.families, learned),
+        near=nearby(prediction, prompts.families, formula),
         loss=loss,
         best_factor=factor,
         best_factor_sem=factor_sem,
         task=task,
         n_prompts=len(prompts.prompts),
     )
+
+
+def _components(
+    form: Form, scales: Scales, task: TaskConfig, limits: Thresholds
+) -> Components | None:
+    """Principal components that a step of linear attention uses, if the task has one response."""
+    if form.kind != "matrix" or task.d_y > 1 or task.supports is not None or no_law(task):
+        return None
+    return components(scales.step[0].mT.numpy(), task, limit=limits.equal)
 
 
 def classify_circuits(
@@ -290,18 +335,6 @@ def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_m
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor
-
-
-def _require_fit(weights: AttentionWeights, task: TaskConfig) -> None:
-    for name in ("d_x", "d_y"):
-        own, other = getattr(weights, name), getattr(task, name)
-        if own != other:
-            raise ValueError(
-                f"The task must have the model's {name} = {own}, got {name} = {other}."
-            )
-
-
-READ_PROMPTS, CHUNK = 1024, 64
 
 
 def has_linear_way_in(weights: Weights) -> bool:

@@ -1,29 +1,432 @@
-"""Labels of heads, and of the model they form, from their numbers. Each label comes with its
-reason."""
+"""Label of a one-layer model and of its heads: the numbers behind it, their limits, and the rules.
 
-from collections.abc import Sequence
+Numbers of the heads (`Heads`) come from their circuits and outputs; heads with equal QK circuits count as one head. The
+QK circuits have an idealised form (`Form`): multiples of I, or of one matrix that all heads share. Sums over the heads
+(`Scales`) give the step that the model makes. Each label comes with the number that decided it.
+"""
+
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from mechinterp.analysis.one_layer.head_statistics import (
-    Faithfulness,
-    Form,
-    Heads,
-    Scales,
-    Thresholds,
-)
-from mechinterp.analysis.one_layer.linear_components import LEARNED, Components
-from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.readings import Reading, not_understood
+from mechinterp.analysis.one_layer.circuits import Circuits
+from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Components
+from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.config import TaskConfig
+from mechinterp.models.constructions.one_layer import from_circuits
+from mechinterp.models.heads import AttentionWeights, share_of
+from mechinterp.models.scores import is_normalised, score_derivative_at_zero
+from mechinterp.theory.softmax import debiased_step_size
 
-# At least one of these numbers must be beyond random weights for a model to be structured.
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits of the classifier; analyses/calibration/ measures how often labels are wrong under the
+    defaults."""
+
+    share: float = 0.01
+    """A head is active if its share of the heads' output exceeds this. A larger limit ignores more
+    heads."""
+    qk_diagonal: float = 0.8
+    """Smallest `qk_diagonal` of a structured head; 99.9% of random heads (d_x = 5) are below 0.8.
+    """
+    ov_last_entry: float = 0.9
+    """Smallest `ov_last_entry` of a structured head. It is also the smallest cosine of a QK x block
+    with its form, unless idealised heads explain all but the fraction `equal`."""
+    omega_spread: float = 0.25
+    """Largest `omega_spread` of homogeneous heads, and largest `theta_spread` on a support."""
+    zero_sum: float = 0.05
+    """Largest `zero_sum` of heads whose mu cancel."""
+    leak: float = 0.25
+    """Parts below this fraction of the largest count as zero. Such entries of omega and mu have no
+    sign, a head with such a `task_leak` serves one response, and theta with such a `support_leak`
+    is confined to its supports."""
+    equal: float = EQUAL
+    """Relative difference below which two things count as equal: QK circuits of heads; a common
+    matrix and I (squared sine of their angle); theta on all coordinates; a step and its part along
+    the principal components of x."""
+    shared: float = 0.85
+    """Smallest fraction of the heads' deviation from I that one common matrix must explain."""
+    substitution_r2: float = 0.9
+    """Smallest R^2 of the idealised heads, and of the closed form, against the model."""
+    p_value: float = 0.01
+    """Largest p-value at which a number counts as beyond random weights."""
+
+
+SPREAD = 0.25
+"""Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
+rotation."""
+SYMMETRIC = 0.95
+"""Smallest norm of the symmetric part of a metric, relative to the norm of the matrix."""
+ON_SUPPORT = 0.5
+"""A coordinate belongs to the support if theta exceeds this fraction of its maximum."""
+EVEN = 0.5
+"""Heads serve all responses alike if the smallest |mu| of each head is at least this fraction of its largest."""
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
+"""Numbers of which at least one must be beyond random weights for a model to be structured."""
 
-LIMITS = {"support_leak": "leak", "theta_spread": "omega_spread"}
-"""Names of the limits of numbers whose limit has another name."""
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Statistics of the heads of one layer, or of its groups of equal heads."""
+
+    names: tuple[str, ...]
+    """Numbers of the heads; a group joins its numbers by "+"."""
+    blocks: Float[Tensor, "head d_x d_x"]
+    """QK x blocks."""
+    mu: Float[np.ndarray, "head d_y"]
+    qk_diagonal: Float[np.ndarray, " head"]
+    ov_last_entry: Float[np.ndarray, " head"]
+    share: Float[np.ndarray, " head"]
+    """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
+    """
+
+    @property
+    def task_leak(self) -> Float[np.ndarray, " head"]:
+        """Second largest |mu_n| of each head divided by the largest; 0 for one response."""
+        if self.mu.shape[1] == 1:
+            return np.zeros(len(self.mu))
+        second, first = np.sort(np.abs(self.mu), axis=1)[:, -2:].T
+        return second / np.where(first == 0, 1, first)
+
+    def where(self, mask: np.ndarray) -> "Heads":
+        """The heads that the mask selects."""
+        arrays = ("mu", "qk_diagonal", "ov_last_entry", "share")
+        return Heads(
+            names=tuple(name for name, chosen in zip(self.names, mask, strict=True) if chosen),
+            blocks=self.blocks[torch.from_numpy(mask)],
+            **{name: getattr(self, name)[mask] for name in arrays},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Idealised form of the QK x blocks of a model; leading axes, such as several models, are allowed."""
+
+    kind: str
+    """"scalar": omega_h I; "common": omega_h Omega; "diagonal": diag(omega_h); "matrix": unchanged.
+    """
+    matrix: Float[Tensor, "... d_x d_x"]
+    """Omega, with norm sqrt(d_x); I unless the kind is "common"."""
+    isotropy: float = np.nan
+    """Cosine between I and the matrix nearest to all active blocks."""
+    shared: float = np.nan
+    """Fraction of the active blocks' squared deviation from multiples of I that one matrix
+    explains."""
+    rotation: float = np.nan
+    """Largest rotation angle in degrees if Omega is a multiple of a rotation other than I, else
+    NaN."""
+
+    def omega(
+        self, blocks: Float[Tensor, "*models head d_x d_x"]
+    ) -> Float[Tensor, "*models head d_x"]:
+        """Factors of blocks, per coordinate."""
+        if self.kind != "common":
+            return blocks.diagonal(dim1=-2, dim2=-1)
+        d_x = blocks.shape[-1]
+        inner = (blocks * self.matrix).sum((-2, -1)) / d_x
+        return inner[..., None].expand(*inner.shape, d_x)
+
+    def fitted(
+        self, blocks: Float[Tensor, "*models head d_x d_x"]
+    ) -> Float[Tensor, "*models head d_x d_x"]:
+        """The idealised blocks."""
+        if self.kind == "matrix":
+            return blocks
+        omega = self.omega(blocks)
+        if self.kind == "diagonal":
+            return torch.diag_embed(omega)
+        return omega.mean(-1)[..., None, None] * self.matrix
+
+    def alignment(self, blocks: Float[Tensor, "head d_x d_x"]) -> Float[np.ndarray, " head"]:
+        """|Cosine| between each block and its idealised block; 0 for a zero block."""
+        whole, fitted = blocks.flatten(1).norm(dim=1), self.fitted(blocks).flatten(1).norm(dim=1)
+        return (fitted / whole.masked_fill(whole == 0, 1)).numpy()
+
+
+def common_matrix(
+    blocks: Float[Tensor, "*models head d_x d_x"], weight: Float[Tensor, "*models head"]
+) -> Float[Tensor, "*models d_x d_x"]:
+    """Matrix nearest to all blocks up to a factor per head, with Frobenius norm sqrt(d_x) and trace >= 0.
+
+    It is the first principal component of the blocks, each scaled to unit norm times its weight, and
+    I if all blocks are multiples of I.
+
+    Example:
+        >>> common_matrix(torch.stack([torch.eye(2), -3 * torch.eye(2)]), torch.ones(2)).abs().round(decimals=4)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    d_x = blocks.shape[-1]
+    flat = blocks.flatten(-2)
+    norms = flat.norm(dim=-1)
+    # Few heads, many entries: the small Gram matrix of the heads gives the component.
+    weighted = flat / norms.masked_fill(norms == 0, 1)[..., None] * weight[..., None]
+    _, vectors = torch.linalg.eigh(weighted @ weighted.mT)
+    component = (vectors[..., None, :, -1] @ weighted).squeeze(-2)
+    component = component * (d_x**0.5 / component.norm(dim=-1, keepdim=True).clamp_min(1e-300))
+    matrix = component.unflatten(-1, (d_x, d_x))
+    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.where(trace < 0, -1.0, 1.0)[..., None, None] * matrix
+
+
+def spread_over_heads(
+    sizes: Float[Tensor, "*models head"], mu: Float[Tensor, "*models head d_y"], *, serving: float
+) -> Float[Tensor, "*models"]:
+    """max/min - 1 of sizes over the heads that serve a response, the largest over responses.
+
+    Args:
+        serving: A head serves response n if |mu_n| exceeds this fraction of the head's largest
+            |mu|.
+    Example:
+        >>> sizes, mu = torch.tensor([1.0, 1.5, 9.0]), torch.tensor([[1.0, 0], [2.0, 0], [0, 1.0]])
+        >>> spread_over_heads(sizes, mu, serving=0.25).item()
+        0.5
+    """
+    serves = mu.abs() > serving * mu.abs().amax(-1, keepdim=True)
+    wide = sizes[..., None].expand_as(mu)
+    largest = wide.masked_fill(~serves, 0).amax(-2)
+    smallest = wide.masked_fill(~serves, torch.inf).amin(-2)
+    return (largest / smallest - 1).amax(-1)
+
+
+def equal_heads(
+    QK: Float[Tensor, "head d_x d_model"], *, tolerance: float
+) -> Int[np.ndarray, " head"]:
+    """Number of each head's group, from 0; heads of a group have equal QK circuits.
+
+    Such heads attend with one pattern, so their outputs add up or cancel as in a single head.
+
+    Args:
+        QK: The active rows, those of the query's x.
+        tolerance: Largest distance between two circuits of a group, relative to the larger norm.
+    Example:
+        >>> equal_heads(torch.tensor([[[1.0]], [[2.0]], [[1.0]]]), tolerance=0.05).tolist()
+        [0, 1, 0]
+    """
+    flat = QK.flatten(1)
+    norms = flat.norm(dim=1)
+    distance = torch.cdist(flat[None], flat[None], compute_mode="donot_use_mm_for_euclid_dist")[0]
+    near = (distance <= tolerance * torch.maximum(norms[:, None], norms)).numpy()
+    if near.sum() == len(near):
+        return np.arange(len(near))
+    from scipy.sparse.csgraph import connected_components  # slow import
+
+    _, groups = connected_components(near, directed=False)
+    return groups.astype(np.int64)
+
+
+def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
+    """Largest rotation angle in degrees of a multiple of a rotation; NaN for any other matrix, also
+    a reflection.
+
+    Example:
+        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]])))
+        90
+    """
+    left, sizes, right = np.linalg.svd(matrix)
+    if sizes[0] > (1 + SPREAD) * sizes[-1] or np.linalg.det(left @ right) < 0:
+        return float("nan")
+    return float(np.degrees(np.abs(np.angle(np.linalg.eigvals(left @ right))).max()))
+
+
+def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
+    """True if a matrix is (nearly) symmetric with eigenvalues of one sign, as a metric is.
+
+    Example:
+        >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        True
+    """
+    part = (matrix + matrix.T) / 2
+    eigenvalues = torch.linalg.eigvalsh(part)
+    return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
+
+
+def read_heads(
+    heads: Circuits, outputs: Float[Tensor, "batch head d_y"], *, tolerance: float | None = None
+) -> Heads:
+    """Statistics of every head, or of the groups of heads that are equal within a tolerance; OV
+    circuits and outputs are summed within a group."""
+    d_x, d_y = heads.omega.shape[1], heads.mu.shape[1]
+    QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
+    groups = np.arange(len(QK)) if tolerance is None else equal_heads(QK, tolerance=tolerance)
+    member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
+    size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
+    average = member * size / (member @ size)[:, None]
+    OV = torch.einsum("gh,hmn->gmn", member, each_OV)
+    mu = OV[:, -d_y:].diagonal(dim1=1, dim2=2)
+    blocks = torch.einsum("gh,hij->gij", average, QK[:, :, :d_x])
+    return Heads(
+        names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
+        blocks=blocks,
+        mu=mu.numpy(),
+        qk_diagonal=_part(blocks.diagonal(dim1=1, dim2=2), blocks),
+        ov_last_entry=_part(mu, OV),
+        share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
+    )
+
+
+def form_of(active: Heads, score: str, limits: Thresholds) -> Form:
+    """Form of the active groups of equal heads."""
+    blocks, d_y = active.blocks, active.mu.shape[1]
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device="cpu")
+    if not blocks.any():
+        return Form("scalar", identity)
+    matrix = common_matrix(blocks, torch.from_numpy(active.share))
+    isotropy = float(matrix.diagonal().mean())
+    kinds = ("scalar", identity), ("common", matrix)
+    off_identity, off_common = ((1 - Form(*kind).alignment(blocks) ** 2).sum() for kind in kinds)
+    shared = float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
+    if not is_normalised(score) or d_y > 1:
+        return Form("diagonal" if is_normalised(score) else "matrix", identity, isotropy, shared)
+    metric = is_definite(matrix)
+    if not metric:
+        # Unlike a metric, another matrix has no sign of its own: it is that of sum mu * omega.
+        factors = Form("common", matrix).omega(blocks)[:, 0].numpy()
+        matrix = -matrix if factors @ active.mu[:, 0] < 0 else matrix
+    angle = np.nan if metric else rotation_angle(matrix.numpy())
+    alone = len(blocks) == 1 and (metric or not np.isnan(angle))
+    if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
+        return Form("common", matrix, isotropy, shared, angle)
+    return Form("scalar", identity, isotropy, shared)
+
+
+def _part(part: Tensor, whole: Tensor) -> np.ndarray:
+    norm = whole.flatten(1).norm(dim=1)
+    return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Numbers over the active groups of equal heads; omega is the factor of a head on its form."""
+
+    omega_spread: float
+    """max/min - 1 over heads of |omega_mean|. With several responses it is that of the norm of
+    omega, over the heads that serve the same response."""
+    zero_sum: float
+    """|sum mu| / sum |mu|, the largest over responses."""
+    unserved: tuple[int, ...]
+    """Responses that no head serves: their sum of |mu|, relative to the largest, is below the limit
+    `share`."""
+    eta: Float[np.ndarray, " d_y"]
+    """Step size of the model, f'(0) sum mu * omega_mean; unit 1/x^2."""
+    eta_optimal: float
+    """Best debiased step size for the task, 1/(1 + (1 + s^2) d/L); NaN unless x is isotropic."""
+    theta: Float[np.ndarray, "d_y d_x"]
+    """Step size of response n along each coordinate, f'(0) sum mu_n diag(QK); unit 1/x^2."""
+    supports: tuple[tuple[int, ...], ...]
+    """Supports that the task states; otherwise the coordinates where theta_n exceeds half of its
+    maximum."""
+    support_leak: float
+    """Largest |theta_n| off the support divided by the mean on it; 0 for full supports."""
+    theta_spread: float
+    """max/min - 1 of theta_n on its support, the largest over responses."""
+    step: Float[Tensor, "d_y d_x d_x"]
+    """Matrix of the step, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+
+
+def scales_of(
+    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+) -> Scales:
+    """Numbers of the active groups of equal heads.
+
+    Source:
+        He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.5) and (5.7) (theta).
+    """
+    slope = score_derivative_at_zero(
+        weights.score, weights.score_slope, context_length=task.context_length
+    )
+    mu, fitted = groups.mu, form.fitted(groups.blocks)
+    omega = form.omega(groups.blocks).numpy()
+    means = omega.mean(1)
+    sizes = np.abs(means) if task.d_y == 1 else np.linalg.norm(omega, axis=1)
+    theta = slope * mu.T @ groups.blocks.diagonal(dim1=1, dim2=2).numpy()
+    large = theta > ON_SUPPORT * np.abs(theta).max(1, keepdims=True)
+    supports = task.supports or tuple(tuple(np.flatnonzero(row).tolist()) for row in large)
+    leak, theta_spread = _on_supports(theta, supports)
+    total = np.abs(mu).sum(0) if len(mu) else np.full(task.d_y, np.nan)
+    with np.errstate(invalid="ignore"):  # NaN if all mu are 0
+        zero_sum = np.abs(mu.sum(0)) / np.abs(mu).sum(0)
+    tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
+    spread = spread_over_heads(*tensors, serving=limits.leak) if len(sizes) else np.nan
+    return Scales(
+        omega_spread=float(spread),
+        zero_sum=float(zero_sum.max()),
+        unserved=tuple(np.flatnonzero(total <= limits.share * total.max()).tolist()),
+        eta=slope * means @ mu,
+        eta_optimal=_optimal_step(task),
+        theta=theta,
+        supports=supports,
+        support_leak=leak,
+        theta_spread=theta_spread,
+        step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
+    )
+
+
+def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tuple[float, float]:
+    """Leak of theta off its supports and spread on them; NaN for an empty support."""
+    leak, spread = 0.0, 0.0
+    for row, support in zip(theta, supports, strict=True):
+        on, off = row[list(support)], np.delete(row, list(support))
+        if not len(on) or on.min() <= 0:
+            return float("nan"), float("nan")
+        leak = max(leak, float(np.abs(off).max(initial=0) / on.mean()))
+        spread = max(spread, float(np.ptp(on) / on.min()))
+    return leak, spread
+
+
+def _optimal_step(task: TaskConfig) -> float:
+    if task.covariance.kind != "identity" or task.supports is not None:
+        return float("nan")
+    ratio = task.noise_var / task.signal_var
+    step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
+    return step / task.covariance.scale
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """Agreement of a substitute's predictions with those of the model."""
+
+    r2: float
+    """1 - E|model - substitute|^2 / E|model|^2, over prompts and responses."""
+    r2_sem: float
+    rms: float
+    """Root of the mean square of model - substitute, unit y."""
+    rms_sem: float
+
+
+def faithfulness(
+    prediction: Float[Tensor, "batch d_y"], substitute: Float[Tensor, "batch d_y"]
+) -> Faithfulness:
+    """R^2 and error of a substitute's predictions, with standard errors over prompts.
+
+    Example:
+        >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
+        1.0
+    """
+    loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
+    rms = loss**0.5
+    return Faithfulness(r2, r2_sem, rms, sem / (2 * rms) if rms else 0.0)
+
+
+def idealised(
+    weights: AttentionWeights,
+    x_blocks: Float[Tensor, "head d_x d_x"],
+    mu: Float[Tensor, "head d_y"],
+) -> AttentionWeights:
+    """Heads that compare x with x by `x_blocks` and read y_n into prediction n by `mu`, and nothing
+    else."""
+    d_x, d_y = weights.d_x, weights.d_y
+    return from_circuits(
+        torch.nn.functional.pad(x_blocks, (0, d_y, 0, d_y)),
+        torch.nn.functional.pad(torch.diag_embed(mu), (0, 0, d_x, 0)),
+        score=weights.score,
+        score_slope=weights.score_slope,
+        attend_to_self=weights.attend_to_self,
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +457,32 @@ class Evidence:
 def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
     """Label of each head; for a head that fits no pattern, also the number that decided."""
     return [_head_label(heads, form, head, limits) for head in range(len(heads.share))]
+
+
+def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tuple[str, str]:
+    if heads.share[head] <= limits.share:
+        return "dummy", ""
+    blocks = heads.blocks[head : head + 1]
+    name, aligned = "qk_diagonal", heads.qk_diagonal[head]
+    if form.kind == "common":
+        name, aligned = "alignment", form.alignment(blocks)[0]
+    if aligned < limits.qk_diagonal:
+        return "unstructured", f"{name} is {aligned:.3f}, below the limit {limits.qk_diagonal:g}"
+    if (reads_y := heads.ov_last_entry[head]) < limits.ov_last_entry:
+        why = f"ov_last_entry is {reads_y:.3f}, below the limit {limits.ov_last_entry:g}"
+        return "unstructured", why
+    omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
+    for label, values in (("omega", omega), ("mu", mu)):
+        if len(_signs(values, limits.leak)) > 1:
+            return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
+    signs = _signs(omega, limits.leak)
+    if signs != _signs(mu, limits.leak):
+        return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
+    return ("positive" if signs == {1} else "negative"), ""
+
+
+def _signs(values: np.ndarray, fraction: float) -> set[int]:
+    return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
 
 
 def model_label(
@@ -89,92 +518,38 @@ def model_label(
         if why:
             explained = f"idealised heads explain R² = {evidence.substitution.r2:.4f}"
             return "undetermined", f"head {name} is {label}: {why}; {explained}"
-    too_large = _above(evidence, limits, "omega_spread", "zero_sum")
-    if too_large:
+    scales = evidence.scales
+    if too_large := _above(scales, omega_spread=limits.omega_spread, zero_sum=limits.zero_sum):
         return "undetermined", too_large
     return _if_explained(*_one_task(evidence), evidence, limits)
-
-
-def agreed_label(
-    patterns: Sequence[str],
-    reason: str,
-    readings: Sequence[Reading],
-    step: torch.Tensor | None = None,
-) -> tuple[str, str]:
-    """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
-    decides.
-
-    Args:
-        patterns: Labels of the remaining readings, in their order.
-        reason: Reason of the first label.
-        step: Matrix of the step under the first reading, for linear heads.
-    """
-    possible = [reading for reading in readings if reading.stands]
-    if not readings[0].predicts:
-        off = "" if step is None else f"; {_off_identity(step)}"
-        return "undetermined", not_understood(readings) + off
-    if len(set(patterns)) == 1:
-        return patterns[0], reason + _of_one_score(patterns[0], possible)
-    labelled = list(zip(patterns, possible, strict=True))
-    best = {pattern: reading for pattern, reading in reversed(labelled)}
-    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
-    options = " and ".join(map(option, _deciding(labelled)))
-    return (
-        "undetermined",
-        f"the file does not state {options}, which decides the label: {named} (loss / loss of predicting 0)",
-    )
-
-
-def _of_one_score(pattern: str, possible: Sequence[Reading]) -> str:
-    """Addition to a reason without a label if several scores remain: the score that the reason is
-    about."""
-    first, *others = dict.fromkeys(each.said.get("score") for each in possible)
-    if pattern != "undetermined" or not others:
-        return ""
-    return f" with score {first}; undetermined with {' and '.join(map(str, others))} too; state --score"
-
-
-def _deciding(labelled: Sequence[tuple[str, Reading]]) -> list[str]:
-    """Settings in which readings with different labels differ; a setting that differs alone is
-    preferred."""
-    differing = [
-        {name for name, _ in one.said.items() ^ other.said.items()}
-        for (label, one), (another, other) in combinations(labelled, 2)
-        if label != another
-    ]
-    alone = [names for names in differing if len(names) == 1]
-    return sorted(set.union(*(alone or differing)))
-
-
-def _off_identity(M: torch.Tensor) -> str:
-    """Fraction of the matrix of a step, by norm, that is not a multiple of the identity, as text."""
-    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
-    return f"{float(rest.norm() / M.norm()):.0%} of its matrix is not a multiple of the identity"
 
 
 def _linear(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
     """Label of linear heads: a step by some matrix, named only if the step has learned the task."""
     used, task_p = evidence.components, evidence.p_values["task_r2"]
+    step = "one preconditioned step"
     if used is not None and used.learned.max() <= LEARNED:
         why = f"its step has learned at most {used.learned.max():.2g} of any component (limit {LEARNED:g})"
         return "undetermined", f"linear attention; {why}"
-    pattern, sentence = _if_explained("linear_gd", _linear_sentence(evidence), evidence, limits)
+    if used is not None and used.n_components is not None:
+        step += f" on {used.n_components} of {len(used.learned)} components"
+    sentence = f"linear attention; {step} explains R² = {evidence.learner.r2:.4f}"
+    if used is not None and used.n_components is None:
+        sentence += (
+            f"; entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y², "
+            f"and {off_identity(evidence.scales.step[0])}"
+        )
+    pattern, sentence = _if_explained("linear_gd", sentence, evidence, limits)
     if pattern == "linear_gd" and not task_p <= limits.p_value:
         chance = f"random weights do the task as well: task_r2 p = {task_p:.2g}"
         return "undetermined", f"{sentence}; {chance}"
     return pattern, sentence
 
 
-def _linear_sentence(evidence: Evidence) -> str:
-    used, explained = evidence.components, f"explains R² = {evidence.learner.r2:.4f}"
-    if used is None:
-        return f"linear attention; one preconditioned step {explained}"
-    if used.n_components is None:
-        off = f"entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y²"
-        matrix = _off_identity(evidence.scales.step[0])
-        return f"linear attention; one preconditioned step {explained}; {off}, and {matrix}"
-    count = f"{used.n_components} of {len(used.learned)} components"
-    return f"linear attention; one preconditioned step on {count} {explained}"
+def off_identity(M: Float[Tensor, "d_x d_x"]) -> str:
+    """Fraction of the matrix of a step, by norm, that is not a multiple of the identity, as text."""
+    rest = M - M.diagonal().mean() * torch.eye(len(M), dtype=M.dtype, device=M.device)
+    return f"{float(rest.norm() / M.norm()):.0%} of its matrix is not a multiple of the identity"
 
 
 def _one_task(evidence: Evidence) -> tuple[str, str]:
@@ -198,25 +573,24 @@ def _several_tasks(
     active = heads.where(np.array([label != "dummy" for label, _ in labelled]))
     sizes, leak = np.abs(active.mu), active.task_leak.max()
     smallest = (sizes.min(1) / sizes.max(1)).min()
-    too_large = _above(evidence, limits, "zero_sum")
-    if too_large:
+    if too_large := _above(evidence.scales, zero_sum=limits.zero_sum):
         return "undetermined", too_large
-    uneven = _above(evidence, limits, "omega_spread")
+    uneven = _above(evidence.scales, omega_spread=limits.omega_spread)
     clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
     explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
     if clean and leak <= limits.leak and not uneven:
         sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
         return _if_explained("task_heads", sentence, evidence, limits)
-    if clean and smallest >= 0.5 and not uneven:
+    if clean and smallest >= EVEN and not uneven:
         full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
         even = full and evidence.scales.theta_spread <= limits.equal
         pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
         sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
         return _if_explained(pattern, sentence, evidence, limits)
-    if clean and uneven and (leak <= limits.leak or smallest >= 0.5):
+    if clean and uneven and (leak <= limits.leak or smallest >= EVEN):
         return "undetermined", uneven
-    too_large = _above(evidence, limits, "support_leak", "theta_spread")
-    if too_large:
+    on_supports = {"support_leak": limits.leak, "theta_spread": limits.omega_spread}
+    if too_large := _above(evidence.scales, **on_supports):
         return "undetermined", f"heads serve several responses and {too_large}"
     odd = [
         f"; head {name} is {label}"
@@ -228,10 +602,10 @@ def _several_tasks(
     return _if_explained("superposition", sentence, evidence, limits)
 
 
-def _above(evidence: Evidence, limits: Thresholds, *names: str) -> str:
+def _above(scales: Scales, **limits: float) -> str:
     """Sentence about the first of these numbers that exceeds its limit; empty if none does."""
-    for name in names:
-        value, limit = getattr(evidence.scales, name), getattr(limits, LIMITS.get(name, name))
+    for name, limit in limits.items():
+        value = getattr(scales, name)
         if np.isnan(value):
             return f"{name} is not defined"
         if value > limit:
@@ -257,30 +631,3 @@ def _if_explained(
         explained = f"idealised heads explain R² = {r2:.3f}, below the limit {1 - limits.equal:g}"
         return "undetermined", f"{why}, and {explained}"
     return pattern, sentence
-
-
-def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tuple[str, str]:
-    if heads.share[head] <= limits.share:
-        return "dummy", ""
-    blocks = heads.blocks[head : head + 1]
-    name = "qk_diagonal" if form.kind in ("scalar", "diagonal", "matrix") else "alignment"
-    aligned = heads.qk_diagonal[head] if name == "qk_diagonal" else form.alignment(blocks)[0]
-    last_entry = heads.ov_last_entry[head]
-    for label, value, limit in (
-        (name, aligned, limits.qk_diagonal),
-        ("ov_last_entry", last_entry, limits.ov_last_entry),
-    ):
-        if value < limit:
-            return "unstructured", f"{label} is {value:.3f}, below the limit {limit:g}"
-    omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
-    for label, values in (("omega", omega), ("mu", mu)):
-        if len(_signs(values, limits.leak)) > 1:
-            return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
-    signs = _signs(omega, limits.leak)
-    if signs != _signs(mu, limits.leak):
-        return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
-    return ("positive" if signs == {1} else "negative"), ""
-
-
-def _signs(values: np.ndarray, fraction: float) -> set[int]:
-    return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}

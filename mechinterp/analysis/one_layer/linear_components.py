@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.one_layer.head_statistics import Thresholds
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -23,9 +22,12 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.task import task_for
 from mechinterp.models.weights import Weights, why_no_circuits
 from mechinterp.theory.linear import Modes, modes
+from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.linear.trainer import task_moments
 
 REPEATED = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
+EQUAL = 0.05
+"""Relative difference below which two things count as equal: the default of `Thresholds.equal`."""
 LEARNED = 0.5
 """A direction counts as used if its learned part exceeds this."""
 
@@ -46,7 +48,7 @@ class Components:
 
 
 def components(
-    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = Thresholds().equal
+    M: Float[np.ndarray, "d_x d_x"], task: TaskConfig, *, limit: float = EQUAL
 ) -> Components:
     """Components of the step y_hat = b^T M x_query, b = (1/L) sum_l y_l x_l.
 
@@ -64,23 +66,18 @@ def components(
         1
     """
     moments = task_moments(task)
-    aligned = _aligned(modes(moments), M)
-    learned = aligned.learned(M)
-    along = (aligned.vectors * learned * aligned.targets) @ aligned.vectors.T
-    off = float(moments.squared_norm(M - along)) / moments.yy
-    count = int((learned > LEARNED).sum()) if off <= limit else None
-    return Components(learned=learned, off_diagonal=off, n_components=count)
-
-
-def _aligned(given: Modes, M: np.ndarray) -> Modes:
-    """Modes whose eigenvectors diagonalise the symmetric part of M within each eigenspace."""
+    given = modes(moments)
     vectors = given.vectors.copy()
     gaps = -np.diff(given.rates) > REPEATED * given.rates[0]
     for space in np.split(np.arange(len(given.rates)), 1 + np.flatnonzero(gaps)):
         basis = vectors[:, space]
         block = basis.T @ M @ basis
         vectors[:, space] = basis @ np.linalg.eigh((block + block.T) / 2)[1][:, ::-1]
-    return Modes(given.variance, given.rates, given.targets, vectors)
+    learned = Modes(given.variance, given.rates, given.targets, vectors).learned(M)
+    along = (vectors * learned * given.targets) @ vectors.T
+    off = float(moments.squared_norm(M - along)) / moments.yy
+    count = int((learned > LEARNED).sum()) if off <= limit else None
+    return Components(learned=learned, off_diagonal=off, n_components=count)
 
 
 UNDER_WAY = (0.1, 0.9)
@@ -199,38 +196,40 @@ def linear_components(source: Source) -> LinearComponents:
             got = why_no_circuits(weights.model) or f"score {weights.model.score}"
         raise ValueError(f"linear_components needs one layer of linear attention, got {got}.")
     task = task_for(source, None, "linear_components")
-    directions = modes(task_moments(task))
-    value, U, key, query = _in_eigenbasis(weights, directions)
-    M = np.einsum("h,hij->ij", value, U)
-    used = components(directions.vectors @ M @ directions.vectors.T, task)
+    directions, heads = modes(task_moments(task)), heads_of_linear(weights)
+    basis = directions.vectors
+    if isinstance(heads, MergedHeads):
+        U, rank, key, query = heads.U, task.d_x, None, None
+    else:
+        U, rank = np.einsum("hri,hrj->hij", heads.K, heads.Q), heads.K.shape[1]
+        key, query = (rows @ basis for rows in (heads.K, heads.Q))
+        # A rotation of the rows of a head changes nothing: with several rows only norms are shown.
+        norms = (np.linalg.norm(rows, axis=1) for rows in (key, query))
+        key, query = (key[:, 0], query[:, 0]) if rank == 1 else norms
+    U = basis.T @ U @ basis
+    M = np.einsum("h,hij->ij", heads.v, U)
+    used = components(basis @ M @ basis.T, task)
     covariance = covariance_matrix(task.covariance, task.d_x)
-    merged = weights.model.merged_qk
     return LinearComponents(
         learned=np.diag(M) / directions.targets,
-        held=np.einsum("h,hdd->hd", value, U) / directions.targets,
-        value=value,
-        key=None if merged else key,
-        query=None if merged else query,
-        rank=task.d_x if merged else weights.W_Q.shape[-1],
+        held=np.einsum("h,hdd->hd", heads.v, U) / directions.targets,
+        value=heads.v,
+        key=key,
+        query=query,
+        rank=rank,
         n_components=used.n_components,
         off_diagonal=used.off_diagonal,
-        eigenvalues=np.einsum("id,ij,jd->d", directions.vectors, covariance, directions.vectors),
+        eigenvalues=np.einsum("id,ij,jd->d", basis, covariance, basis),
         levels=directions.levels,
     )
 
 
-def _in_eigenbasis(
-    named: Weights, directions: Modes
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """v, U, K and Q of every head, with the vectors of U, K and Q in the eigenbasis."""
-    weights, d_x, basis = named.circuits.to(torch.float64), named.d_x, directions.vectors
-    factor = weights.scale * weights.score_slope
-    key = basis.T @ weights.W_K[:, :d_x].numpy(force=True)  # [head, mode, rank]
-    query = factor * basis.T @ weights.W_Q[:, :d_x].numpy(force=True)
-    return weights.mu[:, 0].numpy(force=True), key @ query.swapaxes(1, 2), _flat(key), _flat(query)
-
-
-def _flat(vectors: Float[np.ndarray, "head mode rank"]) -> Float[np.ndarray, "head mode"]:
-    """Vector of a head of rank one; for other heads the norm, as a rotation of the rows changes
-    nothing."""
-    return vectors[:, :, 0] if vectors.shape[2] == 1 else np.linalg.norm(vectors, axis=2)
+def heads_of_linear(weights: Weights) -> Heads:
+    """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
+    named = weights.circuits.to(torch.float64)
+    d_x, factor = weights.d_x, named.scale * named.score_slope
+    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
+    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
+    if named.merged_qk:
+        return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
+    return SeparateHeads(v=value, K=key, Q=query)

@@ -1,6 +1,5 @@
 """Null distribution of each statistic of the classifier under random initialisation."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -10,18 +9,17 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.head_statistics import (
+from mechinterp.analysis.one_layer.label_rules import (
     Form,
     Thresholds,
     common_matrix,
     idealised,
     spread_over_heads,
 )
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
 from mechinterp.models.scores import is_normalised
-from mechinterp.models.weights import model_of_layer
 from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
@@ -49,20 +47,15 @@ class Null:
         extreme = below if name in SMALL_IS_STRUCTURE else above
         return float("nan") if np.isnan(value) else float((extreme + 1) / (len(values) + 1))
 
-    def p_values(self, **values: float) -> dict[str, float]:
-        """The fraction for each number, by its name."""
-        return {name: self.p_value(name, value) for name, value in values.items()}
-
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
         """5% and 95% quantiles over the random models (or heads), by the name of the number."""
-        known = {name: values[~np.isnan(values)] for name, values in self.values.items()}
-        nothing = np.full(1, np.nan)
-        ends = {
-            name: np.quantile(values if len(values) else nothing, MIDDLE, method="nearest")
-            for name, values in known.items()
-        }
-        return {name: (float(low), float(high)) for name, (low, high) in ends.items()}
+        ranges = {}
+        for name, values in self.values.items():
+            known = values[~np.isnan(values)] if not np.isnan(values).all() else values
+            low, high = np.quantile(known, MIDDLE, method="nearest")
+            ranges[name] = float(low), float(high)
+        return ranges
 
 
 @lru_cache(maxsize=64)
@@ -94,15 +87,17 @@ def _statistics(
     if bare:
         weights = stripped(weights)
     blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
-    common = common_matrix(blocks, torch.ones(n_models, n_heads, dtype=torch.float64, device="cpu"))
-    sizes = {"common": common.scale.abs(), "diagonal": weights.omega.norm(dim=1)}.get(
-        form, weights.omega.mean(1).abs()
-    )
-    sizes = sizes.view(n_models, n_heads)
+    matrix = torch.eye(task.d_x, dtype=torch.float64, device="cpu")
+    if form == "common":
+        matrix = common_matrix(blocks, torch.ones_like(blocks[:, :, 0, 0]))[:, None]
+    ideal = Form(form, matrix)
+    omega = ideal.omega(blocks)
+    sizes = omega.norm(dim=2) if form == "diagonal" else omega.mean(2).abs()
     mu = weights.mu.view(n_models, n_heads, task.d_y)
     diagonal = weights.qk_diagonal.view(n_models, n_heads)
     last_entry = weights.ov_last_entry.view(n_models, n_heads)
-    r2, task_r2, share = _outputs(weights, task, n_heads, form)
+    substitutes = idealised(weights, ideal.fitted(blocks).flatten(0, 1), weights.mu)
+    r2, task_r2, share = _outputs(weights, substitutes, task, n_heads)
     return {
         "share": share,
         "omega_mean": weights.omega.mean(1),
@@ -118,10 +113,19 @@ def _statistics(
     }
 
 
-def random_shape(weights: AttentionWeights) -> ModelConfig:
-    """Architecture of the random models that the heads are compared with."""
-    model = model_of_layer(weights)
-    return replace(model, d_head=weights.W_Q.shape[2], biases=False, merged_qk=False)
+@lru_cache(maxsize=64)
+def random_shape(
+    n_heads: int, d_head: int, score: str, score_slope: float, attend_to_self: bool
+) -> ModelConfig:
+    """Architecture of the random models that the heads are compared with: separate heads without biases."""
+    return ModelConfig(
+        n_heads=n_heads,
+        d_head=d_head,
+        score=score,
+        score_slope=score_slope,
+        attend_to_self=attend_to_self,
+        context_only=score not in SCORES,
+    )
 
 
 def is_bare(weights: AttentionWeights) -> bool:
@@ -145,28 +149,13 @@ def stripped(weights: AttentionWeights) -> AttentionWeights:
     return weights.with_tensors(tensors)
 
 
-def x_blocks(weights: AttentionWeights, n_heads: int, form: str) -> Tensor:
-    """Idealised QK x blocks of models with n_heads heads each, [head, d_x, d_x]."""
-    d_x = weights.d_x
-    blocks = weights.QK[:, :d_x, :d_x]
-    if form != "common":
-        identity = torch.eye(d_x, dtype=blocks.dtype, device="cpu")
-        return Form(form, identity, math.nan, math.nan, math.nan).fitted(blocks)
-    grouped = blocks.unflatten(0, (-1, n_heads))
-    common = common_matrix(
-        grouped, torch.ones(grouped.shape[:2], dtype=grouped.dtype, device="cpu")
-    )
-    return (common.scale[..., None, None] * common.matrix[:, None]).flatten(0, 1)
-
-
 def _outputs(
-    weights: AttentionWeights, task: TaskConfig, n_heads: int, form: str
+    weights: AttentionWeights, ideal: AttentionWeights, task: TaskConfig, n_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R^2 of the idealised models, R^2 on the task, and shares of the heads; a few models at a
     time, in float32."""
     prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
-    ideal = idealised(weights, x_blocks(weights, n_heads, form), weights.mu).to(torch.float32)
-    weights = weights.to(torch.float32)
+    weights, ideal = weights.to(torch.float32), ideal.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
     target = prompts.y_query[:, None]
     kept, solved, shares = [], [], []

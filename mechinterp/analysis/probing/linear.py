@@ -1,8 +1,8 @@
-"""Linear probes of the stream after each layer, cross-validated, with random labels as a control."""
+"""Linear probes of the stream after each layer: ridge regressions with held-out scores, and targets of other
+prompts as a control."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -66,6 +68,68 @@ class LayerProbes(Result):
             x_title="layers run",
             y_title="excess risk (y²)",
             log_y=True,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Probing(Result):
+    """Probes of the stream after each layer, for several targets."""
+
+    probes: Mapping[str, LayerProbes]
+    """Probes by target: the response, then possible outputs of a first layer."""
+
+    def __repr__(self) -> str:
+        r2 = [
+            f"{name} {' '.join(map(cell, probes.r2[:, -1]))} (control {cell(probes.control_r2[:, -1].max())})"
+            for name, probes in list(self.probes.items())[1:]
+        ]
+        return f"Probing({self.probes['response']!r}; R² of {', '.join(r2)})"
+
+    @property
+    def target(self) -> tuple[str, ...]:
+        """Target of a probe: the response; x reweighted, times the context's correlations with y
+        (Algorithm 1); x preconditioned, (S - 1) x with the context's covariance S."""
+        return tuple(self.probes)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per target, layer and position."""
+        frames = {name: each.to_frame() for name, each in self.probes.items()}
+        return pd.concat(frames, names=["target"]).reset_index("target").reset_index(drop=True)
+
+    def tables(self) -> dict[str, Table]:
+        """One table per target."""
+        title = "Read from the stream at the query; control r2: probe fitted to targets of other prompts"
+        return {"probes": Table(self.to_frame(), title, per="target", quiet=("pos", "penalty"))}
+
+    def figures(self) -> dict[str, go.Figure]:
+        """R² of all probes, and the excess risk of the probe of the response."""
+        return {"probe_r2": self.plot_r2(), "probe_risk": self.plot()}
+
+    def to_document(self) -> dict:
+        """Rows of the response, and rows of the other targets."""
+        frame = self.to_frame()
+        return {
+            "response": records(self.probes["response"].to_frame()),
+            "structure": records(frame[frame["target"] != "response"]),
+        }
+
+    def plot(self) -> go.Figure:
+        """Excess risk of the probe of the response after each layer."""
+        return self.probes["response"].plot()
+
+    def plot_r2(self) -> go.Figure:
+        """R² of each probe after each layer, with its control."""
+        return figures.lines(
+            np.arange(len(self.probes["response"].risk)),
+            {
+                f"{name}{of}": (getattr(each, r2)[:, -1], getattr(each, f"{r2}_sem")[:, -1])
+                for name, each in self.probes.items()
+                for r2, of in (("r2", ""), ("control_r2", ", control"))
+            },
+            title="R² of linear probes of the stream at the query",
+            x_title="layers run",
+            y_title="R²",
+            zero_line=True,
         )
 
 
@@ -148,23 +212,82 @@ def probe_layers(
     prompts = evaluation_prompts(
         source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
     )
-    fitted, scored = (tensor.double().numpy(force=True) for tensor in target(prompts))
-    n_pos = fitted.shape[1]
-    places = _places(positions, n_pos)
-    if set(places) != {n_pos - 1}:
-        _require_own_positions(predictor_of(source), prompts, n_pos)
-    layers = streams(source, prompts, heads=heads, positions=[place - n_pos for place in places])
-    dealt = np.random.default_rng(0).permutation(len(prompts))
+    noisy, clean = (tensor.double().numpy(force=True) for tensor in target(prompts))
+    places = _places(predictor_of(source), prompts, positions, noisy.shape[1])
+    layers = streams(source, prompts, heads=heads, positions=[p - noisy.shape[1] for p in places])
+    shuffled = np.random.default_rng(0).permutation(len(prompts))
     columns = []
     for layer in progress(range(len(layers)), "probing layers"):
         for column, place in enumerate(places):
-            noisy, clean = fitted[:, place], scored[:, place]
-            own, control = cross_validated(layers[layer, :, column], noisy, noisy[dealt])
-            controlled = control.scores(clean[dealt])[2:]
-            columns.append([*own.scores(clean), *controlled, own.penalty])
+            fitted, scored = noisy[:, place], clean[:, place]
+            features = layers[layer, :, column]
+            own, control = cross_validated(features, fitted, fitted[shuffled])
+            control_r2 = control.scores(scored[shuffled])[2:]
+            columns.append([*own.scores(scored), *control_r2, own.penalty])
     shape = (len(layers), len(places))
     arrays = [np.array(values).reshape(shape) for values in zip(*columns, strict=True)]
     return LayerProbes(tuple(places), *arrays)
+
+
+def _places(
+    predictor: Predictor, prompts: Prompts, positions: Sequence[int], n_pos: int
+) -> list[int]:
+    """Positions from 0; refused if the model has other positions than the target and one is not the query's."""
+    for position in positions:
+        if not -n_pos <= position < n_pos:
+            raise ValueError(f"positions must lie in 0 to {n_pos - 1}, got {position}.")
+    places = [position % n_pos for position in positions]
+    if set(places) != {n_pos - 1}:
+        layers = range(predictor.n_layers + 1)
+        lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
+        if lengths != {n_pos}:
+            got = ", ".join(map(str, sorted(lengths)))
+            raise ValueError(
+                f"Only position -1, the query's, can be probed: the model must have {n_pos} positions like the "
+                f"target, got {got}."
+            )
+    return places
+
+
+def probe(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = no_progress,
+) -> Probing:
+    """Linear probes of the response and of possible outputs of a first layer, after each layer.
+
+    Probes are ridge regressions on the stream at the query. Each is fitted to four fifths of the
+    prompts and scored on the other fifth, for several penalties, of which the best is used. R² is 1
+    minus squared error / mean square of the target without noise. A control is fitted to the
+    targets of other prompts: it shows what a probe finds by chance.
+
+    Args:
+        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
+            stream need more.
+        progress: Optional progress callback.
+    Raises:
+        ValueError: If there are too few prompts for the features.
+    See also:
+        `probe_layers`, `p_probe`.
+    Example:
+        >>> from mechinterp import load
+        >>> probe(load("checkpoints/softmax-h2-s0"), n_prompts=64).target
+        ('response', 'reweighted x', 'preconditioned x')
+    """
+    prompts = evaluation_prompts(
+        source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
+    )
+    targets = {"response": responses, **STRUCTURES}
+    return Probing(
+        {
+            name: probe_layers(source, prompts, target=target, progress=progress)
+            for name, target in targets.items()
+        }
+    )
 
 
 def streams(
@@ -238,108 +361,56 @@ class HeldOut:
 
 
 def cross_validated(
-    features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt target"]
-) -> list[HeldOut]:
-    """Cross-validated ridge predictions of each target: each fifth of the prompts is predicted from
-    the other four.
-
-    Raises:
-        ValueError: If four fifths of the prompts are not more than the features.
-    """
-    n_prompts, n_features = features.shape
-    fitted = n_prompts - -(-n_prompts // FOLDS)
-    if fitted <= n_features:
-        raise ValueError(
-            f"A probe of {n_features} features needs more prompts than features for its fit; four fifths of "
-            f"{n_prompts} prompts are {fitted}."
-        )
-    return by_folds(features, *targets)
-
-
-def by_folds(
     features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt _"]
 ) -> list[HeldOut]:
-    """Cross-validated ridge predictions for any number of prompts; with fewer prompts than
-    features, a large penalty wins."""
+    """Ridge predictions of each target: each fifth of the prompts is predicted from the other four.
+
+    With fewer prompts than features, a large penalty wins.
+    """
     fold_of, together = np.arange(len(features)) % FOLDS, np.hstack(targets)
     predictions = np.zeros((len(PENALTIES), *together.shape))
     for fold in range(FOLDS):
         seen, unseen = fold_of != fold, fold_of == fold
         for row, weights in enumerate(fit_ridge(features[seen], together[seen])):
-            predictions[row, unseen] = affine(features[unseen], weights)
-    root_of, ends = _roots(features), np.cumsum([target.shape[1] for target in targets])
-    held_out = []
+            predictions[row, unseen] = features[unseen] @ weights[:-1] + weights[-1]
+    centred = features - features.mean(0)
+    values, vectors, size = _decomposed(centred)
+    ends, held_out = np.cumsum([target.shape[1] for target in targets]), []
     for target, predicted in zip(targets, np.split(predictions, ends[:-1], axis=2), strict=True):
         best = int(np.square(predicted - target).mean((1, 2)).argmin())
-        held_out.append(
-            HeldOut(predicted[best], target, PENALTIES[best], *root_of(PENALTIES[best]))
-        )
+        sizes = values + PENALTIES[best] * size
+        freedom = float(np.square(values / sizes).sum())
+        root = centred @ vectors / np.sqrt(sizes)
+        held_out.append(HeldOut(predicted[best], target, PENALTIES[best], root, freedom))
     return held_out
 
 
-def _roots(
-    features: Float[np.ndarray, "prompt feature"],
-) -> Callable[[float], tuple[Float[np.ndarray, "prompt feature"], float]]:
-    """Function from a penalty to the root U of the hat matrix U U^T of the ridge regression, and
-    its degrees of freedom."""
-    centred = features - features.mean(0)
-    values, vectors = np.linalg.eigh(centred.T @ centred)
-    rotated, size = centred @ vectors, max(values.mean(), np.finfo(float).tiny)
-
-    @cache
-    def root_of(penalty: float) -> tuple[Float[np.ndarray, "prompt feature"], float]:
-        held = values.clip(min=0) + penalty * size
-        return rotated / np.sqrt(held), float(np.square(values / held).sum())
-
-    return root_of
-
-
-def affine(
-    features: Float[np.ndarray, "*axes feature"],
-    weights: Float[np.ndarray, "feature_and_one target"],
-) -> Float[np.ndarray, "*axes target"]:
-    """features W + b, with b the last row of the weights."""
-    return features @ weights[:-1] + weights[-1]
-
-
 def fit_ridge(
-    features: Float[np.ndarray, "row feature"],
-    targets: Float[np.ndarray, "row target"],
-    penalties: Sequence[float] = PENALTIES,
+    features: Float[np.ndarray, "row feature"], targets: Float[np.ndarray, "row target"]
 ) -> list[Float[np.ndarray, "feature_and_one target"]]:
-    """Weights for each penalty, with the constant in the last row; penalties are in units of the
-    features' mean square.
+    """Weights for each of `PENALTIES`, with the constant in the last row; penalties are in units of
+    the features' mean square.
 
     Example:
         >>> x = np.array([[0.0], [1.0], [2.0]])
-        >>> fit_ridge(x, 3 * x + 1, [1e-12])[0].round(6).tolist()
+        >>> fit_ridge(x, 3 * x + 1)[0].round(6).tolist()
         [[3.0], [1.0]]
     """
     centre, level = features.mean(0), targets.mean(0)
     # One decomposition serves all penalties.
-    values, vectors = np.linalg.eigh((features - centre).T @ (features - centre))
+    values, vectors, size = _decomposed(features - centre)
     moments = vectors.T @ ((features - centre).T @ (targets - level))
-    size = max(values.mean(), np.finfo(float).tiny)
     fits = []
-    for penalty in penalties:
-        weights = vectors @ (moments / (values.clip(min=0) + penalty * size)[:, None])
+    for penalty in PENALTIES:
+        weights = vectors @ (moments / (values + penalty * size)[:, None])
         fits.append(np.vstack([weights, level - centre @ weights]))
     return fits
 
 
-def _places(positions: Sequence[int], n_pos: int) -> list[int]:
-    for position in positions:
-        if not -n_pos <= position < n_pos:
-            raise ValueError(f"positions must lie in 0 to {n_pos - 1}, got {position}.")
-    return [position % n_pos for position in positions]
-
-
-def _require_own_positions(predictor: Predictor, prompts: Prompts, n_pos: int) -> None:
-    layers = range(predictor.n_layers + 1)
-    lengths = {predictor.stream(prompts[:1], layer).shape[1] for layer in layers}
-    if lengths != {n_pos}:
-        got = ", ".join(map(str, sorted(lengths)))
-        raise ValueError(
-            f"Only position -1, the query's, can be probed: the model must have {n_pos} positions like the target, "
-            f"got {got}."
-        )
+def _decomposed(
+    centred: Float[np.ndarray, "row feature"],
+) -> tuple[Float[np.ndarray, " feature"], Float[np.ndarray, "feature feature"], float]:
+    """Eigenvalues and eigenvectors of the Gram matrix of centred features, and the mean eigenvalue,
+    the unit of penalties."""
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    return values.clip(min=0), vectors, max(float(values.mean()), np.finfo(float).tiny)

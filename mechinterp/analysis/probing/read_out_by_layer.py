@@ -1,7 +1,6 @@
 """Linear read-outs of the stream at the query after each layer and each head (the logit lens for
 regression)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import cell
-from mechinterp.analysis.probing.linear import by_folds
+from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskLike
@@ -86,18 +84,6 @@ class ReadOutByLayer(Result):
         fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
         own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
         return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
-
-    def sentences(self) -> list[str]:
-        """R² of y for both read-outs, after each layer."""
-        whole = self.head < 0
-        sentences = [
-            f"R² of y by a fitted linear read-out of the stream at the query, before the first and after each of "
-            f"{whole.sum() - 1} layers: {', '.join(map(cell, self.fitted_r2[0, whole]))}."
-        ]
-        own = self.own_r2[0, whole]
-        if np.isfinite(own).any():
-            sentences.append(f"R² of y by the model's own read-out: {', '.join(map(cell, own))}.")
-        return sentences
 
     def tables(self) -> dict[str, Table]:
         """All places, one table per target."""
@@ -180,15 +166,17 @@ def read_out_by_layer(
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
     law, width = task_for(predictor, task, "read_out_by_layer", prompts), stream_width(predictor)
     prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=width)
-    targets = _targets(predictor, prompts, law.posterior_penalty)
+    with torch.no_grad():
+        predicted = predictor.predict(prompts)
+    best = ridge(prompts.to(torch.float64), penalty=law.posterior_penalty)
+    targets = [t.double().numpy(force=True) for t in (prompts.y_query, predicted, best)]
     places = _places(predictor, prompts)
-    read_outs = own_read_outs(predictor, prompts, places)
+    own = _own_read_outs(predictor, prompts, list(places.values()), predicted)
     rows = []
     for index, stream in enumerate(progress(list(places.values()), "reading out")):
-        own = None if read_outs is None else read_outs[index].double().numpy(force=True)
         features = stream.double().numpy(force=True)
-        for target, fitted in zip(targets, by_folds(features, *targets), strict=True):
-            as_is = [np.nan] * 4 if own is None else loss_and_r2(own, target)
+        for target, fitted in zip(targets, cross_validated(features, *targets), strict=True):
+            as_is = [np.nan] * 4 if own is None else loss_and_r2(own[index], target)
             rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
     values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
@@ -197,29 +185,21 @@ def read_out_by_layer(
     return ReadOutByLayer(layers_run=layers_run, head=head, **columns)
 
 
-def own_read_outs(
+def _own_read_outs(
     predictor: Predictor,
     prompts: Prompts,
-    places: Mapping[tuple[int, int], Float[Tensor, "batch d_model"]],
-) -> Float[Tensor, "place batch d_y"] | None:
+    streams: list[Float[Tensor, "batch d_model"]],
+    predicted: Float[Tensor, "batch d_y"],
+) -> Float[np.ndarray, "place batch d_y"] | None:
     """The model's own read-out of these streams; the last stream is the one after the last layer.
 
     None if it does not reproduce the prediction from the last stream, for example because it reads
     several positions.
     """
-    read = torch.stack([predictor.own_read_out(stream, prompts) for stream in places.values()])
-    with torch.no_grad():
-        predicted = predictor.predict(prompts).to(read)
-    same = torch.allclose(read[-1], predicted, rtol=1e-3, atol=1e-4 * predicted.abs().max().item())
-    return read if same else None
-
-
-def _targets(predictor: Predictor, prompts: Prompts, penalty: float) -> list[np.ndarray]:
-    """Values of `TARGETS` on the prompts."""
-    with torch.no_grad():
-        predicted = predictor.predict(prompts)
-    best = ridge(prompts.to(torch.float64), penalty=penalty)
-    return [v.double().numpy(force=True) for v in (prompts.y_query, predicted, best)]
+    read = torch.stack([predictor.own_read_out(stream, prompts) for stream in streams])
+    whole = predicted.to(read)
+    same = torch.allclose(read[-1], whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item())
+    return read.double().numpy(force=True) if same else None
 
 
 def _places(

@@ -5,9 +5,7 @@ Nothing is trained or fitted.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.config import ExperimentConfig, value_of
+from mechinterp.config import ExperimentConfig, TaskConfig, value_of
 from mechinterp.display import Result, frame_of
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.linear import modes
@@ -64,12 +62,20 @@ class JumpForecast(Result):
 
     def plot(self) -> go.Figure:
         """The predicted loss over the steps, its levels dotted and the jumps dashed."""
-        title = "Loss predicted from the initial weights: levels (dotted) and jumps (dashed)"
-        figure = loss_and_levels(
-            self.curve, "predicted loss", self.levels, title=title, x_title="step"
+        figure = figures.lines(
+            self.curve[:, 0],
+            {"predicted loss": self.curve[:, 1]},
+            title="Loss predicted from the initial weights: levels (dotted) and jumps (dashed)",
+            x_title="step",
+            y_title="loss (y²)",
+            levels=self.levels,
+            log_x=True,
         )
-        pairs = zip(self.direction, self.head, strict=True)
-        return dashed(figure, self.step, [f"head {head} learns e{mode}" for mode, head in pairs])
+        for step, mode, head in zip(self.step, self.direction, self.head, strict=True):
+            text = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
+            text["text"] = f"head {head} learns e{mode}"
+            figure.add_vline(float(step), line_dash="dash", line_width=1, annotation=text)
+        return figure
 
 
 def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
@@ -90,12 +96,15 @@ def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
         JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)
     """
     config = source.config if isinstance(source, Checkpoint) else source
-    heads, eigenvalues = _rank_one_heads(config), _eigenvalues(config)
+    heads, eigenvalues = _rank_one_heads(config), _eigenvalues(config.task)
     directions = modes(task_moments(config.task))
     jumps = predict_jumps(heads, directions)
     steps_per_tau = 1 / (2 * config.train.learning_rate)
     step = jumps.time * steps_per_tau
-    time = _times(jumps.time)
+    # Times from long before the first jump to long after the last, dense near each jump.
+    wide = np.geomspace(jumps.time[0] / 10, 3 * jumps.time[-1], N_POINTS)
+    near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
+    time = np.unique(np.concatenate([wide, np.outer(jumps.time, near).ravel()]))
     return JumpForecast(
         step=step,
         time=jumps.time,
@@ -123,9 +132,8 @@ def _rank_one_heads(config: ExperimentConfig) -> SeparateHeads:
     return heads
 
 
-def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
+def _eigenvalues(task: TaskConfig) -> Float[np.ndarray, " mode"]:
     """Eigenvalues of the covariance, descending and distinct."""
-    task = config.task
     values = np.linalg.eigvalsh(covariance_matrix(task.covariance, task.d_x))[::-1].copy()
     repeated = claims_not_applying(values, rank=1, n_heads=task.d_x)
     if repeated:
@@ -133,13 +141,6 @@ def _eigenvalues(config: ExperimentConfig) -> Float[np.ndarray, " mode"]:
             f"task.covariance must have distinct eigenvalues, got {values.round(6).tolist()}. {repeated[0]}"
         )
     return values
-
-
-def _times(jumps: Float[np.ndarray, " jump"]) -> Float[np.ndarray, " point"]:
-    """Times from long before the first jump to long after the last, dense near each jump."""
-    wide = np.geomspace(jumps[0] / 10, 3 * jumps[-1], N_POINTS)
-    near = 1 + np.linspace(-0.3, 0.3, N_POINTS // 4)
-    return np.unique(np.concatenate([wide, *(jump * near for jump in jumps)]))
 
 
 def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) -> tuple[str, ...]:
@@ -154,27 +155,3 @@ def _notes(config: ExperimentConfig, eigenvalues: np.ndarray, step: np.ndarray) 
             f"The jumps are those of the population; a training set of {config.task.n_sequences} sequences moves them."
         )
     return tuple(notes)
-
-
-def loss_and_levels(
-    curve: Float[np.ndarray, "point 2"], name: str, levels: np.ndarray, *, title: str, x_title: str
-) -> go.Figure:
-    """A loss, with levels dotted."""
-    return figures.lines(
-        curve[:, 0],
-        {name: curve[:, 1]},
-        title=title,
-        x_title=x_title,
-        y_title="loss (y²)",
-        levels=levels,
-        log_x=True,
-    )
-
-
-def dashed(figure: go.Figure, places: Iterable[float], texts: Iterable[str] = ()) -> go.Figure:
-    """The figure with vertical lines, each with a text."""
-    style = {"textangle": -90, "yanchor": "top", "xanchor": "right"}
-    for place, text in zip_longest(places, texts):
-        annotation = {"text": text, **style} if text else None
-        figure.add_vline(float(place), line_dash="dash", line_width=1, annotation=annotation)
-    return figure

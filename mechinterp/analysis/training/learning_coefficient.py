@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -19,14 +19,16 @@ from jaxtyping import Float
 from torch import nn
 
 from mechinterp import figures
+from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.local_losses import (
+    ModuleLoss,
     has_written_gradient,
-    heads_of_linear,
+    module_loss,
     population_loss,
+    predictor_loss,
     prompts_loss,
 )
-from mechinterp.analysis.training.module_losses import ModuleLoss, module_loss, predictor_loss
 from mechinterp.analysis.training.sampler import (
     Chains,
     Langevin,
@@ -39,7 +41,6 @@ from mechinterp.analysis.training.sampler import (
     r_hat,
 )
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.runs import Run
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -48,7 +49,6 @@ from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.training.linear.trainer import task_moments
 
 N_BETA = 30_000.0
-LOCALISATION = 1.0
 LONG = 600.0
 """Number of seconds of drawing from which a warning says what to reduce."""
 FALL = 0.05
@@ -121,11 +121,8 @@ class LearningCoefficient(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per n_beta."""
-        names = (
-            *("n_beta", "localisation", "estimate", "sem", "exact", "is_minimum", "acceptance"),
-            *("r_hat", "effective_draws", "loss", "gradient_norm", "fall", "moved"),
-            *("sampled", "over", "reason", "unknown", "bias"),
-        )
+        arrays = ("per_chain", "excess", "curve")
+        names = [each.name for each in fields(self) if each.name not in arrays]
         each = [self, *self.curve]
         frame = pd.DataFrame({name: [getattr(one, name) for one in each] for name in names})
         return frame.astype({"exact": float})
@@ -184,15 +181,14 @@ class LearningCoefficient(Result):
 
 
 def local_learning_coefficient(
-    source: Source | nn.Module,
+    source: Source | nn.Module | LocalLoss,
     prompts: Prompts | None = None,
     *,
     weights: str | Sequence[str] | None = None,
     loss: ModuleLoss | None = None,
-    step: int | None = None,
     sampled_heads: Sequence[int] | None = None,
     n_beta: float = N_BETA,
-    localisation: float = LOCALISATION,
+    localisation: float = 1.0,
     other_n_beta: Sequence[float] = (),
     chains: Chains | None = None,
     langevin: Langevin | None = None,
@@ -207,15 +203,16 @@ def local_learning_coefficient(
     loss on `n_prompts` prompts, and a module the given loss.
 
     Args:
-        source: A model; with `loss`, any PyTorch module.
+        source: A model, for example a saved step `checkpoint.at(1000)`; with `loss`, any PyTorch
+            module; or a loss with its gradient.
         prompts: Prompts of the loss, then for every model; None draws them if they are needed.
         weights: Patterns of the names of the parameters that are sampled, such as
             "blocks.0.attn.W_*", or "blocks.0.attn.W_*[1]" for head 1; all others stay fixed. None
             means all.
         loss: Function from the module to its loss, a tensor without axes that PyTorch can
             differentiate.
-        step: A saved step of training; None means the last weights.
         sampled_heads: Heads of linear attention whose entries are sampled; None means all.
+        n_beta: Weight of the loss in the sampled density, unit 1/y^2.
         localisation: Strength of the pull towards the weights, unit 1 / weight^2.
         other_n_beta: Further values of n_beta, for `plot_curve`.
         chains: Number and length of chains; None means 8 chains of 1,000 draws, or 4 of 200 on
@@ -227,8 +224,8 @@ def local_learning_coefficient(
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
     Raises:
-        ValueError: If there is no such parameter, step or head, `loss` does not fit the source or
-            stands beside prompts, a step or heads, or a number is not positive.
+        ValueError: If there is no such parameter or head, `loss` does not fit the source or stands
+            beside prompts or heads, or a number is not positive.
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     See also:
@@ -239,50 +236,61 @@ def local_learning_coefficient(
         >>> found = local_learning_coefficient(load("checkpoints/linear-separate-s0"), chains=chains)
         >>> found.exact, abs(found.estimate - 8) < 4 * found.sem
         (8.0, True)
+        >>> def square(points):
+        ...     return (points[:, :3] ** 2).sum(1), np.pad(2 * points[:, :3], ((0, 0), (0, 2)))
+        >>> loss = LocalLoss(square, np.zeros(5), "5 entries", "a quadratic in 3 of them", exact=1.5)
+        >>> found = local_learning_coefficient(loss, chains=Chains(4, 300, 100, 10))
+        >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
+        (True, True)
     """
-    if loss is None:
-        model = source if step is None else _run(source).at(step)
-        local = _loss_on_prompts(model, prompts, weights, sampled_heads, n_prompts, seed)
-    else:
-        if not isinstance(source, nn.Module):
-            raise ValueError(f"loss needs a PyTorch module, got a {type(source).__name__}.")
-        other = {"prompts": prompts, "step": step, "sampled_heads": sampled_heads}
-        if unused := [name for name, value in other.items() if value is not None]:
-            raise ValueError(f"loss must stand without {', '.join(unused)}, which it does not use.")
-        local = module_loss(source, loss, weights=weights or "*")
-    return coefficient_of_loss(
-        local,
-        n_beta=n_beta,
-        localisation=localisation,
-        other_n_beta=other_n_beta,
-        chains=chains,
-        langevin=langevin,
-        settle=settle,
-        seed=seed,
-        progress=progress,
+    local = _local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
+    for name, value in (("n_beta", n_beta), ("localisation", localisation)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be > 0, got {value}.")
+    chains, moved = chains or local.chains, 0.0
+    warn_of_long(Tempered(local, n_beta, localisation), chains)
+    if settle:
+        settled, _ = descend(Tempered(local, n_beta, 0.0), most=20_000)
+        moved = float(np.linalg.norm(settled - local.at))
+        local = replace(local, at=settled)
+    first, *curve = (
+        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed, progress)
+        for each in (n_beta, *other_n_beta)
     )
+    return replace(first, curve=tuple(curve))
 
 
-def _loss_on_prompts(
-    model: Source,
+def _local_loss(
+    source: Source | nn.Module | LocalLoss,
     prompts: Prompts | None,
     weights: str | Sequence[str] | None,
+    loss: ModuleLoss | None,
     sampled_heads: Sequence[int] | None,
     n_prompts: int,
     seed: int,
 ) -> LocalLoss:
-    """Loss of a model: of the population if that is known, else on prompts."""
-    if weights is None and prompts is None and is_trained_on_moments(model):
-        heads, task = heads_of_linear(model.weights), model.task
+    """The loss around the weights: a given one, that of the population if it is known, or that on
+    prompts."""
+    if isinstance(source, LocalLoss):
+        return source
+    if loss is not None:
+        if not isinstance(source, nn.Module):
+            raise ValueError(f"loss needs a PyTorch module, got a {type(source).__name__}.")
+        other = {"prompts": prompts, "sampled_heads": sampled_heads}
+        if unused := [name for name, value in other.items() if value is not None]:
+            raise ValueError(f"loss must stand without {', '.join(unused)}, which it does not use.")
+        return module_loss(source, loss, weights=weights or "*")
+    if weights is None and prompts is None and is_trained_on_moments(source):
+        heads, task = heads_of_linear(source.weights), source.task
         return population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
     if sampled_heads is not None:
         raise ValueError(
             "sampled_heads needs linear attention trained on moments, got another model, prompts or weights."
         )
-    drawn = evaluation_prompts(model, prompts, n_prompts=n_prompts, seed=seed)
-    if weights is None and has_written_gradient(model):
-        return prompts_loss(model, drawn)
-    return predictor_loss(model, drawn, weights=weights or "*")
+    drawn = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    if weights is None and has_written_gradient(source):
+        return prompts_loss(source, drawn)
+    return predictor_loss(source, drawn, weights=weights or "*")
 
 
 def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
@@ -293,63 +301,42 @@ def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
     return model.score == "linear/L" and model.one_attention and train.optimizer != "adam"
 
 
-def coefficient_of_loss(
-    loss: LocalLoss,
-    *,
-    n_beta: float = N_BETA,
-    localisation: float = LOCALISATION,
-    other_n_beta: Sequence[float] = (),
-    chains: Chains | None = None,
-    langevin: Langevin | None = None,
-    settle: bool = False,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
-) -> LearningCoefficient:
-    """Local learning coefficient of any loss with a gradient; arguments as in
-    `local_learning_coefficient`.
-
-    Example:
-        >>> def square(points):
-        ...     return (points[:, :3] ** 2).sum(1), np.pad(2 * points[:, :3], ((0, 0), (0, 2)))
-        >>> loss = LocalLoss(square, np.zeros(5), "5 entries", "a quadratic in 3 of them", exact=1.5)
-        >>> found = coefficient_of_loss(loss, chains=Chains(4, 300, 100, 10))
-        >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
-        (True, True)
-    """
-    for name, value in (("n_beta", n_beta), ("localisation", localisation)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be > 0, got {value}.")
-    moved = 0.0
-    warn_of_long(Tempered(loss, n_beta, localisation), chains or loss.chains)
-    if settle:
-        settled, _ = descend(Tempered(loss, n_beta, 0.0), most=20_000)
-        moved = float(np.linalg.norm(settled - loss.at))
-        loss = replace(loss, at=settled)
-    first, *curve = (
-        _estimate(Tempered(loss, each, localisation), chains, langevin, moved, seed, progress)
-        for each in (n_beta, *other_n_beta)
-    )
-    return replace(first, curve=tuple(curve))
-
-
 def _estimate(
     law: Tempered,
-    chains: Chains | None,
+    chains: Chains,
     langevin: Langevin | None,
     moved: float,
     seed: int,
     progress: ProgressCallback,
 ) -> LearningCoefficient:
-    chains = chains or law.loss.chains
-    known = _before_drawing(law, chains.n_chains, moved)
-    if known.reason:
-        return known
+    """Estimate at one n_beta; draws are left out if descent already lowers the loss."""
+    loss = law.loss
+    norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
+    _, fall = descend(law)
+    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / law.n_beta:.3g}"
+    found = LearningCoefficient(
+        exact=loss.exact,
+        reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
+        unknown=loss.unknown,
+        per_chain=np.full(chains.n_chains, math.nan),
+        excess=np.zeros((chains.n_chains, 0)),
+        n_beta=law.n_beta,
+        localisation=law.localisation,
+        loss=law.least,
+        gradient_norm=norm,
+        fall=fall,
+        sampled=loss.sampled,
+        over=loss.over,
+        moved=moved,
+    )
+    if found.reason:
+        return found
     if langevin is None:
         excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
     else:
         excess, accepted = langevin_draws(law, chains, langevin, seed=seed, progress=progress)
-    drawn = replace(
-        known,
+    found = replace(
+        found,
         excess=excess,
         reason=why_no_minimum(excess),
         acceptance=float(accepted.mean()),
@@ -357,10 +344,10 @@ def _estimate(
         effective_draws=effective_draws(excess),
         bias="" if langevin is None else langevin.bias,
     )
-    if drawn.reason:
-        return drawn
+    if found.reason:
+        return found
     estimate, sem = float(excess.mean()), mean_error(excess)
-    return replace(drawn, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
+    return replace(found, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
 
 
 def warn_of_long(law: Tempered, chains: Chains) -> None:
@@ -378,30 +365,6 @@ def warn_of_long(law: Tempered, chains: Chains) -> None:
         f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {law.loss.sampled.split(':')[0]} on "
         f"{law.loss.over}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
         stacklevel=4,
-    )
-
-
-def _before_drawing(law: Tempered, n_chains: int, moved: float) -> LearningCoefficient:
-    """Result before sampling; its reason is set if descent shows that the weights are not at a
-    minimum."""
-    loss = law.loss
-    norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
-    _, fall = descend(law)
-    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / law.n_beta:.3g}"
-    return LearningCoefficient(
-        exact=loss.exact,
-        reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
-        unknown=loss.unknown,
-        per_chain=np.full(n_chains, math.nan),
-        excess=np.zeros((n_chains, 0)),
-        n_beta=law.n_beta,
-        localisation=law.localisation,
-        loss=law.least,
-        gradient_norm=norm,
-        fall=fall,
-        sampled=loss.sampled,
-        over=loss.over,
-        moved=moved,
     )
 
 
@@ -448,9 +411,3 @@ def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
     if abs(change) > GROWTH[0] * error and abs(change) > GROWTH[1] * excess.mean():
         return f"the estimate grows during sampling, by {change:.3g} ± {error:.2g}."
     return ""
-
-
-def _run(source: object) -> Run:
-    if not isinstance(source, Run):
-        raise ValueError(f"step needs a model with saved steps, got a {type(source).__name__}.")
-    return source

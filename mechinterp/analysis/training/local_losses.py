@@ -1,16 +1,20 @@
 """Loss of a model as a function of its trained entries, at many points at once.
 
 For linear attention trained on moments it is the exact loss of the population. For other layers,
-and for stacks of layers, it is the loss on one fixed set of prompts. Entries that training does not
-move stay fixed."""
+and for stacks of layers, it is the loss on one fixed set of prompts. For any other PyTorch module
+it is a given loss, with its gradient from autograd. Entries that training does not move stay
+fixed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
 
 from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, LocalLoss, Points
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -18,6 +22,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,
@@ -25,24 +30,11 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
 )
 from mechinterp.theory.linear import Moments
-from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
+from mechinterp.theory.linear_heads import Heads, MergedHeads
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear.descent import sample_moments
 from mechinterp.training.linear.flat import flatten, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
-
-PromptsLoss = Callable[[Points, Prompts], tuple[Float[np.ndarray, " chain"], Points]]
-
-
-def heads_of_linear(weights: Weights) -> Heads:
-    """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
-    named = weights.circuits.to(torch.float64)
-    d_x, factor = weights.d_x, named.scale * named.score_slope
-    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
-    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
-    if named.merged_qk:
-        return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
-    return SeparateHeads(v=value, K=key, Q=query)
 
 
 def population_loss(
@@ -114,26 +106,13 @@ def taken(heads: Heads, chosen: int | list[int]) -> Heads:
 
 
 def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
-    size, n_heads = moments.yz.size, heads.v.shape[-1]
-    zz, yz = moments.zz.reshape(size, size), moments.yz.ravel()
+    """Loss and gradient of these heads beside others that add the matrix `fixed`."""
 
     def function(points: Points) -> tuple[np.ndarray, Points]:
         drawn = unflatten(heads, points)
-        M = drawn.M.reshape(-1, size) + fixed.ravel()
-        bent = M @ zz
-        loss, force = moments.yy - 2 * M @ yz + (M * bent).sum(1), 2 * (bent - yz)
-        v = drawn.v[:, :, None]
-        if isinstance(drawn, MergedHeads):
-            U = drawn.U.reshape(*drawn.v.shape, size)
-            parts = [U @ force[:, :, None], v * force[:, None]]
-        else:
-            K, Q = (rows.reshape(len(points), -1, len(fixed)) for rows in (drawn.K, drawn.Q))
-            v = np.repeat(v, K.shape[1] // n_heads, axis=1)
-            force = force.reshape(-1, *fixed.shape)
-            along = Q @ force.mT
-            read = (K * along).reshape(len(points), n_heads, -1).sum(2)
-            parts = [read, v * along, v * K @ force]
-        return loss, np.concatenate([part.reshape(len(points), -1) for part in parts], axis=1)
+        M = drawn.M + fixed
+        # The force on M is -1/2 of the gradient.
+        return moments.loss(M), -2 * flatten(drawn.velocity(moments.gradient(M)))
 
     return function
 
@@ -150,93 +129,222 @@ def has_written_gradient(source: object) -> TypeGuard[Checkpoint]:
 
 def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
     """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts."""
-    prompts, weights = prompts.to(torch.float64), checkpoint.weights
+    prompts = prompts.to(torch.float64)
+    weights: AttentionWeights | Weights = checkpoint.weights.to(torch.float64)
     if checkpoint.config.model.one_attention:
-        heads = weights.circuits.to(torch.float64)
-        free = _free_entries(heads)
-        of, at = _of_layer(heads, free)
-        names = " and ".join([", ".join(list(free)[:-1]), list(free)[-1]])
-        sampled = f"{at.size} entries: the x entries of W_Q, and {names.removeprefix('W_Q, ')}"
-    else:
-        of, at = _of_stack(weights)
-        sampled = f"{at.size} entries: all"
-    unknown = "the loss on prompts is not a quadratic in one matrix"
+        weights = checkpoint.weights.circuits.to(torch.float64)
+    base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
+    free = {name: np.ones(values.shape, bool) for name, values in base.items()}
+    sampled = "all"
+    if isinstance(weights, AttentionWeights):
+        # Training moves neither the y rows of W_Q nor the unit matrices of merged heads.
+        free["W_Q"][:, weights.d_x :] = False
+        if weights.merged_qk:
+            del free["W_K"]
+        _, *others, last = free
+        sampled = f"the x entries of W_Q, and {', '.join(others)} and {last}"
+    at = np.concatenate([base[name][mask] for name, mask in free.items()])
+    ends = np.cumsum([int(mask.sum()) for mask in free.values()])[:-1]
+
+    def of(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
+        tensors = {}
+        parts = dict(zip(free, np.split(points, ends, axis=1), strict=True))
+        for name, values in base.items():
+            filled = np.repeat(values[None], len(points), axis=0)
+            if name in free:
+                filled[:, free[name]] = parts[name]
+            tensors[name] = torch.from_numpy(filled)
+        loss, gradients = _at_points(weights, tensors, prompts)
+        flat = [gradients[name].numpy()[:, mask] for name, mask in free.items()]
+        return loss.numpy(), np.concatenate(flat, axis=1)
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
         rows = torch.randint(
             len(prompts), (len(points), n_prompts), generator=generator, device=generator.device
         )
-        gradients = [
-            of(point[None], prompts[chosen])[1] for point, chosen in zip(points, rows, strict=True)
-        ]
-        return np.concatenate(gradients)
+        pairs = zip(points, rows, strict=True)
+        return np.concatenate([of(point[None], prompts[chosen])[1] for point, chosen in pairs])
 
     return LocalLoss(
         lambda points: of(points, prompts),
         at,
-        sampled,
+        f"{at.size} entries: {sampled}",
         f"{len(prompts)} prompts",
-        unknown=unknown,
+        unknown="the loss on prompts is not a quadratic in one matrix",
         remedy="; settle=True goes to a minimum on these prompts first",
         on_minibatch=of_some,
         chains=PROMPT_CHAINS,
     )
 
 
-def _free_entries(heads: AttentionWeights) -> dict[str, Bool[np.ndarray, "head row column"]]:
-    """Masks of the entries that training moves, by name: without the y rows of W_Q and the unit
-    matrices of merged heads."""
-    free = {name: np.ones(tensor.shape, bool) for name, tensor in heads.tensors.items()}
-    free["W_Q"][:, heads.d_x :] = False
-    if heads.merged_qk:
-        del free["W_K"]
-    return free
+def _at_points(
+    weights: AttentionWeights | Weights, tensors: dict[str, Tensor], prompts: Prompts
+) -> tuple[Float[Tensor, " point"], dict[str, Tensor]]:
+    """Loss and gradients of models whose tensors have a first axis for the points."""
+    n_points = len(next(iter(tensors.values())))
+    if isinstance(weights, AttentionWeights):  # heads of all points side by side
+        members = membership([weights.n_heads] * n_points)
+        flat = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
+        loss, back = by_tensors(weights.with_tensors(flat), prompts, members)
+        return loss, {name: t.unflatten(0, (n_points, -1)) for name, t in back.tensors.items()}
+    models = [weights.with_tensors({n: t[i] for n, t in tensors.items()}) for i in range(n_points)]
+    losses, backs = zip(*(deep_loss(model, prompts) for model in models), strict=True)
+    return torch.stack(losses), {n: torch.stack([b.tensors[n] for b in backs]) for n in tensors}
 
 
-def _of_layer(
-    heads: AttentionWeights, free: dict[str, np.ndarray]
-) -> tuple[PromptsLoss, np.ndarray]:
-    base = {name: tensor.detach().cpu().numpy() for name, tensor in heads.tensors.items()}
-    ends = np.cumsum([int(mask.sum()) for mask in free.values()])
-    at = np.concatenate([base[name][mask] for name, mask in free.items()])
-
-    def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
-        n_points = len(points)
-        tensors = {}
-        parts = dict(zip(free, np.split(points, ends[:-1], axis=1), strict=True))
-        for name, values in base.items():
-            filled = np.repeat(values[None], n_points, axis=0)
-            if name in free:
-                filled[:, free[name]] = parts[name]
-            tensors[name] = torch.from_numpy(filled).flatten(0, 1)
-        members = membership([heads.n_heads] * n_points)
-        loss, back = by_tensors(heads.with_tensors(tensors), prompts, members)
-        gradients = [
-            back.tensors[name].numpy().reshape(n_points, *mask.shape)[:, mask]
-            for name, mask in free.items()
-        ]
-        return loss.numpy(), np.concatenate(gradients, axis=1)
-
-    return function, at
+ModuleLoss = Callable[[nn.Module], Tensor]
+Chosen = dict[str, list[int] | None]
+"""Parameters by name, with the chosen entries of their first axis; None means all."""
 
 
-def _of_stack(stack: Weights) -> tuple[PromptsLoss, np.ndarray]:
-    stack = stack.to(torch.float64)
-    shapes = {name: tensor.shape for name, tensor in stack.tensors.items()}
-    ends = np.cumsum([shape.numel() for shape in shapes.values()])
+def module_loss(
+    module: nn.Module,
+    loss: ModuleLoss,
+    *,
+    weights: str | Sequence[str] = "*",
+    over: str = "the given loss",
+) -> LocalLoss:
+    """Loss of a module around its parameters, in their precision.
 
-    def one(point: np.ndarray, prompts: Prompts) -> tuple[float, np.ndarray]:
-        parts = zip(shapes.items(), np.split(point, ends[:-1]), strict=True)
-        tensors = {name: torch.from_numpy(part).view(shape) for (name, shape), part in parts}
-        loss, back = deep_loss(stack.with_tensors(tensors), prompts)
-        return loss.item(), _flat(back.tensors, list(shapes))
+    Chains run side by side by `torch.func.vmap`, or one by one if the module does not allow it.
 
-    def function(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
-        losses, gradients = zip(*(one(point, prompts) for point in points), strict=True)
-        return np.array(losses), np.array(gradients)
+    Args:
+        loss: Function from the module to its loss, a tensor without axes.
+        weights: Patterns of the names of the parameters that are sampled, such as
+            "blocks.0.attn.W_*"; "blocks.0.attn.W_*[1]" is entry 1 of their first axis, in
+            TransformerLens' weights head 1.
+        over: Data of the loss, for the result.
+    Raises:
+        ValueError: If no parameter has such a name, an entry does not exist, or the loss is no
+            single number, does not depend on these parameters, or is random.
+    Example:
+        >>> xs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+        >>> layer = nn.Linear(3, 1, bias=False)
+        >>> ys = layer(xs).detach()
+        >>> module_loss(layer, lambda layer: (layer(xs) - ys).square().mean()).sampled
+        '3 entries: *'
+    """
+    patterns = [weights] if isinstance(weights, str) else list(weights)
+    chosen = _chosen(module, patterns)
+    base = {name: p.detach() for name, p in module.named_parameters() if name in chosen}
+    parts = {
+        name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()
+    }
+    ends = np.cumsum([part.numel() for part in parts.values()])[:-1].tolist()
+    at = torch.cat([part.flatten() for part in parts.values()])
+    closure = _Closure(module, loss)
 
-    return function, _flat(stack.tensors, list(shapes))
+    def of_one(point: Tensor) -> Tensor:
+        pieces = zip(parts.items(), point.tensor_split(ends), strict=True)
+        tensors = {n: _placed(base[n], piece.view_as(p), chosen[n]) for (n, p), piece in pieces}
+        return functional_call(closure, {f"module.{n}": t for n, t in tensors.items()}, ())
+
+    _require_number(of_one, at)
+    batched = _batched(of_one, at)
+
+    def function(points: Points) -> tuple[np.ndarray, Points]:
+        gradients, losses = batched(torch.from_numpy(points).to(at))
+        return losses.double().numpy(force=True), gradients.double().numpy(force=True)
+
+    return LocalLoss(
+        function,
+        at.double().numpy(force=True),
+        f"{at.numel()} entries: {', '.join(patterns)}",
+        over,
+        unknown="there is no closed form for the loss of a module",
+        remedy="; settle=True goes to a minimum first",
+        chains=PROMPT_CHAINS,
+    )
 
 
-def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> np.ndarray:
-    return np.concatenate([tensors[name].numpy(force=True).ravel() for name in names])
+def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[str]) -> LocalLoss:
+    """Mean squared error of a model on fixed prompts, as a function of some of its parameters.
+
+    Models of this package run in float64; a hooked module in its own precision, under the names
+    that its parameters have there.
+    """
+    predictor = predictor_of(source)
+    own = predictor.weights
+    if own is not None:
+        predictor = predictor_of(own.to(torch.float64))
+        prompts = prompts.to(torch.float64)
+    hooked = predictor.hooked
+    model: Any = hooked.model
+    module = model if own is not None else model.module
+    inputs = hooked.inputs(prompts)
+
+    def loss(_: nn.Module) -> Tensor:
+        """Loss of the hooked model, which shares its parameters with the module."""
+        prediction = hooked.prediction(model(inputs), prompts)
+        return (prediction - prompts.y_query.to(prediction)).square().mean()
+
+    return module_loss(module, loss, weights=weights, over=f"{len(prompts)} prompts")
+
+
+class _Closure(nn.Module):
+    """A module whose forward is the loss of the module inside."""
+
+    def __init__(self, module: nn.Module, loss: ModuleLoss) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self) -> Tensor:
+        return self.loss(self.module)
+
+
+def _placed(base: Tensor, part: Tensor, rows: list[int] | None) -> Tensor:
+    """The parameter with the chosen entries of its first axis replaced."""
+    if rows is None:
+        return part
+    own = dict(zip(rows, part, strict=True))
+    return torch.stack([own.get(row, base[row]) for row in range(len(base))])
+
+
+def _batched(of_one: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], tuple]:
+    """Gradients and losses at many points: side by side, or one by one if that fails."""
+    alone = grad_and_value(of_one)
+    together = vmap(alone)
+    try:
+        together(at[None].repeat(2, 1))
+    except (RuntimeError, ValueError, NotImplementedError):
+        # For example control flow that reads a number.
+        return lambda points: tuple(map(torch.stack, zip(*map(alone, points), strict=True)))
+    return together
+
+
+def _require_number(of_one: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    with torch.enable_grad():
+        found = of_one(at.clone().requires_grad_())
+    if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"loss must give a tensor without axes, got {got}.")
+    if found.grad_fn is None:
+        raise ValueError("loss must depend on the sampled parameters, got a loss without gradient.")
+    again = of_one(at)
+    if not torch.equal(again, found):
+        raise ValueError(f"loss must be the same at each call, got {found.item():g} and {again.item():g}; is a dropout in training mode?")  # fmt: skip
+
+
+def _chosen(module: nn.Module, patterns: Sequence[str]) -> Chosen:
+    """Parameters that match, in the module's order.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or an entry does not exist.
+    """
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    chosen: Chosen = {}
+    for pattern in patterns:
+        inside = re.fullmatch(r"(.*)\[(\d+)\]", pattern)
+        glob, row = (inside[1], int(inside[2])) if inside else (pattern, None)
+        names = [name for name in shapes if fnmatchcase(name, glob)]
+        if not names:
+            some = ", ".join(list(shapes)[:6])
+            raise ValueError(f"weights must match parameters of the module ({some}, ...), got {pattern!r}.")  # fmt: skip
+        for name in names:
+            if row is None:
+                chosen[name] = None
+            elif row >= (shapes[name][:1] or (0,))[0]:
+                raise ValueError(f"weights must name an entry below {list(shapes[name])[:1]} of {name}, got {row}.")  # fmt: skip
+            elif (rows := chosen.setdefault(name, [])) is not None and row not in rows:
+                rows.append(row)
+    return {name: chosen[name] for name in shapes if name in chosen}

@@ -15,7 +15,6 @@ from mechinterp.analysis.result import Table
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
-SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 CURVES = {
     "share": "Share of the layer's output",
     "rise": "Rise of the excess risk without the head (y²)",
@@ -169,32 +168,6 @@ class TrainingDynamics(Result):
 
 
 def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
-    """Scales of the heads from the history of a checkpoint with one layer of attention.
-
-    Args:
-        source: A checkpoint, or its history.
-
-    Raises:
-        ValueError: If the history lacks a column.
-    Source:
-        After He et al. 2025, arXiv 2503.12734, section 3.
-    See also:
-        `over_steps`, `jump_forecast`.
-    Example:
-        >>> from mechinterp import load
-        >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
-        1
-    """
-    found = history_of(source)
-    missing = {"step", "head", "loss", "eval_loss", *SCALARS} - set(found.history.columns)
-    if missing:
-        raise ValueError(
-            f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
-        )
-    return found
-
-
-def history_of(source: Source | pd.DataFrame) -> TrainingDynamics:
     """Losses during training, with the scales of the heads of one attention layer, or the norms of
     other heads.
 
@@ -205,12 +178,16 @@ def history_of(source: Source | pd.DataFrame) -> TrainingDynamics:
     Args:
         source: A checkpoint, or its history.
     Raises:
-        ValueError: If there is no history.
+        ValueError: If there is no history, or it lacks step, head, loss or eval_loss.
+    Source:
+        After He et al. 2025, arXiv 2503.12734, section 3.
     See also:
-        `training_dynamics`, `over_steps`.
+        `over_steps`, `jump_forecast`.
     Example:
         >>> from mechinterp import load
-        >>> history_of(load("checkpoints/sparse-h4-noise0.1-s0")).heads("qk_norm").shape[1]
+        >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
+        1
+        >>> training_dynamics(load("checkpoints/sparse-h4-noise0.1-s0")).heads("qk_norm").shape[1]
         16
     """
     history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
@@ -218,20 +195,18 @@ def history_of(source: Source | pd.DataFrame) -> TrainingDynamics:
         path = getattr(source, "path", None)
         got = type(source).__name__ if path is None else f"{path} without"
         raise ValueError(f"training_dynamics needs a checkpoint with a history, got {got}.")
+    if missing := {"step", "head", "loss", "eval_loss"} - set(history.columns):
+        raise ValueError(
+            f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
+        )
     order = [name for name in ("step", "layer", "head") if name in history]
     history = history.sort_values(order, kind="stable", ignore_index=True)
-    return TrainingDynamics(history, *training_of(source))
+    return TrainingDynamics(history, *_training_of(source))
 
 
-def training_of(source: Source | pd.DataFrame) -> tuple[str, str]:
+def _training_of(source: Source | pd.DataFrame) -> tuple[str, str]:
     """Data of eval_loss, and a sentence on the training of a checkpoint of this package; the
-    sentence is empty for other files and for a history alone.
-
-    Example:
-        >>> from mechinterp import load
-        >>> training_of(load("checkpoints/linear-merged-s0"))[1][:81]
-        'Exact gradient flow on the population, equivalent to descent with step size 0.031'
-    """
+    sentence is empty for other files and for a history alone."""
     train = getattr(source, "training", None)
     if train is None:
         return "fixed prompts", ""
