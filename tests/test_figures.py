@@ -135,28 +135,6 @@ def test_lines_take_logarithmic_axes():
     assert lines(zero_line=True).layout.yaxis.zeroline
 
 
-@pytest.mark.parametrize(
-    ("values", "texts"),
-    [
-        ([0.24, 0.27], ["0.24", "0.25", "0.26", "0.27"]),
-        ([0.2, 1.2], ["0.2", "0.5", "1", "2"]),
-        ([0.02, 1], ["0.02", "0.05", "0.1", "0.2", "0.5", "1"]),
-        ([1, 500_000], ["1", "10", "100", "1,000", "10k", "100k", "1M"]),
-        ([1e-6, 0.1], ["10<sup>−6</sup>", "10<sup>−5</sup>", "0.0001", "0.001", "0.01", "0.1"]),
-        ([1.584e-5, 1.59e-5], None),
-        ([3, 3], []),
-    ],
-)
-def test_ticks_of_a_logarithmic_axis_are_read_at_once(values, texts):
-    ticks = figures.log_ticks([np.array([*values, 0, np.nan])])
-    if texts is not None:
-        assert ticks.get("ticktext", []) == texts
-    within = [tick for tick in ticks.get("tickvals", []) if values[0] <= tick <= values[1]]
-    assert values[0] == values[1] or len(within) >= 3
-    axis = lines(log_x=True).layout.xaxis
-    assert axis.ticktext == ("10", "15", "20")
-
-
 def test_the_curve_of_the_model_is_dashed_and_on_top():
     curves = {figures.MODEL: np.array([1.0, 2.0]), "ridge": np.array([1.0, 3.0])}
     below, above = lines(curves).data

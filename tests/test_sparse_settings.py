@@ -20,7 +20,7 @@ from analyses.sparse.fairness import (
     refined,
     risk,
 )
-from analyses.sparse.questions import Numbers, of_row, rises, spread, verdicts
+from analyses.sparse.questions import Numbers, of_row, verdicts
 from analyses.sparse.setting import typical_ratio, unseen
 from analyses.sparse.settings import one_model, shorter_of
 from analyses.sparse.settings_table import RESULTS, SHOWN, figure, several, table_of
@@ -156,13 +156,13 @@ def test_heads_at_work_are_counted_by_median_rises():
     folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
     checkpoint = load(folder)
     prompts = sample_prompts(checkpoint.task, 512, seed=0)
-    ablation, _ = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
+    found = ask.effective_heads(ask.rises_of(checkpoint.model, prompts))
     heads = [(layer, head) for layer in range(3) for head in range(8)]
     errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])
     median = np.median(errors[:, 1:] - errors[:, :1], axis=0).reshape(3, 8).clip(0)
     shares = median / median.sum(1, keepdims=True)
     entropy = -(shares * np.log(shares.clip(1e-300))).sum(1)
-    np.testing.assert_allclose(ablation.effective_heads_of_medians, np.exp(entropy), rtol=1e-6)
+    np.testing.assert_allclose(found.of_medians, np.exp(entropy), rtol=1e-6)
 
 
 @pytest.mark.slow

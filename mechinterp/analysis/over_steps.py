@@ -155,10 +155,6 @@ class OverSteps(Result):
         places, loss = self._places(self.step), self.eval_loss
         mark = {"size": 13, "color": figures.COLORS[1]}
         figure.add_scatter(x=edge, y=loss[-1:], mode="markers", name="this step", marker=mark)
-        ends = np.concatenate([edge, shown, places])
-        heights = np.concatenate([self.curve[:, 1], loss[np.isfinite(loss)]])
-        figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
-        figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
         frames, titles = {}, []
         for row in self._drawn:
             step = self.step[row]

@@ -54,6 +54,11 @@ def several_layers(source: Model) -> bool:
     return predictor_of(source).n_layers > 1
 
 
+def several_heads(source: Model) -> bool:
+    """True for two layers or more of two heads or more, some of which can be pruned."""
+    return several_layers(source) and predictor_of(source).n_heads > 1
+
+
 def own_weights(source: Model) -> bool:
     """True for a model with named weights of this package."""
     return predictor_of(source).weights is not None
@@ -253,8 +258,8 @@ ANALYSES: dict[str, Analysis] = {
         title="Ablation of single heads",
     ),
     "prune": Analysis(
-        "ablation.pruning:prune_by_rules",
-        on_page=more_than_attention,
+        "ablation.pruning:prune",
+        on_page=several_heads,
         title="Pruning",
     ),
     "probe": Analysis("probing.probing:probe", on_page=more_than_attention, title="Probes"),

@@ -155,18 +155,6 @@ class Asked:
             return {}
         return {"prompts": {"file": str(self.prompts), "note": target_note(self.given)}}
 
-    def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
-        """Prompts of the file, or else prompts drawn as the analyses draw them."""
-        from mechinterp.models.run.evaluation import evaluation_prompts
-
-        return evaluation_prompts(
-            checkpoint,
-            self.given,
-            n_prompts=self.n_prompts,
-            seed=self.seed or 0,
-            context_length=self.context_length,
-        )
-
 
 def prompts_of(file: Path) -> "Prompts":
     """Prompts from the arrays of a file.
