@@ -115,32 +115,6 @@ def bars(
     return figure
 
 
-def head_scatter(
-    omega: Float[np.ndarray, " head"],
-    mu: Float[np.ndarray, " head"],
-    *,
-    labels: Sequence[str],
-    title: str,
-) -> go.Figure:
-    """Scatter plot of heads by omega and mu, with labels; dashed lines mark the axes."""
-    figure = go.Figure()
-    for head, label in enumerate(labels):
-        figure.add_scatter(
-            x=[omega[head]],
-            y=[mu[head]],
-            name=f"head {head}: {label}",
-            mode="markers+text",
-            text=[f"{head}"],
-            textposition="middle right",
-            marker={"color": head_color(head), "size": 12},
-        )
-    figure.add_hline(0, line_dash="dash", line_width=1)
-    figure.add_vline(0, line_dash="dash", line_width=1)
-    figure.update_xaxes(title_text="omega (1/x²)", zeroline=False)
-    figure.update_yaxes(title_text="mu", zeroline=False)
-    return finish(figure, title, height=HEIGHT)
-
-
 def runs(
     groups: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
     *,

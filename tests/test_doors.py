@@ -21,8 +21,7 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.pruned_model import save_pruned
-from mechinterp.analysis.ablation.pruning import best_head_later
+from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses

@@ -36,7 +36,12 @@ def bars(n_groups: int = 1) -> go.Figure:
 
 def scatter(n_heads: int = 2) -> go.Figure:
     sizes = np.linspace(-0.1, 0.1, n_heads)
-    return figures.head_scatter(sizes, 20 * sizes, labels=["negative"] * n_heads, title="Heads")
+    points = {
+        f"head {n}: negative": {f"head {n}": (sizes[n : n + 1], 20 * sizes[n : n + 1])}
+        for n in range(n_heads)
+    }
+    titles = {"x_title": "omega (1/x²)", "y_title": "mu"}
+    return figures.runs(points, title="Heads", markers=True, **titles)
 
 
 def test_heatmaps_share_one_signed_range_with_white_at_zero():
@@ -103,7 +108,7 @@ def test_kinds_of_matrices_stand_below_each_other_each_on_its_own_scale():
 
 def test_a_head_has_one_colour_in_every_figure():
     n_heads = len(figures.COLORS) + 1
-    points = [trace.marker.color for trace in scatter(n_heads).data]
+    points = [trace.line.color for trace in scatter(n_heads).data]
     names = [f"head {head}" for head in range(n_heads)]
     colors = [figures.head_color(head) for head in range(n_heads)]
     curves = lines({name: np.zeros(2) for name in names}, colors=colors)
@@ -191,7 +196,8 @@ def test_scatter_places_every_head_with_its_label():
     figure = scatter()
     assert [(trace.x[0], trace.y[0]) for trace in figure.data] == [(-0.1, -2.0), (0.1, 2.0)]
     assert [trace.name for trace in figure.data] == ["head 0: negative", "head 1: negative"]
-    assert len(figure.layout.shapes) == 2  # the dashed axes
+    assert figure.layout.xaxis.zeroline
+    assert figure.layout.yaxis.zeroline
 
 
 @pytest.mark.parametrize(

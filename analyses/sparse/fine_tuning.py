@@ -13,8 +13,8 @@ from analyses.sparse import setting as at
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, fine_tune
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruned_model import MODELS as MODELS_TUNED
-from mechinterp.analysis.ablation.pruned_model import FineTuning
+from mechinterp.analysis.ablation.pruning import MODELS as MODELS_TUNED
+from mechinterp.analysis.ablation.pruning import FineTuning
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.run.general import predict_deep

@@ -21,8 +21,7 @@ from mechinterp import (
     probe_layers,
 )
 from mechinterp.analysis.ablation.masked_risk import layer_shares, masked_errors, single_masks
-from mechinterp.analysis.ablation.pruned_model import masked_by
-from mechinterp.analysis.ablation.pruning import refit_errors
+from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
 from mechinterp.analysis.ablation.single import HeadAblation
 from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import reweighted

@@ -1,5 +1,5 @@
-"""Commands that run one analysis of one model, with options made from the arguments of its
-function: argument parsing only."""
+"""Commands that run one analysis of one model, with options made from the arguments of its function, or score a method on
+models with known answers: argument parsing only."""
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +7,16 @@ from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
 
 from mechinterp.cli.options import (
     Asked,
     Files,
+    JsonOption,
     PathArgument,
+    QuietOption,
     about_paths,
+    answer,
     argument,
     asks_checkpoints,
     option,
@@ -57,7 +60,9 @@ fit = command_of(
 @asks_checkpoints
 def prune(
     path: PathArgument,
-    rule: Annotated[str, option("--rule", "best-later, least-later or best-first.")] = "best-later",
+    rule: Annotated[
+        Literal["best-later", "least-later", "best-first"], option("--rule", "Heads to keep.")
+    ] = "best-later",
     fine_tune: Annotated[
         int | None,
         option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
@@ -72,7 +77,7 @@ def prune(
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
     pruned"""
-    settings = {"rule": rule, "fine_tune": fine_tune, "out": out}
+    settings = {"rule": rule, "fine_tune_steps": fine_tune, "out": out}
     show("prune", path, asked, files, settings, written=() if out is None else (out,))
 
 
@@ -148,6 +153,40 @@ def show(
     text = to_text(title, result, wide=asked.wide)
     # First a line on why the file may have been read wrongly, if there is a reason.
     say_of(path, f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text)
+
+
+def score(
+    method: Annotated[str, argument("MODULE:FUNCTION", "Function of an entry of the suite.")],
+    version: Annotated[int, option("--version", "Version of the suite.")] = 1,
+    trained: Annotated[
+        str, option("--trained", "Trained models: bundled, all (in a clone) or none.")
+    ] = "bundled",
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a method on models with known answers. Example: mechinterp score my_module:my_method"""
+    from mechinterp.analysis.registry import own_function
+    from mechinterp.analysis.result import records
+    from mechinterp.known.entries import suite
+    from mechinterp.known.scores import score as score_method
+    from mechinterp.report.bars import progress_bars
+    from mechinterp.report.header import SCHEMA_VERSION
+    from mechinterp.report.text import frame_text, wrapped
+
+    entries = suite(version, trained=trained)
+    with progress_bars(quiet=quiet) as progress:
+        found = score_method(own_function(method), entries, progress=progress)
+    summary = found.summary()
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "method": method,
+        "suite": {"version": entries.version, "sha256": entries.hash, "entries": len(entries)},
+        "scores": records(summary),
+        "entries": records(found.to_frame()),
+    }
+    title = f"{method} on {len(found.seconds)} entries of the suite, version {version}"
+    text = "\n".join([wrapped(title), frame_text(summary.drop(columns="meaning"), {})])
+    answer(document, text, as_json=as_json)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruned_model import fine_tune, pruned_weights
+from mechinterp.analysis.ablation.pruning import fine_tune, pruned_weights
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

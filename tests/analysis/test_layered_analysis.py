@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.ablation.pruned_model import save_pruned
+from mechinterp.analysis.ablation.pruning import save_pruned
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints

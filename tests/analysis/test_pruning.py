@@ -7,20 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation import pruned_model
+from mechinterp.analysis.ablation import pruning
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruned_model import (
-    fine_tune,
-    masked_by,
-    pruned_weights,
-    save_pruned,
-)
 from mechinterp.analysis.ablation.pruning import (
     RULES,
     SPLITS,
     best_head_first,
     best_head_later,
+    fine_tune,
+    masked_by,
     prune,
+    pruned_weights,
+    save_pruned,
 )
 from mechinterp.analysis.probing.linear import cross_validated, streams
 from mechinterp.analysis.stats import random_halves, ratio_and_sem
@@ -129,7 +127,7 @@ def test_a_saved_model_that_predicts_otherwise_is_refused(checkpoint, many, tmp_
     def wrong(weights, kept):
         return pruned_weights(weights, ~kept)
 
-    monkeypatch.setattr(pruned_model, "pruned_weights", wrong)
+    monkeypatch.setattr(pruning, "pruned_weights", wrong)
     with pytest.raises(ValueError, match="must predict as the masked model to 1e-05, got "):
         save_pruned(checkpoint, np.eye(3, 4, dtype=bool), tmp_path / "pruned", prompts=many)
 
@@ -156,7 +154,7 @@ def test_the_pruned_model_is_saved_and_trained_further(checkpoint, many, tmp_pat
     found = prune(checkpoint, many, out=tmp_path / "pruned")
     assert found.saved == str(tmp_path / "pruned")
     assert [len(heads) for heads in load(found.saved).weights.heads_per_layer] == [4, 1, 1]
-    tuned = prune(checkpoint, many, n_prompts=60, fine_tune=8, out=tmp_path / "tuned", seed=2)
+    tuned = prune(checkpoint, many, n_prompts=60, fine_tune_steps=8, out=tmp_path / "tuned", seed=2)
     # Measured on other prompts than those that the heads are chosen on.
     others = sample_prompts(TASK, 60, seed=3, dtype=torch.float64)
     by_hand = fine_tune(checkpoint, tuned.kept, others, steps=8)
@@ -165,4 +163,4 @@ def test_the_pruned_model_is_saved_and_trained_further(checkpoint, many, tmp_pat
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         prune(checkpoint, many, out=tmp_path / "tuned")
     with pytest.raises(ValueError, match="needs a checkpoint, got a ICLTransformer"):
-        prune(checkpoint.model, many, fine_tune=1)
+        prune(checkpoint.model, many, fine_tune_steps=1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from analyses.sparse.questions import effective_heads, rises_of
-from mechinterp.analysis.ablation.pruned_model import save_pruned
 from mechinterp.analysis.ablation.pruning import (
     SPLITS,
     best_head_first,
     least_head_later,
     prune,
+    save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.descent_curves import descent_curves

@@ -184,7 +184,6 @@ def rise_heatmap(
     return heatmaps.heatmap(
         rises,
         title=f"{title} (full colour: no better than predicting 0)" if ends else title,
-        rows=[f"L{layer}" for layer in range(len(rises))],
         columns=[*(f"H{head}" for head in range(rise.shape[1])), *["MLP" for _ in mlps]],
         unit=unit,
         limit=end if ends else None,

@@ -127,9 +127,7 @@ class HeadAblation(OfMetric, Result):
 
     def layer_frame(self) -> pd.DataFrame:
         """One row per layer: its number of effective heads."""
-        frame = frame_of(self, "effective_heads", layer=range(len(self.rise)))
-        frame.insert(0, "method", self.method)
-        return frame
+        return frame_of(self, "effective_heads", layer=range(len(self.rise)))
 
     def plot(self) -> go.Figure:
         """Rise of the metric: layers by heads (colours end where the model is no better than predicting 0), or one bar per
@@ -149,7 +147,7 @@ class HeadAblation(OfMetric, Result):
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
-        return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+        return heatmaps.heatmap(self.importance, title=title, unit="share", signed=False)
 
 
 def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
@@ -337,7 +335,7 @@ class Ablations(Result):
         layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
         raises = "raises it most" if zero.rise[at] > 0 else "lowers it least, as every mask does"
         sentences = [
-            f"Excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
+            f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
             f"Masking L{layer}H{head} {raises}, by {with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over "
             f"prompts; the median rise is {digits(zero.median_rise[at])}.",
         ]
@@ -361,11 +359,11 @@ class Ablations(Result):
         return pd.concat([one.to_frame() for one in self.methods], ignore_index=True)
 
     def layer_frame(self) -> pd.DataFrame:
-        """One row per method and layer."""
-        zero, *others = (one.layer_frame() for one in self.methods)
-        if self.layer_rise is not None:
-            zero = zero.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
-        return pd.concat([zero, *others], ignore_index=True)
+        """One row per layer, under zero ablation."""
+        frame = self.methods[0].layer_frame()
+        if self.layer_rise is None:
+            return frame
+        return frame.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
 
     def tables(self) -> dict[str, Table]:
         """Tables of heads and layers; for one layer also Shapley values and subsets."""
@@ -377,11 +375,7 @@ class Ablations(Result):
                 per="method",
                 quiet=("carried_by_few",),
             ),
-            "layers": Table(
-                self.layer_frame(),
-                "Distribution of the rise over the heads of a layer",
-                per="method",
-            ),
+            "layers": Table(self.layer_frame(), "Layers (zero ablation)"),
         }
         if self.subsets is not None:
             title = "Shapley values: fall of the excess risk due to a head"
