@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.report.page import Report
 
 
 @asks_checkpoints
@@ -190,60 +189,49 @@ def report(
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.report.bars import progress_bars
+    from mechinterp.report.page import write_report
     from mechinterp.report.text import wrapped
 
     with progress_bars(quiet=quiet) as progress:
-        asked: dict[str, Any] = {
-            **({} if prompts is None else {"prompts": prompts_of(prompts)}),
-            **({} if n_prompts is None else {"n_prompts": n_prompts}),
-            "seed": seed,
-            "overwrite": overwrite,
-            "figures": figures,
-            "progress": progress,
-        }
-        about, written = _written(paths, out, analyses, files, asked)
+        given = None if prompts is None else prompts_of(prompts)
+        models, about = _models_of(paths, files)
+        left_out = {each["path"]: each["error"] for each in about if "error" in each}
+        named = (Path(about[0]["path"]),) if len(about) == 1 else ()
+        with about_paths(*named, out):
+            written = write_report(
+                models,
+                out,
+                prompts=given,
+                n_prompts=n_prompts,
+                seed=seed,
+                analyses=analyses,
+                left_out=left_out,
+                overwrite=overwrite,
+                figures=figures,
+                progress=progress,
+            )
     document = about[0] if len(about) == 1 else {"checkpoints": about}
     shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"
     answer(document | written.to_document(), shown, as_json=as_json)
-    if any("error" in each for each in about):
+    if left_out:
         raise typer.Exit(2)
 
 
-def _written(
-    paths: list[Path],
-    out: Path,
-    analyses: list[str] | None,
-    files: Files,
-    asked: dict[str, Any],
-) -> tuple[list[dict[str, str]], "Report"]:
-    """JSON entries of all paths, and the report on one or several checkpoints."""
+def _models_of(
+    paths: list[Path], files: Files
+) -> tuple["Checkpoint | list[Checkpoint]", list[dict[str, str]]]:
+    """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
+    error, if any."""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
-    from mechinterp.report.page import write_comparison, write_report
+    from mechinterp.models.weights import why_no_circuits
 
     all_paths = checkpoint_paths(paths)
     groups = runs_among(all_paths)
     run = files.run_of(groups[0]) if len(groups) == 1 else None
     if run is not None or len(all_paths) == 1:
         path = all_paths[0] if run is None else run.path
-        with about_paths(path, out):
-            checkpoint = run or files.load(path)
-            return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
-    for flag, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
-        if value is not None:
-            raise ValueError(f"{flag} needs one checkpoint, got {len(all_paths)}.")
-    loaded, about = _those_that_load(groups, files)
-    left_out = {each["path"]: each["error"] for each in about if "error" in each}
-    with about_paths(out):
-        return about, write_comparison(loaded, out, left_out=left_out, **asked)
-
-
-def _those_that_load(
-    groups: list[list[Path]], files: Files
-) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
-    """Readable checkpoints, where a run counts as one, and a JSON entry of every path with its
-    error, if any."""
-    from mechinterp.models.weights import why_no_circuits
-
+        with about_paths(path):
+            return run or files.load(path), [{"path": str(path)}]
     loaded, about = [], []
     for group in groups:
         run = files.run_of(group)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, cast
 
 import plotly.graph_objects as go
@@ -61,7 +62,7 @@ def contents_of(
     for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
         told = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            result = _result(name, analysis, checkpoint, **told, progress=progress)
+            result = run_analysis(analysis.function, checkpoint, **told, progress=progress)
             found[name] = analysis, result, _prompts_text(told)
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
@@ -71,7 +72,7 @@ def contents_of(
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
     if classified is None:
         told = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
-        result = _result("classify", CLASSIFY, checkpoint, **told, progress=progress)
+        result = run_analysis("classify", checkpoint, **told, progress=progress)
         classified = cast("Classified", result)
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
@@ -83,14 +84,6 @@ def contents_of(
         text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
-
-
-def _result(
-    name: str, analysis: Analysis, checkpoint: Checkpoint | HookedModule, **told: Any
-) -> Finding:
-    if name.endswith(SUFFIX):
-        return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
-    return run_analysis(analysis.function, checkpoint, **told)
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -143,12 +136,13 @@ def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
 
 
 def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis; the name of an analysis over steps ends in `SUFFIX`."""
+    """Name and analysis; an analysis whose name ends in `SUFFIX` runs at every saved step."""
     if callable(named) or not named.endswith(SUFFIX):
         return analysis_of(named)
     name, analysis = analysis_of(named.removesuffix(SUFFIX))
+    stepwise = wraps(analysis.function)(partial(over_steps, analysis=name))
     title = f"{analysis.title or name.capitalize()}, step by step"
-    return f"{name}{SUFFIX}", replace(analysis, title=title)
+    return f"{name}{SUFFIX}", replace(analysis, home=stepwise, title=title)
 
 
 def section_of(
