@@ -49,7 +49,6 @@ def lines(
     title: str,
     x_title: str,
     y_title: str,
-    colors: Sequence[str] = COLORS,
     levels: Sequence[float] | np.ndarray = (),
     log_x: bool = False,
     log_y: bool = False,
@@ -63,8 +62,8 @@ def lines(
     drawn = {n: curve if isinstance(curve, tuple) else (curve, None) for n, curve in curves.items()}
     for index, name in enumerate(sorted(drawn, key=lambda name: name == MODEL)):
         values, error = drawn[name]
-        dash = "solid" if index < len(colors) else "dot"
-        line: dict[str, object] = {"color": colors[index % len(colors)], "dash": dash}
+        dash = "solid" if index < len(COLORS) else "dot"
+        line: dict[str, object] = {"color": head_color(index), "dash": dash}
         if name == MODEL:
             line = {"color": MODEL_COLOR["light"], "dash": "dash", "width": 3}
         figure.add_scatter(
