@@ -188,7 +188,7 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
 
 @pytest.mark.slow
 def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
-    run("prune", deep, "--rule", "all").assert_refused("rule must be one of best-later", "'all'")
+    run("prune", deep, "--rule", "all").assert_refused("--rule", "'best-later'", "'all'")
     words = "prune needs a model of several layers, got one; use ablate to mask its heads."
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "n_prompts must be >= 24")
