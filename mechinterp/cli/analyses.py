@@ -18,8 +18,8 @@ from mechinterp.cli.options import (
     about_paths,
     answer,
     argument,
-    asks_checkpoints,
     option,
+    reads_files,
     say_json,
     say_of,
 )
@@ -40,7 +40,7 @@ def command_of(name: str, text: str) -> Callable[..., None]:
         show(name, path, asked, files)
 
     run.__name__, run.__doc__ = name, text
-    return asks_checkpoints(run)
+    return reads_files(device=True, asks=True)(run)
 
 
 ablate = command_of(
@@ -57,7 +57,7 @@ fit = command_of(
 )
 
 
-@asks_checkpoints
+@reads_files(device=True, asks=True)
 def prune(
     path: PathArgument,
     rule: Annotated[
@@ -81,7 +81,7 @@ def prune(
     show("prune", path, asked, files, settings, written=() if out is None else (out,))
 
 
-@asks_checkpoints
+@reads_files(device=True, asks=True)
 def analyse(
     name: Annotated[
         str,

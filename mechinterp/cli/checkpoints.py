@@ -19,12 +19,10 @@ from mechinterp.cli.options import (
     about_paths,
     answer,
     argument,
-    asks_checkpoints,
     complain,
     option,
     prompts_of,
-    reads_checkpoints,
-    runs_checkpoints,
+    reads_files,
     say,
     say_json,
     say_of,
@@ -34,10 +32,9 @@ from mechinterp.cli.options import (
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
 
 
-@asks_checkpoints
+@reads_files(device=True, asks=True)
 def classify(
     paths: Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")],
     out: Annotated[
@@ -116,42 +113,42 @@ def _steps(
     return steps
 
 
-@reads_checkpoints
+@reads_files()
 def info(
     path: PathArgument,
     as_json: JsonOption = False,
     wide: Annotated[bool, option("--wide", "Also list the hook points.")] = False,
     *,
-    hints: "Hints",
+    files: Files,
 ) -> None:
     """Show the main facts of a checkpoint. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.checkpoints.native.folder import outline_of
     from mechinterp.report.info import info_document, info_text
 
     hooks = as_json or wide
-    outline = None if hooks or hints.given else outline_of(path)
-    document = info_document(outline or Files(hints).load(path), hooks=hooks)
+    outline = None if hooks or files.hints.given else outline_of(path)
+    document = info_document(outline or files.load(path), hooks=hooks)
     answer(document, info_text(document), as_json=as_json)
 
 
-@reads_checkpoints
+@reads_files()
 def convert(
     path: PathArgument,
     target: Annotated[str, option("--to", "native, transformer-lens or npz.")],
     out: Annotated[Path, option("--out", "New folder, or new file for npz.")],
     as_json: JsonOption = False,
     *,
-    hints: "Hints",
+    files: Files,
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import load as loading
     from mechinterp.report.to_json import conversion_document
 
     with about_paths(path, out):
-        checkpoint = Files(hints).load(path)
-        files = loading.convert(checkpoint, target, out)
-    document = conversion_document(checkpoint, target, files)
-    names = ", ".join(str(file.relative_to(out)) for file in files if file != out) or "written"
+        checkpoint = files.load(path)
+        written = loading.convert(checkpoint, target, out)
+    document = conversion_document(checkpoint, target, written)
+    names = ", ".join(str(file.relative_to(out)) for file in written if file != out) or "written"
     lines = [f"{shown_path(out)}: {names}"]
     if document["n_ctx"] is not None:
         how = "read load.py, then run it with transformer-lens 2 or 3."
@@ -161,7 +158,7 @@ def convert(
     answer(document, "\n".join(lines), as_json=as_json)
 
 
-@runs_checkpoints
+@reads_files(device=True)
 def report(
     paths: Annotated[
         list[Path], argument("PATH...", "A checkpoint; several, or a folder, are compared.")

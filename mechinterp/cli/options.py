@@ -104,12 +104,11 @@ def _typed(text: str) -> str | bool | int | float:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-hints_of.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
-        for hint in fields(Hints)
-    ]
-)
+HINTS = [
+    Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
+    for hint in fields(Hints)
+]
+DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=DeviceOption)
 
 
 @dataclass(frozen=True)
@@ -220,29 +219,36 @@ def require_there(given: Mapping[str, object]) -> None:
         raise nothing_at(path)
 
 
-def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of several functions; each result becomes the argument of that
-    name."""
-    shared = {name: signature(bundle).parameters for name, bundle in bundles.items()}
+def reads_files(
+    *, device: bool = False, asks: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options for reading files, as its argument `files`.
+
+    Args:
+        device: True: also --device; False: the processor.
+        asks: True: also the options of `Asked`, as its argument `asked`.
+    """
+    asked = list(signature(Asked).parameters.values()) if asks else []
+    options = [*asked, *HINTS, *([DEVICE] if device else [])]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in signature(command).parameters.values() if p.name not in bundles]
-
         @wraps(command)
-        def run(**given: object) -> None:
+        def run(**given: Any) -> None:
             by_name(given)
             require_there(given)
-            as_json = given.get("as_json")
-            apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            path = given.get("path")
+            path, as_json = given.get("path"), given.get("as_json")
+            bundle = {"asked": Asked(**{p.name: given.pop(p.name) for p in asked})} if asks else {}
+            hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
+            files = Files(hints, device_of(given.pop("device", "cpu")))
             try:
-                command(**given, **{name: bundles[name](**o) for name, o in apart.items()})
+                command(**given, **bundle, files=files)
             except NotUnderstoodError as error:
                 if as_json:
                     say_json({"path": str(path), "understood": False, "error": str(error)})
                 raise
 
-        options = [option for group in shared.values() for option in group.values()]
+        every = signature(command).parameters.values()
+        own = [p for p in every if p.name not in ("asked", "files")]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -251,7 +257,7 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
-def device_of(device: DeviceOption = "auto") -> str:
+def device_of(device: str) -> str:
     """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
     if device == "cpu":
         return device
@@ -298,27 +304,6 @@ class Files:
             with suppress(CheckpointError):  # the error of each file is reported later
                 return self.load(paths, context_length)
         return None
-
-
-def files_of(device: DeviceOption = "auto", **hints: object) -> Files:
-    """Settings for reading files, from the options of `hints_of` and --device."""
-    return Files(hints_of(**hints), device_of(device))
-
-
-files_of.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        p.replace(kind=Parameter.KEYWORD_ONLY)
-        for bundle in (hints_of, device_of)
-        for p in signature(bundle).parameters.values()
-    ]
-)
-reads_checkpoints = takes(hints=hints_of)
-"""Give a command the options of `hints_of`, as its argument `hints`."""
-runs_checkpoints = takes(files=files_of)
-"""Give a command the options of `hints_of` and --device, as its argument `files`."""
-asks_checkpoints = takes(asked=Asked, files=files_of)
-"""Give a command the options of `hints_of` and --device as `files`, and those of `Asked` as
-`asked`."""
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:
