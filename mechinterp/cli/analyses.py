@@ -10,11 +10,11 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
 
 from mechinterp.cli.options import (
-    Asked,
     Files,
     JsonOption,
     PathArgument,
     QuietOption,
+    Request,
     about_paths,
     answer,
     argument,
@@ -36,11 +36,11 @@ PLAIN = (int, float, str)
 def command_of(name: str, text: str) -> Callable[..., None]:
     """Command that runs the analysis of this name, with this help."""
 
-    def run(path: PathArgument, *, asked: Asked, files: Files) -> None:
-        show(name, path, asked, files)
+    def run(path: PathArgument, *, request: Request, files: Files) -> None:
+        show(name, path, request, files)
 
     run.__name__, run.__doc__ = name, text
-    return reads_files(device=True, asks=True)(run)
+    return reads_files(device=True, request=True)(run)
 
 
 ablate = command_of(
@@ -57,7 +57,7 @@ fit = command_of(
 )
 
 
-@reads_files(device=True, asks=True)
+@reads_files(device=True, request=True)
 def prune(
     path: PathArgument,
     rule: Annotated[
@@ -72,16 +72,16 @@ def prune(
         option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
     ] = None,
     *,
-    asked: Asked,
+    request: Request,
     files: Files,
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
     pruned"""
     settings = {"rule": rule, "fine_tune_steps": fine_tune, "out": out}
-    show("prune", path, asked, files, settings, written=() if out is None else (out,))
+    show("prune", path, request, files, settings, written=() if out is None else (out,))
 
 
-@reads_files(device=True, asks=True)
+@reads_files(device=True, request=True)
 def analyse(
     name: Annotated[
         str,
@@ -101,7 +101,7 @@ def analyse(
         list[str] | None, argument("[--OPTION VALUE]...", "Further options of this analysis.")
     ] = None,
     *,
-    asked: Asked,
+    request: Request,
     files: Files,
 ) -> None:
     """Run one analysis by its name. Example: mechinterp analyse p-probe
@@ -109,13 +109,13 @@ def analyse(
     from mechinterp.analysis.registry import analysis_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, files, settings, steps=steps)
+    show(name, path, request, files, settings, steps=steps)
 
 
 def show(
     name: str,
     path: Path,
-    asked: Asked,
+    request: Request,
     files: Files,
     settings: Mapping[str, object] | None = None,
     *,
@@ -137,20 +137,23 @@ def show(
 
     title, analysis = analysis_of(name)
     settings = dict(settings or {})
-    if asked.context_lengths and "context_lengths" in analysis.options:
-        settings["context_lengths"] = asked.context_lengths
-        asked = replace(asked, context_lengths=None)
-    with about_paths(path, *asked.files, *written), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = files.load(path, asked.context_length)
-        given = asked.drawn_by | {"progress": progress}
+    if request.context_lengths and "context_lengths" in analysis.options:
+        settings["context_lengths"] = request.context_lengths
+        request = replace(request, context_lengths=None)
+    with (
+        about_paths(path, *request.files, *written),
+        progress_bars(quiet=request.quiet) as progress,
+    ):
+        checkpoint = files.load(path, request.context_length)
+        given = request.drawn_by | {"progress": progress}
         if steps:
             result: Finding = over_steps(checkpoint, name, **given | settings)
         else:
             result = run_analysis(name, checkpoint, **given, settings=settings)
-    if asked.as_json:
-        say_json(to_json(title, checkpoint, result) | asked.note)
+    if request.as_json:
+        say_json(to_json(title, checkpoint, result) | request.note)
         return
-    text = to_text(title, result, wide=asked.wide)
+    text = to_text(title, result, wide=request.wide)
     # First a line on why the file may have been read wrongly, if there is a reason.
     say_of(path, f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mechinterp.cli.options import (
-    Asked,
     CountOption,
     Files,
     JsonOption,
     PathArgument,
     PromptsOption,
     QuietOption,
+    Request,
     SeedOption,
     about_paths,
     answer,
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
 
 
-@reads_files(device=True, asks=True)
+@reads_files(device=True, request=True)
 def classify(
     paths: Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")],
     out: Annotated[
         Path | None, option("--out", "New table, .parquet or .csv, with one row per checkpoint.")
     ] = None,
     *,
-    asked: Asked,
+    request: Request,
     files: Files,
 ) -> None:
     """State what a model computes, and how certain that is. Example: mechinterp classify
@@ -59,24 +59,26 @@ def classify(
     documents: list[dict] = []
     groups = runs_among(checkpoint_paths(paths))
     all_paths = [path for group in groups for path in group]
-    length, wide = asked.context_length, asked.wide
+    length, wide = request.context_length, request.wide
     steps = _steps(groups, files, length)
     headers: set[str] = set()
-    with progress_bars(quiet=asked.quiet) as progress:
+    with progress_bars(quiet=request.quiet) as progress:
         for path in progress(all_paths, "classifying"):
             try:
-                with about_paths(path, *asked.files):
+                with about_paths(path, *request.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = cast(
-                        "Classified", run_analysis("classify", checkpoint, **asked.drawn_by)
+                        "Classified", run_analysis("classify", checkpoint, **request.drawn_by)
                     )
-                    documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
+                    documents.append(
+                        to_json("classify", checkpoint, result) | numbers | request.note
+                    )
             except (ValueError, OSError) as error:
                 unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
                 documents.append({"path": str(path), **unread, "error": str(error)})
                 complain(str(error))
                 continue
-            if asked.as_json:
+            if request.as_json:
                 continue
             if len(all_paths) == 1 or wide:
                 say_of(path, classification_text(result, wide=wide))
@@ -85,7 +87,7 @@ def classify(
                 headers.add(result.heads_title)
                 say(result.heads_title)
             say_of(path, brief_text(result))
-    if asked.as_json:
+    if request.as_json:
         say_json(documents)
     if out is not None:
         write_table(out, documents)

@@ -114,8 +114,8 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
         name, equals, value = argument.partition("=")
         if name in names:
             values.append(value if equals else following)
-    told = all(value in message for value in values)
-    return message if told else f"{message.rstrip('.')}, got {', '.join(values)}."
+    named = all(value in message for value in values)
+    return message if named else f"{message.rstrip('.')}, got {', '.join(values)}."
 
 
 def _with_next_step(message: str) -> str:

@@ -112,7 +112,7 @@ DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """Options of all commands about heads."""
 
     prompts: PromptsOption = None
@@ -220,16 +220,16 @@ def require_there(given: Mapping[str, object]) -> None:
 
 
 def reads_files(
-    *, device: bool = False, asks: bool = False
+    *, device: bool = False, request: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options for reading files, as its argument `files`.
 
     Args:
         device: True: also --device; False: the processor.
-        asks: True: also the options of `Asked`, as its argument `asked`.
+        request: True: also the options of `Request`, as its argument `request`.
     """
-    asked = list(signature(Asked).parameters.values()) if asks else []
-    options = [*asked, *HINTS, *([DEVICE] if device else [])]
+    shared = list(signature(Request).parameters.values()) if request else []
+    options = [*shared, *HINTS, *([DEVICE] if device else [])]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -237,18 +237,19 @@ def reads_files(
             by_name(given)
             require_there(given)
             path, as_json = given.get("path"), given.get("as_json")
-            bundle = {"asked": Asked(**{p.name: given.pop(p.name) for p in asked})} if asks else {}
             hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
             files = Files(hints, device_of(given.pop("device", "cpu")))
+            if request:
+                given["request"] = Request(**{p.name: given.pop(p.name) for p in shared})
             try:
-                command(**given, **bundle, files=files)
+                command(**given, files=files)
             except NotUnderstoodError as error:
                 if as_json:
                     say_json({"path": str(path), "understood": False, "error": str(error)})
                 raise
 
         every = signature(command).parameters.values()
-        own = [p for p in every if p.name not in ("asked", "files")]
+        own = [p for p in every if p.name not in ("request", "files")]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -271,7 +272,7 @@ def device_of(device: str) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """How options let files be read, and the device on which models run."""
+    """Settings for reading files, and the device on which models run."""
 
     hints: Hints
     device: str = "cpu"

@@ -60,10 +60,10 @@ def contents_of(
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}
     for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
-        told = prompts_of(name, analysis, n_prompts, seed, prompts)
+        drawn_by = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            result = run_analysis(analysis.function, checkpoint, **told, progress=progress)
-            found[name] = analysis, result, _prompts_text(told)
+            result = run_analysis(analysis.function, checkpoint, **drawn_by, progress=progress)
+            found[name] = analysis, result, _prompts_text(drawn_by)
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
@@ -71,8 +71,8 @@ def contents_of(
     results = {name: result for name, (_, result, _) in found.items()}
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
     if classified is None:
-        told = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
-        result = run_analysis("classify", checkpoint, **told, progress=progress)
+        drawn_by = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
+        result = run_analysis("classify", checkpoint, **drawn_by, progress=progress)
         classified = cast("Classified", result)
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
@@ -117,14 +117,18 @@ def prompts_of(
     return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
 
 
-def _prompts_text(told: Mapping[str, Any]) -> str:
-    if not told:
+def _prompts_text(drawn_by: Mapping[str, Any]) -> str:
+    if not drawn_by:
         return ""
-    if "prompts" in told:
-        given: Prompts = told["prompts"]
+    if "prompts" in drawn_by:
+        given: Prompts = drawn_by["prompts"]
         return ". ".join(filter(None, (f"{len(given)} given prompts", target_note(given)))) + "."
-    many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
-    return f"{many}, seed {told['seed']}."
+    many = (
+        f"{drawn_by['n_prompts']} prompts"
+        if "n_prompts" in drawn_by
+        else "The usual number of prompts"
+    )
+    return f"{many}, seed {drawn_by['seed']}."
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:

@@ -55,8 +55,8 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
     if wide:
         notes = [wrapped(f"\n{text}", "  ") for text in result.notes]
         return "\n".join([result.pattern, to_text("classify", result, wide=True), *notes])
-    told = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
-    return "\n".join([told, "", result.heads_title, *result.head_lines(HEADS)])
+    first = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
+    return "\n".join([first, "", result.heads_title, *result.head_lines(HEADS)])
 
 
 def brief_text(result: Classified) -> str:

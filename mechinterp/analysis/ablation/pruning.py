@@ -362,7 +362,7 @@ class Pruning(Result):
     """Excess risk of the full model with a new read-out."""
     full_refit_risk_sem: float
     tuned: FineTuning | None = None
-    """Further training of the pruned model; None unless asked for."""
+    """Further training of the pruned model; None: there was none."""
     saved: str | None = None
     """Folder of the pruned model; None if it was not saved."""
 

@@ -73,7 +73,7 @@ class HeadAblation(OfMetric, Result):
     null_risk: float
     """Metric of predicting 0, unit of the metric."""
     mlp_rise: Float[np.ndarray, " layer"] | None = None
-    """Rise when the MLP of a layer is masked, unit of the metric; None unless asked for."""
+    """Rise when the MLP of a layer is masked, unit of the metric; None if they are not measured."""
     mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
 
     def __repr__(self) -> str:
@@ -243,7 +243,7 @@ def ablate_heads(
 
 
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
-    """The method, and the metric that was asked for with its name and unit."""
+    """The method, and the metric with its name and unit."""
     if metric is None:
         return Masking(method)
     if callable(metric):
@@ -301,11 +301,13 @@ def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str)
     if positions not in (None, "all"):
         raise ValueError(f"positions must be 'all' or None, got {positions!r}.")
     others = {"positions": positions is not None, "mlps": mlps, "runs": runs != "one"}
-    asked = [name for name, changed in others.items() if changed]
-    if sets != "single" and asked:
-        raise ValueError(f"{asked[0]} goes with sets='single', got sets={sets!r}.")
-    if len(asked) > 1:
-        raise ValueError(f"{asked[0]} and {asked[1]} do not go together; leave one of them out.")
+    changed = [name for name, changed in others.items() if changed]
+    if sets != "single" and changed:
+        raise ValueError(f"{changed[0]} goes with sets='single', got sets={sets!r}.")
+    if len(changed) > 1:
+        raise ValueError(
+            f"{changed[0]} and {changed[1]} do not go together; leave one of them out."
+        )
 
 
 MOST_SWITCHES = 8
