@@ -28,7 +28,6 @@ from mechinterp.report.to_html import Section
 
 HEIGHT, TOP = 420, 60
 """Default height of a figure, and default height of the margin above it, in pixels."""
-CLASSIFY = ANALYSES["classify"]
 
 
 def contents_of(
@@ -57,13 +56,15 @@ def contents_of(
         require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
+    def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
+        drawn_by, text = prompts_of(name, analysis, n_prompts, seed, prompts)
+        return run_analysis(analysis.function, checkpoint, **drawn_by, progress=progress), text
+
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}
     for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
-        drawn_by = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            result = run_analysis(analysis.function, checkpoint, **drawn_by, progress=progress)
-            found[name] = analysis, result, _prompts_text(drawn_by)
+            found[name] = (analysis, *result_of(name, analysis))
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
@@ -71,9 +72,7 @@ def contents_of(
     results = {name: result for name, (_, result, _) in found.items()}
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
     if classified is None:
-        drawn_by = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
-        result = run_analysis("classify", checkpoint, **drawn_by, progress=progress)
-        classified = cast("Classified", result)
+        classified = cast("Classified", result_of("classify", ANALYSES["classify"])[0])
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
     for name, (analysis, result, text) in found.items():
@@ -102,33 +101,22 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 def prompts_of(
     name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
-) -> dict[str, Any]:
-    """Given prompts of an analysis, or number and seed; slow analyses use at most their default
-    number, and an analysis over steps few."""
+) -> tuple[dict[str, Any], str]:
+    """Given prompts of an analysis, or their number and seed, as arguments and in words; slow
+    analyses use at most their default number, and an analysis over steps few."""
     if not analysis.draws_prompts:
-        return {}
+        return {}, ""
     most = analysis.options["n_prompts"].default if analysis.many_runs else None
     if name.endswith(SUFFIX):
         most, n_prompts = N_PROMPTS, n_prompts or N_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
-        return {"prompts": prompts[:most]}
+        given = prompts[:most]
+        texts = (f"{len(given)} given prompts", target_note(given))
+        return {"prompts": given}, f"{'. '.join(filter(None, texts))}."
     if n_prompts is None:
-        return {"seed": seed}
-    return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
-
-
-def _prompts_text(drawn_by: Mapping[str, Any]) -> str:
-    if not drawn_by:
-        return ""
-    if "prompts" in drawn_by:
-        given: Prompts = drawn_by["prompts"]
-        return ". ".join(filter(None, (f"{len(given)} given prompts", target_note(given)))) + "."
-    many = (
-        f"{drawn_by['n_prompts']} prompts"
-        if "n_prompts" in drawn_by
-        else "The usual number of prompts"
-    )
-    return f"{many}, seed {drawn_by['seed']}."
+        return {"seed": seed}, f"The usual number of prompts, seed {seed}."
+    number = min(n_prompts, most or n_prompts)
+    return {"seed": seed, "n_prompts": number}, f"{number} prompts, seed {seed}."
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
