@@ -1,11 +1,8 @@
 """Display of results in a notebook (sentence above table), helpers for tables, and counts in words."""
 
 import html
-import inspect
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,8 +13,6 @@ ROWS = 20
 class Result:
     """Result of an analysis: its repr is one sentence, `to_frame` a table, and a notebook shows both.
 
-    Every method of a subclass whose name begins with `plot` gets an argument `title=` that replaces the figure's title.
-
     Example:
         >>> class Answer(Result):
         ...     def __repr__(self):
@@ -27,12 +22,6 @@ class Result:
         >>> Answer()._repr_html_()[:40]
         '<p><code>Answer(6 * 7 = 42)</code></p><d'
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, method in list(vars(cls).items()):
-            if name.startswith("plot") and inspect.isfunction(method):
-                setattr(cls, name, _titled(method))
 
     def to_frame(self) -> pd.DataFrame:
         """The result as a table."""
@@ -53,20 +42,6 @@ class Result:
         sentence = html.escape(repr(self)).replace("\n", "<br>")
         more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
         return f"<p><code>{sentence}</code></p><div style='overflow-x:auto'>{table}</div>{more}"
-
-
-def _titled(plot: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with an additional argument `title`."""
-
-    @wraps(plot)
-    def titled(self: Result, *args: object, title: str = "", **kwargs: object) -> Any:
-        figure = plot(self, *args, **kwargs)
-        return figure.update_layout(title_text=title) if title else figure
-
-    own = inspect.signature(plot)
-    argument = inspect.Parameter("title", inspect.Parameter.KEYWORD_ONLY, default="")
-    titled.__signature__ = own.replace(parameters=[*own.parameters.values(), argument])  # type: ignore[attr-defined]
-    return titled
 
 
 def counted(count: int, what: str) -> str:

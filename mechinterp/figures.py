@@ -8,8 +8,6 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly import io
 
-from mechinterp.rooms import names_of
-
 # Okabe and Ito's colours, distinct for colour-blind readers; a head has the same colour in every figure.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
 BAR_COLORS = ("#6b7a8f", "#a9b4c2", "#3f8f8b")  # not the colours of heads
@@ -20,12 +18,7 @@ MODEL = "model"
 CLEAR = "rgba(0,0,0,0)"
 HEIGHT = 380
 LONG_LABEL = 16
-LEAST_TICKS = 3
-"""Smallest number of ticks within the data on a logarithmic axis."""
 TEMPLATES = {"light": "plotly_white", "dark": "plotly_dark"}
-OLD = ("Matrices", "head_heatmaps", "heatmap", "layers_by_heads")
-__getattr__ = names_of(__name__, dict.fromkeys(OLD, "mechinterp.heatmaps"))
-"""Names of version 0.1 that have moved to `heatmaps`."""
 
 
 Curve = np.ndarray | tuple[np.ndarray, np.ndarray]
@@ -56,7 +49,6 @@ def lines(
     title: str,
     x_title: str,
     y_title: str,
-    colors: Sequence[str] = COLORS,
     levels: Sequence[float] | np.ndarray = (),
     log_x: bool = False,
     log_y: bool = False,
@@ -70,8 +62,8 @@ def lines(
     drawn = {n: curve if isinstance(curve, tuple) else (curve, None) for n, curve in curves.items()}
     for index, name in enumerate(sorted(drawn, key=lambda name: name == MODEL)):
         values, error = drawn[name]
-        dash = "solid" if index < len(colors) else "dot"
-        line: dict[str, object] = {"color": colors[index % len(colors)], "dash": dash}
+        dash = "solid" if index < len(COLORS) else "dot"
+        line: dict[str, object] = {"color": head_color(index), "dash": dash}
         if name == MODEL:
             line = {"color": MODEL_COLOR["light"], "dash": "dash", "width": 3}
         figure.add_scatter(
@@ -86,69 +78,15 @@ def lines(
         )
     for level in levels:
         figure.add_hline(float(level), line_dash="dot", line_width=1)
-    figure.update_xaxes(title_text=x_title, **_axis([x], log=log_x))
+    figure.update_xaxes(title_text=x_title, **_axis(log=log_x))
     if np.issubdtype(x.dtype, np.integer) and np.ptp(x) <= 10:
         figure.update_xaxes(dtick=1)  # numbers of layers or heads have no halves
-    ends = [v + sign * (0 if e is None else e) for v, e in drawn.values() for sign in (-1, 1)]
-    figure.update_yaxes(title_text=y_title, zeroline=zero_line, **_axis(ends, log=log_y))
+    figure.update_yaxes(title_text=y_title, zeroline=zero_line, **_axis(log=log_y))
     return finish(figure, title, height=HEIGHT)
 
 
-def _axis(values: Iterable[np.ndarray], *, log: bool) -> dict[str, object]:
-    return {"type": "log", **log_ticks(values)} if log else {"type": "linear"}
-
-
-def log_ticks(values: Iterable[np.ndarray]) -> dict[str, object]:
-    """Round ticks for a logarithmic axis, at least three of them within the values.
-
-    Example:
-        >>> log_ticks([np.array([0.03, 0.4])])["ticktext"]
-        ['0.02', '0.05', '0.1', '0.2', '0.5']
-    """
-    every = np.concatenate([np.ravel(each).astype(float) for each in values])
-    drawn = every[np.isfinite(every) & (every > 0)]
-    if not len(drawn) or drawn.max() < drawn.min() * (1 + 1e-6):
-        return {}
-    low, high = float(drawn.min()), float(drawn.max())
-    powers = range(int(np.floor(np.log10(low))) - 1, int(np.ceil(np.log10(high))) + 2)
-    for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-        every = np.array([step * 10.0**power for power in powers for step in steps])
-        if ((every >= low) & (every <= high)).sum() >= LEAST_TICKS:
-            break
-    else:
-        step = 10.0 ** np.floor(np.log10(high - low))
-        while (high - low) / step < LEAST_TICKS:
-            step /= 2
-        every = step * np.arange(np.ceil(low / step) - 1, high / step + 2)
-        every = every[every > 0]
-    first, last = np.searchsorted(every, low, "right") - 1, np.searchsorted(every, high)
-    ticks = every[max(first, 0) : last + 1].tolist()
-    return {"tickmode": "array", "tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
-
-
-def log_range(values: np.ndarray) -> tuple[float, float] | None:
-    """Ends of a logarithmic axis with room for these values, as exponents of ten.
-
-    Example:
-        >>> log_range(np.array([1.0, 100.0]))
-        (-0.1, 2.1)
-    """
-    powers = np.log10(values[values > 0])
-    if not len(powers):
-        return None
-    room = 0.05 * float(np.ptp(powers)) or 0.1
-    return float(powers.min()) - room, float(powers.max()) + room
-
-
-def _tick(value: float) -> str:
-    for least, unit, letter in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if least <= value < 1e9:
-            return f"{value / unit:.6g}{letter}"
-    if 1e-4 <= value < 1e9:
-        return f"{value:,.6g}"
-    power = int(np.floor(np.log10(value) + 1e-9))
-    first = f"{value / 10.0**power:.5g}"
-    return f"{'' if first == '1' else f'{first}·'}10<sup>{power}</sup>".replace("-", "−")
+def _axis(*, log: bool) -> dict[str, object]:
+    return {"type": "log", "exponentformat": "power"} if log else {"type": "linear"}
 
 
 def bars(
@@ -174,32 +112,6 @@ def bars(
     if max(map(len, labels)) > LONG_LABEL:
         figure.update_layout(legend={"yanchor": "bottom", "y": 1.02})
     return figure
-
-
-def head_scatter(
-    omega: Float[np.ndarray, " head"],
-    mu: Float[np.ndarray, " head"],
-    *,
-    labels: Sequence[str],
-    title: str,
-) -> go.Figure:
-    """Scatter plot of heads by omega and mu, with labels; dashed lines mark the axes."""
-    figure = go.Figure()
-    for head, label in enumerate(labels):
-        figure.add_scatter(
-            x=[omega[head]],
-            y=[mu[head]],
-            name=f"head {head}: {label}",
-            mode="markers+text",
-            text=[f"{head}"],
-            textposition="middle right",
-            marker={"color": head_color(head), "size": 12},
-        )
-    figure.add_hline(0, line_dash="dash", line_width=1)
-    figure.add_vline(0, line_dash="dash", line_width=1)
-    figure.update_xaxes(title_text="omega (1/x²)", zeroline=False)
-    figure.update_yaxes(title_text="mu", zeroline=False)
-    return finish(figure, title, height=HEIGHT)
 
 
 def runs(
@@ -232,10 +144,8 @@ def runs(
                 opacity=0.8,
                 hovertemplate=f"{_plain(model)}<br>%{{x}}, %{{y:.4g}}<extra></extra>",
             )
-    every = [curve for models in groups.values() for curve in models.values()]
-    x_axis, y_axis = (_axis((curve[at] for curve in every), log=log) for at in (0, 1))
-    figure.update_xaxes(title_text=x_title, zeroline=markers, **x_axis)
-    figure.update_yaxes(title_text=y_title, zeroline=markers, **y_axis)
+    figure.update_xaxes(title_text=x_title, zeroline=markers, **_axis(log=log))
+    figure.update_yaxes(title_text=y_title, zeroline=markers, **_axis(log=log))
     return finish(figure, title, height=HEIGHT + 80)
 
 

@@ -1,4 +1,4 @@
-"""Heatmaps: of one matrix, of all layers by heads, and of a matrix per head."""
+"""Heatmaps of one matrix (such as layers by heads), and of a matrix per head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,8 +110,8 @@ def heatmap(
     matrix: Float[np.ndarray, "row column"],
     *,
     title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
     unit: str = "",
     limit: float | None = None,
     signed: bool = True,
@@ -119,14 +119,16 @@ def heatmap(
     """One heatmap; the colour scale is white at 0 if signed, else it starts at 0.
 
     Args:
+        rows: Names of the rows; None: layers L0, L1, ...
+        columns: Names of the columns; None: heads H0, H1, ...
         limit: End of the colour scale; None: the largest abs(entry).
     """
     limit = float(np.abs(matrix).max()) or 1.0 if limit is None else limit
     figure = go.Figure()
     figure.add_heatmap(
         z=matrix,
-        x=list(columns),
-        y=list(rows),
+        x=[f"H{head}" for head in range(matrix.shape[1])] if columns is None else list(columns),
+        y=[f"L{layer}" for layer in range(len(matrix))] if rows is None else list(rows),
         colorscale=SIGNED_SCALE if signed else UNSIGNED_SCALE,
         zmin=-limit if signed else 0,
         zmax=limit,
@@ -134,28 +136,7 @@ def heatmap(
         hovertemplate="%{y}%{x}<br>%{z:.4g}<extra></extra>",
     )
     figure.update_yaxes(autorange="reversed")
-    return finish(figure, title, height=120 + 24 * max(len(rows), 8))
-
-
-def layers_by_heads(
-    matrix: Float[np.ndarray, "layer head"],
-    *,
-    title: str,
-    unit: str = "",
-    limit: float | None = None,
-    signed: bool = True,
-) -> go.Figure:
-    """One heatmap with a cell for each head of each layer; arguments as in `heatmap`."""
-    n_layers, n_heads = matrix.shape
-    return heatmap(
-        matrix,
-        title=title,
-        rows=[f"L{layer}" for layer in range(n_layers)],
-        columns=[f"H{head}" for head in range(n_heads)],
-        unit=unit,
-        limit=limit,
-        signed=signed,
-    )
+    return finish(figure, title, height=120 + 24 * max(len(matrix), 8))
 
 
 def scales() -> dict[str, dict[str, object]]:

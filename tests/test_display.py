@@ -5,10 +5,8 @@ import pkgutil
 from dataclasses import dataclass, is_dataclass
 
 import pandas as pd
-import pytest
 
 import mechinterp
-from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.display import ROWS, Result
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -33,15 +31,6 @@ def test_a_result_shows_its_sentence_and_its_table():
     assert shown.count("<tr") == 1 + 2
     assert "<th>label</th>" in shown
     assert "more rows" not in shown
-
-
-def test_a_figure_takes_a_title_of_ones_own():
-    found = circuits(debiased_gradient_step(d_x=5, eta=0.88, omega=0.01))
-    assert found.plot(title="Mine").layout.title.text == "Mine"
-    assert found.plot_ov(title="Yours").layout.title.text == "Yours"
-    assert found.plot().layout.title.text == "QK and OV circuits"
-    with pytest.raises(TypeError, match="unexpected keyword argument 'name'"):
-        found.plot(name="Mine")
 
 
 def test_long_tables_are_cut_and_say_so():

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.masked_risk import pruning_curves
-from mechinterp.analysis.ablation.pruning import prune_by_rules, save_pruned
+from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.baselines import baselines
 from mechinterp.analysis.learners.losses import shared_losses
@@ -87,10 +86,6 @@ class Case:
     @property
     def all_heads(self) -> np.ndarray:
         return np.ones(self.heads, dtype=bool)
-
-    @property
-    def order(self) -> list[tuple[int, int]]:
-        return [(layer, head) for layer, head in np.ndindex(*self.heads)]
 
 
 def shipped(name: str, *heads: int) -> Callable[[Path], Case]:
@@ -222,9 +217,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "ablate_heads greedy": lambda c: mi.ablate_heads(c.source, c.prompts(), sets="greedy"),
     "ablate_heads positions": lambda c: mi.ablate_heads(c.source, c.prompts(), positions="all"),
     "ablate_heads mlps": lambda c: mi.ablate_heads(c.source, c.prompts(), mlps=True),
-    "prune": lambda c: mi.prune(c.source, c.prompts()),
-    "prune_by_rules": lambda c: prune_by_rules(c.source, c.prompts()),
-    "pruning_curves": lambda c: pruning_curves(c.source, c.prompts(), {"first": c.order}),
+    "prune": lambda c: mi.prune(c.source, c.prompts(), rule=best_head_later),
     "save_pruned": pruned,
     "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),

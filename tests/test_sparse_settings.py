@@ -20,7 +20,7 @@ from analyses.sparse.fairness import (
     refined,
     risk,
 )
-from analyses.sparse.questions import Numbers, of_row, rises, spread, verdicts
+from analyses.sparse.questions import Numbers, of_row, verdicts
 from analyses.sparse.setting import typical_ratio, unseen
 from analyses.sparse.settings import one_model, shorter_of
 from analyses.sparse.settings_table import RESULTS, SHOWN, figure, several, table_of
@@ -156,13 +156,41 @@ def test_heads_at_work_are_counted_by_median_rises():
     folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
     checkpoint = load(folder)
     prompts = sample_prompts(checkpoint.task, 512, seed=0)
-    ablation, _ = spread(checkpoint.model, rises(checkpoint.model, prompts), prompts)
+    found = ask.effective_heads(ask.rises_of(checkpoint.model, prompts))
     heads = [(layer, head) for layer in range(3) for head in range(8)]
     errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])
     median = np.median(errors[:, 1:] - errors[:, :1], axis=0).reshape(3, 8).clip(0)
     shares = median / median.sum(1, keepdims=True)
     entropy = -(shares * np.log(shares.clip(1e-300))).sum(1)
-    np.testing.assert_allclose(ablation.effective_heads_of_medians, np.exp(entropy), rtol=1e-6)
+    np.testing.assert_allclose(found.of_medians, np.exp(entropy), rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_error_of_effective_heads_is_that_of_repeated_samples():
+    generator = np.random.default_rng(0)
+    mean = np.array([[1.0, 0.5, 0.2, -0.3]])
+    draws = mean + 0.8 * generator.standard_normal((400, 400, 1, 4))
+    found = [ask.effective_heads(draw) for draw in draws]
+    numbers, sems = ([getattr(one, name) for one in found] for name in ("number", "sem"))
+    assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("n_heads", [2, 4, 8])
+def test_the_error_of_effective_heads_covers_equal_heads(n_heads: int):
+    # The largest number there is, where its slope is zero. It falls short of it by s chi^2 of k = n_heads - 1 degrees of
+    # freedom, a resample of prompts by s times a noncentral one: the variances are 2 k s^2 and, in the mean, 6 k s^2.
+    draws = 1 + 2 * np.random.default_rng(1).standard_normal((300, 400, 1, n_heads))
+    found = [ask.effective_heads(draw) for draw in draws]
+    numbers, sems = np.array([(one.number[0], one.sem[0]) for one in found]).T
+    assert numbers.max() < n_heads
+    size = np.sqrt(np.square(sems).mean())
+    # 300 samples of a chi^2 of 1 degree of freedom know its standard deviation to a tenth.
+    assert numbers.std() / size == pytest.approx(3**-0.5, rel=0.3)
+    short = np.sqrt(np.square(n_heads - numbers).mean())
+    assert short / size == pytest.approx(((n_heads + 1) / 6) ** 0.5, rel=0.3)
 
 
 @pytest.mark.slow

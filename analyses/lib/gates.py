@@ -91,7 +91,7 @@ class HeadGates(Result):
     def plot(self) -> go.Figure:
         """Facilitating minus interfering score of each head."""
         title = "Gates: facilitating (1), irrelevant (0), interfering (-1)"
-        return heatmaps.layers_by_heads(self.scores[0] - self.scores[2], title=title)
+        return heatmaps.heatmap(self.scores[0] - self.scores[2], title=title)
 
 
 @torch.inference_mode(False)

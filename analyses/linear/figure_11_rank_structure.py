@@ -14,7 +14,7 @@ from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import residence_in_head, settled_head
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
-from mechinterp import figures
+from mechinterp import heatmaps
 from mechinterp.theory.linear_heads import separate_heads
 
 RANKS, INIT = (2, 4, 8), 1e-3
@@ -71,10 +71,10 @@ def measure(quick: bool) -> Measured:
         rows = [f"head {head}, row {row}" for head in active for row in range(1, rank + 1)]
         keys, title = every[0][0][active], f"Keys of the rank-{rank} heads that hold a direction"
         keys = keys.reshape(-1, 8)
-        pages[title] = figures.heatmap(keys, title=title, rows=rows, columns=names)
+        pages[title] = heatmaps.heatmap(keys, title=title, rows=rows, columns=names)
         title = f"Share of rank-{rank} heads in every direction"
         heads = [f"head {h}" for h in range(9)]
-        pages[title] = figures.heatmap(shares[0, :, :8], title=title, rows=heads, columns=names)
+        pages[title] = heatmaps.heatmap(shares[0, :, :8], title=title, rows=heads, columns=names)
     slow, fast = np.moveaxis(np.array([stays(seed) for seed in seeds]), 1, 0)[::-1]
     ratio, rise = slow / fast, slow - fast
     waits = [[residence_in_head(FOUND, a, a + 1, scale=s) for s in INITS] for a in (0, 2)]

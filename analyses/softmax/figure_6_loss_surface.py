@@ -10,7 +10,7 @@ import torch
 
 from analyses.lib import SETTING, Measured, Record, records
 from analyses.lib.theory.approximate_loss import approximate_loss, corrected_loss
-from mechinterp import TaskConfig, figures
+from mechinterp import TaskConfig, heatmaps
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.models.constructions.one_layer import diagonal_heads
 
@@ -62,6 +62,6 @@ def _heatmaps(data: pd.DataFrame, omegas: np.ndarray, mus: np.ndarray) -> dict:
     names["columns"] = [f" mu {mu:.2f}" for mu in mus]
     shape = len(omegas), len(mus)
     return {
-        title: figures.heatmap(values.to_numpy().reshape(shape), title=title, unit="y²", **names)
+        title: heatmaps.heatmap(values.to_numpy().reshape(shape), title=title, unit="y²", **names)
         for title, values in surfaces.items()
     }

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from analyses.lib import Measured, checkpoint, record, records, trained
 from analyses.lib.theory import preconditioning as theory
-from mechinterp import circuits, classify, figures
+from mechinterp import circuits, classify, heatmaps
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
 
@@ -90,7 +90,7 @@ def pages(rho: float) -> dict[str, go.Figure]:
     shown = {f"QK-{rho}": circuits(checkpoint(name)).plot_qk()}
     for title, matrix in matrices.items():
         title = f"{title}, rho {rho}"
-        shown[title] = figures.heatmap(matrix, title=title, rows=axis, columns=axis)
+        shown[title] = heatmaps.heatmap(matrix, title=title, rows=axis, columns=axis)
     return shown
 
 

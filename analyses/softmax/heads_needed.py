@@ -14,7 +14,7 @@ import pandas as pd
 from analyses.lib import Measured, checkpoint, record, trained
 from analyses.lib.theory import several_tasks as theory
 from analyses.lib.theory.learners import joint_debiased_gd
-from mechinterp import TaskConfig, circuits, figures
+from mechinterp import TaskConfig, circuits, heatmaps
 from mechinterp.analysis.learners.losses import shared_losses
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
@@ -73,5 +73,5 @@ def measure(quick: bool) -> Measured:
         "best": best.reshape(4, 6),
     }.items():
         title = f"theta, {title}: {name}"
-        pages[title] = figures.heatmap(theta, title=title, rows=rows, columns=columns)
+        pages[title] = heatmaps.heatmap(theta, title=title, rows=rows, columns=columns)
     return Measured(data, pages, claims)

@@ -12,9 +12,9 @@ from analyses.lib import Measured, Record, record
 from analyses.sparse import setting as at
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, fine_tune
-from mechinterp.analysis.ablation.fine_tuning import MODELS as MODELS_TUNED
-from mechinterp.analysis.ablation.fine_tuning import FineTuning
 from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import MODELS as MODELS_TUNED
+from mechinterp.analysis.ablation.pruning import FineTuning
 from mechinterp.analysis.stats import halves
 from mechinterp.icl.sparse_predictors import excess_risk
 from mechinterp.models.run.general import predict_deep

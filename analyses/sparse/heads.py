@@ -10,14 +10,13 @@ Run: python -m analyses sparse/heads (two minutes; --quick seconds)"""
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import entropy
+import pandas as pd
 
 from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from analyses.sparse.questions import Numbers
-from mechinterp import ICLTransformer, Prompts, ablate_heads
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp import Prompts, ablate_heads
 from mechinterp.analysis.ablation.single import HeadAblation
 from mechinterp.analysis.stats import halves
 
@@ -30,6 +29,7 @@ class Spread:
 
     found: HeadAblation
     """Ablation of single heads, on all prompts."""
+    effective: ask.EffectiveHeads
     tops: np.ndarray
     """Importance, on one half of the prompts, of the head of each layer that is best on the other
     half."""
@@ -39,11 +39,11 @@ class Spread:
     @property
     def means(self) -> at.Pair:
         """Effective heads of the first layer by mean rises, with standard error."""
-        return float(self.found.effective_heads[0]), float(self.found.effective_heads_sem[0])
+        return float(self.effective.number[0]), float(self.effective.sem[0])
 
     def by_clause(self) -> dict[str, float | at.Pair]:
         """Numbers that decide C10; those of C11 and C12 are not measured here."""
-        numbers = Numbers(self.found.effective_heads_of_medians, self.tops, *[np.nan] * 3)
+        numbers = Numbers(self.effective.of_medians, self.tops, *[np.nan] * 3)
         found = {name: one for name, one in numbers.by_clause().items() if "C10" in name}
         samples = [Numbers(row, self.tops, *[np.nan] * 3).by_clause() for row in self.drawn]
         for name in ("C10-several", "C10-later"):
@@ -51,29 +51,23 @@ class Spread:
         return found
 
 
-def rises_of(model: ICLTransformer, prompts: Prompts, shape: tuple[int, int]) -> np.ndarray:
-    """Rise of each prompt's risk when each head is masked, [prompt, layer, head]."""
-    errors = masked_errors(model, prompts, [[], *([head] for head in np.ndindex(shape))])
-    return (errors[:, 1:] - errors[:, :1]).reshape(-1, *shape)
-
-
-def effective(rises: np.ndarray) -> np.ndarray:
-    """Effective heads of each layer by medians."""
-    return np.exp(entropy(np.median(rises, axis=0).clip(0), axis=-1))
-
-
 def drawn(rises: np.ndarray) -> np.ndarray:
     """Effective heads by medians for bootstrap samples of the prompts, [sample, layer]."""
     rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
-    return np.array([effective(rises[row]) for row in rows])
+    return np.array([ask.effective_number(np.median(rises[row], axis=0)) for row in rows])
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
     model = at.trained(name).model
     scored, measured = halves(prompts)
     _, tops = ask.spread(model, ask.rises(model, scored), measured)
-    found = ablate_heads(model, prompts)
-    return Spread(found, tops, drawn(rises_of(model, prompts, found.rise.shape)))
+    rises = ask.rises_of(model, prompts)
+    return Spread(ablate_heads(model, prompts), ask.effective_heads(rises), tops, drawn(rises))
+
+
+def heads_frame(found: Spread) -> pd.DataFrame:
+    """One row per head, with the effective heads of its layer."""
+    return found.found.to_frame().merge(found.effective.to_frame())
 
 
 def spread_records(
@@ -100,8 +94,8 @@ def measure(quick: bool) -> Measured:
             found[name] = spread(name, prompts)
             zero = found[name].found
             mean = ablate_heads(at.trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
-            both = {one.method: one.to_frame().merge(one.layer_frame()) for one in (zero, mean)}
-            frames[name] = at.frames_of(both, "method")
+            frames_by_method = {"zero": heads_frame(found[name]), "mean": mean.to_frame()}
+            frames[name] = at.frames_of(frames_by_method, "method")
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}
     claims = spread_records(found, n_prompts, note=at.NOTE)
     return Measured(at.frames_of(frames), pages, claims)

@@ -16,15 +16,15 @@ import pandas as pd
 from analyses.lib import Measured, Record, record, records
 from analyses.sparse import setting as at
 from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
-from mechinterp import Prompts, ablate_heads, figures, predictor_of
-from mechinterp.analysis.ablation import pruning as rules
+from mechinterp import Prompts, ablate_heads, figures, prune
 from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.pruning import Pruning
 from mechinterp.analysis.stats import halves, mean_and_sem
 
 RULES = {
-    "best later": rules.best_head_later,
-    "least later": rules.least_head_later,
-    "best first": rules.best_head_first,
+    "best later": "best-later",
+    "least later": "least-later",
+    "best first": "best-first",
 }
 AS_IS = ("risk", "risk_sem", "ratio", "ratio_sem")
 COSTS = (*AS_IS, *(f"refit_{name}" for name in AS_IS), "carried_by_few")
@@ -42,40 +42,34 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def errors_of(name: str, prompts: Prompts) -> rules.MaskedErrors:
-    return rules.MaskedErrors(predictor_of(at.trained(name).model), prompts)
+def cost_rows(found: Mapping[str, Pruning], full: np.ndarray) -> pd.DataFrame:
+    """Costs of rules, as means and as medians over prompts.
 
-
-def pruned(errors: rules.MaskedErrors, rule: rules.Rule) -> tuple[rules.Pruning, np.ndarray]:
-    """Cost of a rule, and the error of each prompt under it; both cross-fitted."""
-    choices = rules.choices_on_halves(errors, rule, sequential=False, splits=rules.SPLITS)
-    masks = [rules.masked_by(heads) for heads in choices.kept]
-    return rules.pruned_by(errors, rule), choices.crossed(errors.of(masks).T)
-
-
-def cost_rows(errors: rules.MaskedErrors, chosen: Mapping[str, rules.Rule]) -> pd.DataFrame:
-    """Costs of rules, as means and as medians over prompts."""
-    rows, full = [], np.median(errors.of([[]]))
-    for name, rule in chosen.items():
-        found, each = pruned(errors, rule)
-        row = {"rule": name} | {cost: getattr(found, cost) for cost in COSTS}
-        rows.append(row | {"median_ratio": float(np.median(each) / full), "chosen": often(found)})
+    Args:
+        full: Error of the full model on each prompt.
+    """
+    rows = []
+    for name, one in found.items():
+        row = {"rule": name} | {cost: getattr(one, cost) for cost in COSTS}
+        median = np.median(one.choices.crossed(one.errors)) / np.median(full)
+        rows.append(row | {"median_ratio": float(median), "chosen": often(one)})
     return pd.DataFrame(rows)
 
 
-def to_single(
-    errors: rules.MaskedErrors, single: np.ndarray, rule: rules.Rule
-) -> tuple[Pair, float]:
-    """Risk under a rule and a new read-out relative to the one-head model, and the ratio of medians
-    without a new read-out; cross-fitted."""
-    choices = rules.choices_on_halves(errors, rule, sequential=False, splits=rules.SPLITS)
-    masks = [rules.masked_by(heads) for heads in choices.kept]
-    median = np.median(choices.crossed(errors.of(masks).T)) / np.median(single)
-    refitted, fits = errors.refitted(masks)
-    return choices.ratio(refitted.T, single, fits), float(median)
+def to_single(found: Pruning, single: np.ndarray) -> tuple[Pair, float]:
+    """Risk with a new read-out relative to the one-head model, and the ratio of medians without a
+    new read-out; cross-fitted."""
+    median = np.median(found.choices.crossed(found.errors)) / np.median(single)
+    ratio = found.choices.ratio(found.refit_errors, single, found.fit_errors)
+    return ratio, float(median)
 
 
-def often(found: rules.Pruning) -> str:
+def errors_of(name: str, prompts: Prompts) -> np.ndarray:
+    """Error of a model on each prompt."""
+    return masked_errors(at.trained(name).model, prompts, [[]])[:, 0]
+
+
+def often(found: Pruning) -> str:
     """Heads of the pruned layers, and how often each is chosen."""
     lost = ~found.kept.all(1)
     heads = [(layer, head) for layer, head in np.argwhere(found.chosen > 0) if lost[layer]]
@@ -85,9 +79,9 @@ def often(found: rules.Pruning) -> str:
 def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, float]]:
     """Costs of the rules and of keeping more heads; and the first rule relative to a single head."""
     model, (scored, measured) = at.trained(name).model, halves(prompts)
-    errors, single = (errors_of(one, prompts) for one in (name, at.single_of(name)))
-    alone = single.of([[]])[:, 0]
-    costs, beside = cost_rows(errors, RULES), to_single(errors, alone, RULES["best later"])
+    full, alone = (errors_of(one, prompts) for one in (name, at.single_of(name)))
+    found = {how: prune(model, prompts, rule=rule) for how, rule in RULES.items()}
+    costs, beside = cost_rows(found, full), to_single(found["best later"], alone)
     rise = ablate_heads(model, scored).rise
     curve = kept_curve(name, rise, measured, alone[-len(measured) :])
     return pd.concat([costs, curve.assign(rule="best later, kept")]), beside

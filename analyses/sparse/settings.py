@@ -99,11 +99,11 @@ def several_help(model, single, task: TaskConfig, n_prompts: int) -> Row:
 def spread(model, rise: np.ndarray, measured: Prompts) -> Row:
     """Effective heads and share of the best head, by layer."""
     found, shares = ask.spread(model, rise, measured)
+    effective = ask.effective_heads(ask.rises_of(model, measured))
     row: Row = {}
     for at, share in enumerate(shares):
-        effective = found.effective_heads[at], found.effective_heads_sem[at]
-        row |= told(f"n_eff_{at + 1}", effective)
-        row[f"n_eff_{at + 1}_median"] = found.effective_heads_of_medians[at]
+        row |= told(f"n_eff_{at + 1}", (effective.number[at], effective.sem[at]))
+        row[f"n_eff_{at + 1}_median"] = effective.of_medians[at]
         row |= {f"top_share_{at + 1}": share}
         row[f"importance_{at + 1}"] = ask.as_text(found.importance[at])
     return row

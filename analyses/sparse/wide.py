@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
-from analyses.sparse.heads import spread, spread_records
+from analyses.sparse.heads import heads_frame, spread, spread_records
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
 from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
-from mechinterp import Prompts, p_probe, probe_layers
+from mechinterp import Prompts, p_probe, probe_layers, prune
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.probing.descent_curves import RAW
 from mechinterp.analysis.stats import mean_and_sem
@@ -38,7 +38,8 @@ def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
 
 
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
-    costs = cost_rows(errors_of(NAME, prompts), {name: RULES[name] for name in ASKED})
+    found = {name: prune(trained(NAME).model, prompts, rule=RULES[name]) for name in ASKED}
+    costs = cost_rows(found, errors_of(NAME, prompts))
     return costs, cost_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
 
 
@@ -61,7 +62,7 @@ def measure(quick: bool) -> Measured:
     rows = [(name, *map(float, mean_and_sem(values))) for name, values in found.items()]
     of_heads = prompts[: 32 if quick else 1024]
     spread_found = spread(NAME, of_heads)
-    heads = spread_found.found.to_frame().merge(spread_found.found.layer_frame())
+    heads = heads_frame(spread_found)
     pages = {"rise": spread_found.found.plot(), "importance": spread_found.found.plot_importance()}
     more = spread_records({NAME: spread_found}, len(of_heads), suffix="-wide", note=SEED)
     costs, pruning = pruned(prompts)

@@ -6,7 +6,6 @@ HOMES = {
     "Chains": "mechinterp.analysis.training.sampler",
     "Langevin": "mechinterp.analysis.training.sampler",
     "baselines": "mechinterp.analysis.learners.baselines",
-    "best_head_first": "mechinterp.analysis.ablation.pruning",
     "preconditioned": "mechinterp.analysis.probing.linear",
     "reweighted": "mechinterp.analysis.probing.linear",
 }

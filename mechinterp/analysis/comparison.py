@@ -66,9 +66,8 @@ class Comparison(Result):
         """The verdict, and how to read the tables."""
         return [
             self.verdict,
-            "Models that differ in nothing but seeds share a setting; a row holds those of its models that form one pattern. "
-            "Means are over models, and so are their standard errors. Click a column's name to sort by it. A model's name "
-            "leads to its own report where that lies beside this one, in a folder of that name.",
+            "Models that differ in nothing but seeds share a setting. A row holds its models of one pattern; means and "
+            "standard errors are over models.",
         ]
 
     def to_frame(self) -> pd.DataFrame:
@@ -90,10 +89,9 @@ class Comparison(Result):
         return {name: Table(f) for name, f in frames.items() if name != "fields" or f.shape[1] > 1}
 
     def figures(self) -> dict[str, go.Figure]:
-        """Mean losses if models share a setting, heads, and training curves if there are any."""
-        means = {"means": self.plot_means()} if len(self.models) > len(self.fields) else {}
+        """Heads, and training curves if there are any."""
         curves = {"curves": self.plot_curves()} if any(map(len, self.curves)) else {}
-        return {**means, "heads": self.plot(), **curves}
+        return {"heads": self.plot(), **curves}
 
     def plot(self) -> go.Figure:
         """Heads of all models in the plane of omega and mu; in the published pattern they lie on two
@@ -114,16 +112,6 @@ class Comparison(Result):
             x_title="step",
             y_title="eval_loss (y²)",
             log=True,
-        )
-
-    def plot_means(self) -> go.Figure:
-        """Mean loss of each setting, with its standard error over the models."""
-        losses = self.models.groupby("setting", sort=False)["loss"]
-        return figures.bars(
-            list(losses.groups),
-            {"loss": (losses.mean().to_numpy(), losses.sem().fillna(0.0).to_numpy())},
-            title="Mean loss of each setting, with its standard error over models",
-            y_title="loss (y²)",
         )
 
     def _grouped(self, drawn: Sequence[tuple]) -> Mapping[str, Mapping[str, tuple]]:

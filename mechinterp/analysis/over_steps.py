@@ -84,9 +84,8 @@ class OverSteps(Result):
         if any(self.headlines):
             first["headline"] = np.array(self.headlines)
         frames = [result.to_frame() for result in self.results]
-        every = pd.concat(frames, keys=range(len(frames))).reset_index(level=0, names="row")
-        row = every.pop("row").to_numpy()
-        rest = every.drop(columns=list(first), errors="ignore").reset_index(drop=True)
+        row = np.repeat(np.arange(len(frames)), [len(frame) for frame in frames])
+        rest = pd.concat(frames, ignore_index=True).drop(columns=list(first), errors="ignore")
         return pd.DataFrame({name: values[row] for name, values in first.items()}).join(rest)
 
     def tables(self) -> dict[str, Table]:
@@ -119,11 +118,8 @@ class OverSteps(Result):
 
     def plot_curve(self, column: str) -> go.Figure:
         """A column of the table over the steps, one curve per row of the analysis."""
-        frames = [result.to_frame() for result in self.results]
-        every = pd.concat(
-            frame.assign(name=names, step=step)
-            for frame, names, step in zip(frames, _row_names(frames), self.step, strict=True)
-        )
+        names = _row_names([result.to_frame() for result in self.results])
+        every = self.to_frame().assign(name=[name for each in names for name in each])
         shown = [c for c in (column, f"{column}_sem") if c in every]
         curves = {}
         for name, rows in every.groupby("name", sort=False):
@@ -155,10 +151,6 @@ class OverSteps(Result):
         places, loss = self._places(self.step), self.eval_loss
         mark = {"size": 13, "color": figures.COLORS[1]}
         figure.add_scatter(x=edge, y=loss[-1:], mode="markers", name="this step", marker=mark)
-        ends = np.concatenate([edge, shown, places])
-        heights = np.concatenate([self.curve[:, 1], loss[np.isfinite(loss)]])
-        figure.update_xaxes(figures.log_ticks([ends]), range=figures.log_range(ends))
-        figure.update_yaxes(figures.log_ticks([heights]), range=figures.log_range(heights))
         frames, titles = {}, []
         for row in self._drawn:
             step = self.step[row]

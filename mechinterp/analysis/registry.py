@@ -54,6 +54,11 @@ def several_layers(source: Model) -> bool:
     return predictor_of(source).n_layers > 1
 
 
+def several_heads(source: Model) -> bool:
+    """True for two layers or more of two heads or more, some of which can be pruned."""
+    return several_layers(source) and predictor_of(source).n_heads > 1
+
+
 def own_weights(source: Model) -> bool:
     """True for a model with named weights of this package."""
     return predictor_of(source).weights is not None
@@ -253,8 +258,9 @@ ANALYSES: dict[str, Analysis] = {
         title="Ablation of single heads",
     ),
     "prune": Analysis(
-        "ablation.pruning:prune_by_rules",
-        on_page=more_than_attention,
+        "ablation.pruning:prune",
+        several_layers,
+        on_page=several_heads,
         title="Pruning",
     ),
     "probe": Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
@@ -358,32 +364,27 @@ def run_analysis(
         (1, 13)
     """
     name, analysis = analysis_of(named)
+    given = dict(settings or {})
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
-    told: dict[str, Any] = {n: value for n, value in drawn_by.items() if value is not None}
-    if told and not analysis.draws_prompts:
-        option, value = next(iter(told.items()))
+    stated = {option: value for option, value in drawn_by.items() if value is not None}
+    if stated and not analysis.draws_prompts:
+        option, value = next(iter(stated.items()))
         raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
-    given: dict[str, object] = {}
+    length = stated.pop("context_length", None)
     if prompts is not None:
-        name_of = analysis.takes_prompts_as
-        if name_of is None or told.keys() & {"n_prompts", "seed"}:
-            why = (
-                "no given prompts"
-                + (", as it draws those of several laws" if analysis.draws_prompts else "")
-                if name_of is None
-                else "given prompts as they are: leave out n_prompts and seed"
+        if (argument := analysis.takes_prompts_as) is None:
+            raise ValueError(f"{name} takes no given prompts, got {prompts!r}.")
+        if stated:
+            raise ValueError(
+                f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
             )
-            raise ValueError(f"{name} takes {why}, got {prompts!r}.")
-        length = told.pop("context_length", prompts.x.shape[1])
-        given[name_of] = prompts.shortened(length)
-    length = told.pop("context_length", None)
-    if length not in (None, checkpoint.task.context_length):
+        given[argument] = prompts if length is None else prompts.shortened(length)
+    elif length not in (None, checkpoint.task.context_length):
         checkpoint = checkpoint.at_length(length)
-    told |= settings or {}
-    for option in told.keys() - analysis.options.keys():
+    given |= stated
+    for option in given.keys() - analysis.options.keys() - {*GIVEN}:
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
-    given |= told
     if "progress" in signature(analysis.function).parameters:
         given["progress"] = progress
     for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):

@@ -1,52 +1,87 @@
-"""Commands that run one analysis of one model, with options made from the arguments of its
-function: argument parsing only."""
+"""Commands that run one analysis of one model, with options made from the arguments of its function, or score a method on
+models with known answers: argument parsing only."""
 
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
 
 from mechinterp.cli.options import (
-    Asked,
     Files,
+    JsonOption,
     PathArgument,
+    QuietOption,
+    Request,
     about_paths,
+    answer,
     argument,
-    asks_checkpoints,
     option,
-    say,
+    reads_files,
     say_json,
     say_of,
-    shown_path,
 )
 
 if TYPE_CHECKING:
     from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
-    from mechinterp.checkpoints.checkpoint import Checkpoint
 
 SHARED = ("n_prompts", "seed", "context_length")
 """Arguments of all analyses that are options of the command itself."""
 PLAIN = (int, float, str)
 
 
-@asks_checkpoints
-def ablate(path: PathArgument, *, asked: Asked, files: Files) -> None:
-    """Mask every head, and every subset of heads in one layer. Example: mechinterp ablate
-    checkpoints/softmax-h2-s0"""
-    show("ablate", path, asked, files)
+def command_of(name: str, text: str) -> Callable[..., None]:
+    """Command that runs the analysis of this name, with this help."""
+
+    def run(path: PathArgument, *, request: Request, files: Files) -> None:
+        show(name, path, request, files)
+
+    run.__name__, run.__doc__ = name, text
+    return reads_files(device=True, request=True)(run)
 
 
-@asks_checkpoints
-def probe(path: PathArgument, *, asked: Asked, files: Files) -> None:
-    """Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL"""
-    show("probe", path, asked, files)
+ablate = command_of(
+    "ablate",
+    "Mask every head, and every subset of heads in one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0",
+)
+probe = command_of(
+    "probe",
+    "Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL",
+)
+fit = command_of(
+    "fit",
+    "Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0",
+)
 
 
-@asks_checkpoints
+@reads_files(device=True, request=True)
+def prune(
+    path: PathArgument,
+    rule: Annotated[
+        Literal["best-later", "least-later", "best-first"], option("--rule", "Heads to keep.")
+    ] = "best-later",
+    fine_tune: Annotated[
+        int | None,
+        option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
+    ] = None,
+    *,
+    request: Request,
+    files: Files,
+) -> None:
+    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
+    pruned"""
+    settings = {"rule": rule, "fine_tune_steps": fine_tune, "out": out}
+    show("prune", path, request, files, settings, written=() if out is None else (out,))
+
+
+@reads_files(device=True, request=True)
 def analyse(
     name: Annotated[
         str,
@@ -66,7 +101,7 @@ def analyse(
         list[str] | None, argument("[--OPTION VALUE]...", "Further options of this analysis.")
     ] = None,
     *,
-    asked: Asked,
+    request: Request,
     files: Files,
 ) -> None:
     """Run one analysis by its name. Example: mechinterp analyse p-probe
@@ -74,31 +109,25 @@ def analyse(
     from mechinterp.analysis.registry import analysis_of
 
     settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, asked, files, settings, steps=steps)
-
-
-@asks_checkpoints
-def fit(path: PathArgument, *, asked: Asked, files: Files) -> None:
-    """Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0"""
-    lengths = asked.context_lengths
-    settings = {"context_lengths": lengths} if lengths else {}
-    show("fit", path, replace(asked, context_lengths=None), files, settings)
+    show(name, path, request, files, settings, steps=steps)
 
 
 def show(
     name: str,
     path: Path,
-    asked: Asked,
+    request: Request,
     files: Files,
     settings: Mapping[str, object] | None = None,
     *,
     steps: bool = False,
+    written: Sequence[Path] = (),
 ) -> None:
     """Print the result of an analysis of a checkpoint.
 
     Args:
         settings: Further arguments of this analysis.
         steps: True: at every kept step.
+        written: Paths that errors of the analysis may begin with.
     """
     from mechinterp.analysis.over_steps import over_steps
     from mechinterp.analysis.registry import analysis_of, run_analysis
@@ -106,91 +135,61 @@ def show(
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
 
-    with about_paths(path, *asked.files), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = files.load(path, asked.context_length)
-        given = asked.drawn_by | {"progress": progress}
+    title, analysis = analysis_of(name)
+    settings = dict(settings or {})
+    if request.context_lengths and "context_lengths" in analysis.options:
+        settings["context_lengths"] = request.context_lengths
+        request = replace(request, context_lengths=None)
+    with (
+        about_paths(path, *request.files, *written),
+        progress_bars(quiet=request.quiet) as progress,
+    ):
+        checkpoint = files.load(path, request.context_length)
+        given = request.drawn_by | {"progress": progress}
         if steps:
-            result: Finding = over_steps(checkpoint, name, **given | dict(settings or {}))
+            result: Finding = over_steps(checkpoint, name, **given | settings)
         else:
             result = run_analysis(name, checkpoint, **given, settings=settings)
-    if asked.as_json:
-        say_json(to_json(analysis_of(name)[0], checkpoint, result) | asked.note)
-    else:
-        say_of(path, led(checkpoint, to_text(analysis_of(name)[0], result, wide=asked.wide)))
+    if request.as_json:
+        say_json(to_json(title, checkpoint, result) | request.note)
+        return
+    text = to_text(title, result, wide=request.wide)
+    # First a line on why the file may have been read wrongly, if there is a reason.
+    say_of(path, f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text)
 
 
-@asks_checkpoints
-def prune(
-    path: PathArgument,
-    rule: Annotated[str, option("--rule", "best-later, least-later or best-first.")] = "best-later",
-    sequential: Annotated[
-        bool, option("--sequential", "Prune layer after layer, with new scores each time.")
-    ] = False,
-    fine_tune: Annotated[
-        int | None,
-        option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
-    ] = None,
-    *,
-    asked: Asked,
-    files: Files,
+def score(
+    method: Annotated[str, argument("MODULE:FUNCTION", "Function of an entry of the suite.")],
+    version: Annotated[int, option("--version", "Version of the suite.")] = 1,
+    trained: Annotated[
+        str, option("--trained", "Trained models: bundled, all (in a clone) or none.")
+    ] = "bundled",
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
-    pruned"""
-    from mechinterp.analysis.ablation import fine_tuning, pruning
+    """Score a method on models with known answers. Example: mechinterp score my_module:my_method"""
+    from mechinterp.analysis.registry import own_function
     from mechinterp.analysis.result import records
-    from mechinterp.checkpoints.native.folder import require_new
+    from mechinterp.known.entries import suite
+    from mechinterp.known.scores import score as score_method
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.text import wrapped
-    from mechinterp.report.to_json import to_json
-    from mechinterp.report.to_text import to_text
+    from mechinterp.report.header import SCHEMA_VERSION
+    from mechinterp.report.text import frame_text, wrapped
 
-    if rule not in pruning.RULES:
-        raise ValueError(f"--rule must be one of {', '.join(pruning.RULES)}, got {rule!r}.")
-    if out is not None:
-        require_new(out)
-    tuned, written = None, filter(None, [out])
-    with about_paths(path, *asked.files, *written), progress_bars(quiet=asked.quiet) as progress:
-        checkpoint = files.load(path, asked.context_length)
-        if checkpoint.config.model.n_layers == 1:
-            raise ValueError(
-                f"{path}: prune needs a model of several layers, got one; use ablate to mask its heads."
-            )
-        prompts, chosen = asked.drawn(checkpoint), pruning.RULES[rule]
-        pruned = pruning.prune(
-            checkpoint.predictor, prompts, rule=chosen, sequential=sequential, progress=progress
-        )
-        if fine_tune is not None:
-            if checkpoint.format != "native":
-                raise ValueError(
-                    f"--fine-tune needs a model that this package trained, got one of format {checkpoint.format}."
-                )
-            # The heads are chosen on the prompts of the options, so the losses are measured on others.
-            others = replace(asked, prompts=None, seed=(asked.seed or 0) + 1).drawn(checkpoint)
-            tuned = fine_tuning.fine_tune(
-                checkpoint, pruned.kept, others, steps=fine_tune, progress=progress
-            )
-        if out is not None and tuned is not None:
-            tuned.save(out)
-        elif out is not None:
-            pruning.save_pruned(checkpoint, pruned.kept, out, prompts=prompts)
-    if asked.as_json:
-        document = to_json("prune", checkpoint, pruned)
-        document["fine_tuning"] = None if tuned is None else records(tuned.to_frame())
-        return say_json(document | {"checkpoint": None if out is None else str(out)})
-    say_of(path, led(checkpoint, to_text("prune", pruned, wide=asked.wide)))
-    if tuned is not None:
-        say(wrapped(*tuned.sentences()))
-    if out is not None:
-        say(f"Pruned model: {shown_path(out)}")
-
-
-def led(checkpoint: "Checkpoint", text: str) -> str:
-    """The text, after a line on why the file may have been read wrongly, if there is a reason."""
-    return f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text
+    entries = suite(version, trained=trained)
+    with progress_bars(quiet=quiet) as progress:
+        found = score_method(own_function(method), entries, progress=progress)
+    summary = found.summary()
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "method": method,
+        "suite": {"version": entries.version, "sha256": entries.hash, "entries": len(entries)},
+        "scores": records(summary),
+        "entries": records(found.to_frame()),
+    }
+    title = f"{method} on {len(found.seconds)} entries of the suite, version {version}"
+    text = "\n".join([wrapped(title), frame_text(summary.drop(columns="meaning"), {})])
+    answer(document, text, as_json=as_json)
 
 
 def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:

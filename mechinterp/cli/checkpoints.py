@@ -3,28 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from mechinterp.cli.options import (
-    Asked,
     CountOption,
     Files,
     JsonOption,
     PathArgument,
     PromptsOption,
     QuietOption,
+    Request,
     SeedOption,
     about_paths,
     answer,
     argument,
-    asks_checkpoints,
     complain,
     option,
     prompts_of,
-    reads_checkpoints,
-    runs_checkpoints,
+    reads_files,
     say,
     say_json,
     say_of,
@@ -34,18 +32,16 @@ from mechinterp.cli.options import (
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.report.page import Report
 
 
-@asks_checkpoints
+@reads_files(device=True, request=True)
 def classify(
     paths: Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")],
     out: Annotated[
         Path | None, option("--out", "New table, .parquet or .csv, with one row per checkpoint.")
     ] = None,
     *,
-    asked: Asked,
+    request: Request,
     files: Files,
 ) -> None:
     """State what a model computes, and how certain that is. Example: mechinterp classify
@@ -63,24 +59,26 @@ def classify(
     documents: list[dict] = []
     groups = runs_among(checkpoint_paths(paths))
     all_paths = [path for group in groups for path in group]
-    length, wide = asked.context_length, asked.wide
+    length, wide = request.context_length, request.wide
     steps = _steps(groups, files, length)
     headers: set[str] = set()
-    with progress_bars(quiet=asked.quiet) as progress:
+    with progress_bars(quiet=request.quiet) as progress:
         for path in progress(all_paths, "classifying"):
             try:
-                with about_paths(path, *asked.files):
+                with about_paths(path, *request.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = cast(
-                        "Classified", run_analysis("classify", checkpoint, **asked.drawn_by)
+                        "Classified", run_analysis("classify", checkpoint, **request.drawn_by)
                     )
-                    documents.append(to_json("classify", checkpoint, result) | numbers | asked.note)
+                    documents.append(
+                        to_json("classify", checkpoint, result) | numbers | request.note
+                    )
             except (ValueError, OSError) as error:
                 unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
                 documents.append({"path": str(path), **unread, "error": str(error)})
                 complain(str(error))
                 continue
-            if asked.as_json:
+            if request.as_json:
                 continue
             if len(all_paths) == 1 or wide:
                 say_of(path, classification_text(result, wide=wide))
@@ -89,7 +87,7 @@ def classify(
                 headers.add(result.heads_title)
                 say(result.heads_title)
             say_of(path, brief_text(result))
-    if asked.as_json:
+    if request.as_json:
         say_json(documents)
     if out is not None:
         write_table(out, documents)
@@ -117,42 +115,42 @@ def _steps(
     return steps
 
 
-@reads_checkpoints
+@reads_files()
 def info(
     path: PathArgument,
     as_json: JsonOption = False,
     wide: Annotated[bool, option("--wide", "Also list the hook points.")] = False,
     *,
-    hints: "Hints",
+    files: Files,
 ) -> None:
     """Show the main facts of a checkpoint. Example: mechinterp info checkpoints/softmax-h2-s0"""
     from mechinterp.checkpoints.native.folder import outline_of
     from mechinterp.report.info import info_document, info_text
 
     hooks = as_json or wide
-    outline = None if hooks or hints.given else outline_of(path)
-    document = info_document(outline or Files(hints).load(path), hooks=hooks)
+    outline = None if hooks or files.hints.given else outline_of(path)
+    document = info_document(outline or files.load(path), hooks=hooks)
     answer(document, info_text(document), as_json=as_json)
 
 
-@reads_checkpoints
+@reads_files()
 def convert(
     path: PathArgument,
     target: Annotated[str, option("--to", "native, transformer-lens or npz.")],
     out: Annotated[Path, option("--out", "New folder, or new file for npz.")],
     as_json: JsonOption = False,
     *,
-    hints: "Hints",
+    files: Files,
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import load as loading
     from mechinterp.report.to_json import conversion_document
 
     with about_paths(path, out):
-        checkpoint = Files(hints).load(path)
-        files = loading.convert(checkpoint, target, out)
-    document = conversion_document(checkpoint, target, files)
-    names = ", ".join(str(file.relative_to(out)) for file in files if file != out) or "written"
+        checkpoint = files.load(path)
+        written = loading.convert(checkpoint, target, out)
+    document = conversion_document(checkpoint, target, written)
+    names = ", ".join(str(file.relative_to(out)) for file in written if file != out) or "written"
     lines = [f"{shown_path(out)}: {names}"]
     if document["n_ctx"] is not None:
         how = "read load.py, then run it with transformer-lens 2 or 3."
@@ -162,7 +160,7 @@ def convert(
     answer(document, "\n".join(lines), as_json=as_json)
 
 
-@runs_checkpoints
+@reads_files(device=True)
 def report(
     paths: Annotated[
         list[Path], argument("PATH...", "A checkpoint; several, or a folder, are compared.")
@@ -190,60 +188,49 @@ def report(
 ) -> None:
     """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.report.bars import progress_bars
+    from mechinterp.report.page import write_report
     from mechinterp.report.text import wrapped
 
     with progress_bars(quiet=quiet) as progress:
-        asked: dict[str, Any] = {
-            **({} if prompts is None else {"prompts": prompts_of(prompts)}),
-            **({} if n_prompts is None else {"n_prompts": n_prompts}),
-            "seed": seed,
-            "overwrite": overwrite,
-            "figures": figures,
-            "progress": progress,
-        }
-        about, written = _written(paths, out, analyses, files, asked)
+        given = None if prompts is None else prompts_of(prompts)
+        models, about = _models_of(paths, files)
+        left_out = {each["path"]: each["error"] for each in about if "error" in each}
+        named = (Path(about[0]["path"]),) if len(about) == 1 else ()
+        with about_paths(*named, out):
+            written = write_report(
+                models,
+                out,
+                prompts=given,
+                n_prompts=n_prompts,
+                seed=seed,
+                analyses=analyses,
+                left_out=left_out,
+                overwrite=overwrite,
+                figures=figures,
+                progress=progress,
+            )
     document = about[0] if len(about) == 1 else {"checkpoints": about}
     shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"
     answer(document | written.to_document(), shown, as_json=as_json)
-    if any("error" in each for each in about):
+    if left_out:
         raise typer.Exit(2)
 
 
-def _written(
-    paths: list[Path],
-    out: Path,
-    analyses: list[str] | None,
-    files: Files,
-    asked: dict[str, Any],
-) -> tuple[list[dict[str, str]], "Report"]:
-    """JSON entries of all paths, and the report on one or several checkpoints."""
+def _models_of(
+    paths: list[Path], files: Files
+) -> tuple["Checkpoint | list[Checkpoint]", list[dict[str, str]]]:
+    """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
+    error, if any."""
     from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
-    from mechinterp.report.page import write_comparison, write_report
+    from mechinterp.models.weights import why_no_circuits
 
     all_paths = checkpoint_paths(paths)
     groups = runs_among(all_paths)
     run = files.run_of(groups[0]) if len(groups) == 1 else None
     if run is not None or len(all_paths) == 1:
         path = all_paths[0] if run is None else run.path
-        with about_paths(path, out):
-            checkpoint = run or files.load(path)
-            return [{"path": str(path)}], write_report(checkpoint, out, analyses=analyses, **asked)
-    for flag, value in (("--analysis", analyses), ("--prompts", asked.get("prompts"))):
-        if value is not None:
-            raise ValueError(f"{flag} needs one checkpoint, got {len(all_paths)}.")
-    loaded, about = _those_that_load(groups, files)
-    left_out = {each["path"]: each["error"] for each in about if "error" in each}
-    with about_paths(out):
-        return about, write_comparison(loaded, out, left_out=left_out, **asked)
-
-
-def _those_that_load(
-    groups: list[list[Path]], files: Files
-) -> tuple[list["Checkpoint"], list[dict[str, str]]]:
-    """Readable checkpoints, where a run counts as one, and a JSON entry of every path with its
-    error, if any."""
-    from mechinterp.models.weights import why_no_circuits
-
+        with about_paths(path):
+            return run or files.load(path), [{"path": str(path)}]
     loaded, about = [], []
     for group in groups:
         run = files.run_of(group)

@@ -10,11 +10,10 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune
+from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune, score
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory, option, say
-from mechinterp.cli.score import score
 from mechinterp.cli.training import predict_jumps, sweep, train
 
 app = typer.Typer(
@@ -108,14 +107,15 @@ for run_command in (
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
-    """The argument parser's message, with the value of the option that it names."""
+    """The argument parser's message, with the value of the option that it names, unless it has it."""
     names = getattr(getattr(error, "param", None), "opts", [])
     values = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:
             values.append(value if equals else following)
-    return f"{message.rstrip('.')}, got {', '.join(values)}." if values else message
+    named = all(value in message for value in values)
+    return message if named else f"{message.rstrip('.')}, got {', '.join(values)}."
 
 
 def _with_next_step(message: str) -> str:

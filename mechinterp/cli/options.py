@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields
 from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -34,8 +34,10 @@ def argument(name: str, text: str) -> Any:
 
 BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
-DeviceOption = Annotated[str, option("--device", "auto, cpu or cuda.")]
-DEVICES = ("auto", "cpu", "cuda")
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    option("--device", "Processor or GPU; auto: a GPU if there is one."),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide the progress.")]
 WideOption = Annotated[
     bool,
@@ -102,16 +104,15 @@ def _typed(text: str) -> str | bool | int | float:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-hints_of.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
-        for hint in fields(Hints)
-    ]
-)
+HINTS = [
+    Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
+    for hint in fields(Hints)
+]
+DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=DeviceOption)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """Options of all commands about heads."""
 
     prompts: PromptsOption = None
@@ -154,18 +155,6 @@ class Asked:
         if self.given is None:
             return {}
         return {"prompts": {"file": str(self.prompts), "note": target_note(self.given)}}
-
-    def drawn(self, checkpoint: "Checkpoint") -> "Prompts":
-        """Prompts of the file, or else prompts drawn as the analyses draw them."""
-        from mechinterp.models.run.evaluation import evaluation_prompts
-
-        return evaluation_prompts(
-            checkpoint,
-            self.given,
-            n_prompts=self.n_prompts,
-            seed=self.seed or 0,
-            context_length=self.context_length,
-        )
 
 
 def prompts_of(file: Path) -> "Prompts":
@@ -230,29 +219,37 @@ def require_there(given: Mapping[str, object]) -> None:
         raise nothing_at(path)
 
 
-def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of several functions; each result becomes the argument of that
-    name."""
-    shared = {name: signature(bundle).parameters for name, bundle in bundles.items()}
+def reads_files(
+    *, device: bool = False, request: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options for reading files, as its argument `files`.
+
+    Args:
+        device: True: also --device; False: the processor.
+        request: True: also the options of `Request`, as its argument `request`.
+    """
+    shared = list(signature(Request).parameters.values()) if request else []
+    options = [*shared, *HINTS, *([DEVICE] if device else [])]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in signature(command).parameters.values() if p.name not in bundles]
-
         @wraps(command)
-        def run(**given: object) -> None:
+        def run(**given: Any) -> None:
             by_name(given)
             require_there(given)
-            as_json = given.get("as_json")
-            apart = {name: {o: given.pop(o) for o in options} for name, options in shared.items()}
-            path = given.get("path")
+            path, as_json = given.get("path"), given.get("as_json")
+            hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
+            files = Files(hints, device_of(given.pop("device", "cpu")))
+            if request:
+                given["request"] = Request(**{p.name: given.pop(p.name) for p in shared})
             try:
-                command(**given, **{name: bundles[name](**o) for name, o in apart.items()})
+                command(**given, files=files)
             except NotUnderstoodError as error:
                 if as_json:
                     say_json({"path": str(path), "understood": False, "error": str(error)})
                 raise
 
-        options = [option for group in shared.values() for option in group.values()]
+        every = signature(command).parameters.values()
+        own = [p for p in every if p.name not in ("request", "files")]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *options)]
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -261,15 +258,8 @@ def takes(**bundles: Callable) -> Callable[[Callable[..., None]], Callable[..., 
     return with_options
 
 
-def require_device(name: str) -> None:
-    """Refuse an unknown device."""
-    if name not in DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {name!r}.")
-
-
-def device_of(device: DeviceOption = "auto") -> str:
+def device_of(device: str) -> str:
     """Device for --device: a GPU if PyTorch can use one, unless --device is cpu."""
-    require_device(device)
     if device == "cpu":
         return device
     import torch
@@ -282,7 +272,7 @@ def device_of(device: DeviceOption = "auto") -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """How options let files be read, and the device on which models run."""
+    """Settings for reading files, and the device on which models run."""
 
     hints: Hints
     device: str = "cpu"
@@ -315,27 +305,6 @@ class Files:
             with suppress(CheckpointError):  # the error of each file is reported later
                 return self.load(paths, context_length)
         return None
-
-
-def files_of(device: DeviceOption = "auto", **hints: object) -> Files:
-    """Settings for reading files, from the options of `hints_of` and --device."""
-    return Files(hints_of(**hints), device_of(device))
-
-
-files_of.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        p.replace(kind=Parameter.KEYWORD_ONLY)
-        for bundle in (hints_of, device_of)
-        for p in signature(bundle).parameters.values()
-    ]
-)
-reads_checkpoints = takes(hints=hints_of)
-"""Give a command the options of `hints_of`, as its argument `hints`."""
-runs_checkpoints = takes(files=files_of)
-"""Give a command the options of `hints_of` and --device, as its argument `files`."""
-asks_checkpoints = takes(asked=Asked, files=files_of)
-"""Give a command the options of `hints_of` and --device as `files`, and those of `Asked` as
-`asked`."""
 
 
 def _assumptions(checkpoint: "Checkpoint") -> str:

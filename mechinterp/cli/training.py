@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mechinterp.cli.options import (
     DeviceOption,
@@ -13,7 +13,6 @@ from mechinterp.cli.options import (
     argument,
     device_of,
     option,
-    require_device,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +86,9 @@ def sweep(
     merge: Annotated[
         Path | None, option("--merge", "Make one run of the shards in OUT.", metavar="OUT")
     ] = None,
-    engine: Annotated[str, option("--engine", "local, or ray for a Ray cluster.")] = "local",
+    engine: Annotated[
+        Literal["local", "ray"], option("--engine", "This machine, or a Ray cluster.")
+    ] = "local",
     address: Annotated[
         str | None, option("--address", "Address of a Ray cluster; default: start one here.")
     ] = None,
@@ -160,14 +161,11 @@ def predict_jumps(
     answer(forecast_document(config, forecast, out), "\n".join(lines), as_json=as_json)
 
 
-def _engine(name: str, address: str | None, device: str, memory: str | None) -> "Engine":
-    if name not in ("local", "ray"):
-        raise ValueError(f"--engine must be local or ray, got {name!r}.")
+def _engine(name: str, address: str | None, device: DeviceOption, memory: str | None) -> "Engine":
     limit = None if memory is None else _bytes(memory)
     if name == "ray":
         from mechinterp.training.ray import train_on_ray
 
-        require_device(device)
         return partial(train_on_ray, address=address, device=device, memory=limit)
     if address is not None:
         raise ValueError(f"--address is used by --engine ray only, got {address!r}.")

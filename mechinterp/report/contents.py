@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, cast
 
 import plotly.graph_objects as go
@@ -27,7 +28,6 @@ from mechinterp.report.to_html import Section
 
 HEIGHT, TOP = 420, 60
 """Default height of a figure, and default height of the margin above it, in pixels."""
-CLASSIFY = ANALYSES["classify"]
 
 
 def contents_of(
@@ -56,13 +56,15 @@ def contents_of(
         require_number(n_prompts, 1)
         n_prompts = max(n_prompts, least_number(checkpoint))
 
+    def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
+        drawn_by, text = prompts_of(name, analysis, n_prompts, seed, prompts)
+        return run_analysis(analysis.function, checkpoint, **drawn_by, progress=progress), text
+
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}
     for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
-        told = prompts_of(name, analysis, n_prompts, seed, prompts)
         try:
-            result = _result(name, analysis, checkpoint, **told, progress=progress)
-            found[name] = analysis, result, _prompts_text(told)
+            found[name] = (analysis, *result_of(name, analysis))
         except (NoStreamError, NoTaskVectorsError) as error:
             if analyses is not None:
                 raise
@@ -70,9 +72,7 @@ def contents_of(
     results = {name: result for name, (_, result, _) in found.items()}
     classified = next((r for r in results.values() if isinstance(r, Classified)), None)
     if classified is None:
-        told = prompts_of("classify", CLASSIFY, n_prompts, seed, prompts)
-        result = _result("classify", CLASSIFY, checkpoint, **told, progress=progress)
-        classified = cast("Classified", result)
+        classified = cast("Classified", result_of("classify", ANALYSES["classify"])[0])
     top = [*str(classified.verdict).splitlines(), classified.loss_text]
     sections: dict[str, Section] = {}
     for name, (analysis, result, text) in found.items():
@@ -83,14 +83,6 @@ def contents_of(
         text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
     return str(classified.verdict), classified.loss_text, listed
-
-
-def _result(
-    name: str, analysis: Analysis, checkpoint: Checkpoint | HookedModule, **told: Any
-) -> Finding:
-    if name.endswith(SUFFIX):
-        return over_steps(checkpoint, name.removesuffix(SUFFIX), **told)
-    return run_analysis(analysis.function, checkpoint, **told)
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -109,29 +101,22 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 def prompts_of(
     name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
-) -> dict[str, Any]:
-    """Given prompts of an analysis, or number and seed; slow analyses use at most their default
-    number, and an analysis over steps few."""
+) -> tuple[dict[str, Any], str]:
+    """Given prompts of an analysis, or their number and seed, as arguments and in words; slow
+    analyses use at most their default number, and an analysis over steps few."""
     if not analysis.draws_prompts:
-        return {}
+        return {}, ""
     most = analysis.options["n_prompts"].default if analysis.many_runs else None
     if name.endswith(SUFFIX):
         most, n_prompts = N_PROMPTS, n_prompts or N_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
-        return {"prompts": prompts[:most]}
+        given = prompts[:most]
+        texts = (f"{len(given)} given prompts", target_note(given))
+        return {"prompts": given}, f"{'. '.join(filter(None, texts))}."
     if n_prompts is None:
-        return {"seed": seed}
-    return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
-
-
-def _prompts_text(told: Mapping[str, Any]) -> str:
-    if not told:
-        return ""
-    if "prompts" in told:
-        given: Prompts = told["prompts"]
-        return ". ".join(filter(None, (f"{len(given)} given prompts", target_note(given)))) + "."
-    many = f"{told['n_prompts']} prompts" if "n_prompts" in told else "The usual number of prompts"
-    return f"{many}, seed {told['seed']}."
+        return {"seed": seed}, f"The usual number of prompts, seed {seed}."
+    number = min(n_prompts, most or n_prompts)
+    return {"seed": seed, "n_prompts": number}, f"{number} prompts, seed {seed}."
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
@@ -143,12 +128,13 @@ def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:
 
 
 def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis; the name of an analysis over steps ends in `SUFFIX`."""
+    """Name and analysis; an analysis whose name ends in `SUFFIX` runs at every saved step."""
     if callable(named) or not named.endswith(SUFFIX):
         return analysis_of(named)
     name, analysis = analysis_of(named.removesuffix(SUFFIX))
+    stepwise = wraps(analysis.function)(partial(over_steps, analysis=name))
     title = f"{analysis.title or name.capitalize()}, step by step"
-    return f"{name}{SUFFIX}", replace(analysis, title=title)
+    return f"{name}{SUFFIX}", replace(analysis, home=stepwise, title=title)
 
 
 def section_of(

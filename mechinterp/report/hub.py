@@ -34,10 +34,10 @@ def model_card(
     """
     try:
         answer = classify(checkpoint, seed=seed)
-        said = (answer.pattern, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
+        texts = (answer.pattern, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
     except ValueError as error:  # such as predictions that overflow
-        said = ("not classified", str(error), "not known")
-    pattern, verdict, loss = said
+        texts = ("not classified", str(error), "not known")
+    pattern, verdict, loss = texts
     return CARD_TEXT.format(
         licence=licence,
         name=_escaped(checkpoint.name),

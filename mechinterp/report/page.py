@@ -32,6 +32,8 @@ from mechinterp.report.to_csv import write_csv
 from mechinterp.report.to_html import Section
 
 PAGE = "index.html"
+DEFAULT_NUMBER = 4096
+"""Default number of prompts for each label of a comparison; losses use five times as many."""
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
 
 
@@ -50,67 +52,132 @@ class Report:
 
 
 def write_report(
-    checkpoint: Checkpoint | HookedModule,
+    checkpoint: Checkpoint | HookedModule | Sequence[Checkpoint],
     out: str | Path,
     *,
     prompts: Prompts | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
+    left_out: Mapping[str, str] | None = None,
     overwrite: bool = False,
     figures: str = "",
     progress: ProgressCallback = no_progress,
 ) -> Report:
-    """Write `out/index.html` and its CSV files, about a checkpoint or a module from `hook_module`.
+    """Write `out/index.html` and its CSV files, about a checkpoint or a module from `hook_module`, or about several
+    checkpoints side by side.
 
     The page shows the results of `run_analysis`. For one attention layer these are the pattern, the circuits and the closest
     learner; for any other model they are masking, pruning and probing.
 
     Args:
+        checkpoint: The model; several checkpoints of one layer of attention are compared.
         analyses: Analyses to show: names in `ANALYSES`, "module:function", or functions; None: those that suit the
             model.
         prompts: Given prompts, for example from `Prompts.from_arrays`; None: prompts are drawn.
         n_prompts: Number of evaluation prompts; None: each analysis uses its default. The numbers equal those of the
             commands. Slow analyses never use more than their default, and models with several layers use at
             least the number that probes need; the page states the number.
+        left_out: Paths that could not be compared, with the reason, to be listed on the page.
         figures: "pdf", "svg" or "png": also write every figure to a file, as `save_figure` does.
         progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file or a nonempty folder without `overwrite`, n_prompts is too small for the model, or
-            an analysis does not exist or does not take the model.
+            an analysis does not exist or does not take the model. Also if there is no checkpoint, or prompts or
+            analyses are given for several.
     See also:
         `classify`, `save_figure`.
     Example:
         >>> import tempfile
         >>> from mechinterp.checkpoints.checkpoint import load
+        >>> models = [load(f"checkpoints/softmax-h1-s{seed}") for seed in (0, 1)]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report = write_report(load("checkpoints/softmax-h1-s0"), folder, analyses=["circuits"])
-        ...     report.page.name
+        ...     write_report(models[0], f"{folder}/one", analyses=["circuits"]).page.name
+        ...     write_report(models, f"{folder}/both", n_prompts=64).verdict
         'index.html'
+        '2 models of 1 setting: softmax-h1: kernel_regression 2.'
     """
-    if not hasattr(checkpoint, "in_words"):
-        raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
-    require_free(Path(out), overwrite)
+    out = Path(out)
+    require_free(out, overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
-    with predictions_kept():
-        verdict, loss, sections = contents_of(
-            checkpoint,
-            prompts=prompts,
-            n_prompts=n_prompts,
-            seed=seed,
-            analyses=analyses,
-            progress=progress,
+    if isinstance(checkpoint, Sequence):
+        for option, value in (("analyses", analyses), ("prompts", prompts)):
+            if value is not None:
+                raise ValueError(f"{option} need one checkpoint, got {len(checkpoint)}.")
+        models = sorted(checkpoint, key=lambda each: natural(each.name))
+        name, about = (
+            f"Comparison of {counted(len(models), 'model')}",
+            ", ".join(m.name for m in models),
         )
+        number = DEFAULT_NUMBER if n_prompts is None else n_prompts
+        verdict, sections = _comparison(models, out, left_out or {}, number, seed, progress)
+        loss = ""
+    elif not hasattr(checkpoint, "in_words"):
+        raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
+    else:
+        name, about = checkpoint.name, checkpoint.in_words
+        with predictions_kept():
+            verdict, loss, sections = contents_of(
+                checkpoint,
+                prompts=prompts,
+                n_prompts=n_prompts,
+                seed=seed,
+                analyses=analyses,
+                progress=progress,
+            )
     return write_page(
-        Path(out),
-        checkpoint.name,
-        checkpoint.in_words,
-        verdict,
-        sections,
-        loss=loss,
-        overwrite=overwrite,
-        figures=figures,
+        out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
+    )
+
+
+def _comparison(
+    models: Sequence[Checkpoint],
+    out: Path,
+    left_out: Mapping[str, str],
+    n_prompts: int,
+    seed: int,
+    progress: ProgressCallback,
+) -> tuple[str, list[Section]]:
+    """Verdict on several models, and the sections of their page, with links to reports beside it."""
+    found = compare(models, n_prompts=n_prompts, seed=seed, progress=progress)
+    beside = out.resolve().parent
+    links = {
+        each.name: f"../{quote(each.name)}/{PAGE}"
+        for each in models
+        if to_html.files_of(beside / each.name / PAGE)
+    }
+    analysis, verdict = Analysis(compare, title="Settings and models"), found.verdict
+    prompts = f"{n_prompts} prompts for each label and {5 * n_prompts} for each loss, seed {seed}."
+    section = section_of("comparison", analysis, found, shown=[verdict], prompts=prompts)
+    sections = [replace(section, links=links, unfolded=True)]
+    if left_out:
+        sections.append(_left_out(left_out))
+        verdict += f" Left out: {len(left_out)} of {len(left_out) + len(models)}."
+    return verdict, sections
+
+
+def natural(name: str) -> list[Any]:
+    """Sort key of names, which puts s2 before s10.
+
+    Example:
+        >>> sorted(["s10", "s2", "s1"], key=natural)
+        ['s1', 's2', 's10']
+    """
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def _left_out(reasons: Mapping[str, str]) -> Section:
+    rows = [
+        (printable(path), printable(reason).removeprefix(f"{printable(path)}: "))
+        for path, reason in reasons.items()
+    ]
+    return Section(
+        "Left out",
+        "Asked for, and not in this comparison.",
+        "Each file is read by itself; one that fails leaves the others as they are.",
+        tables={"left_out": Table(pd.DataFrame(rows, columns=["checkpoint", "error"]))},
+        unfolded=True,
     )
 
 
@@ -185,88 +252,3 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
     with writing(file):
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
-
-
-LONGEST_TABLE = 1000
-
-
-def write_comparison(
-    checkpoints: Sequence[Checkpoint],
-    out: str | Path,
-    *,
-    left_out: Mapping[str, str] | None = None,
-    n_prompts: int = 4096,
-    seed: int = 0,
-    overwrite: bool = False,
-    figures: str = "",
-    progress: ProgressCallback = no_progress,
-) -> Report:
-    """Write `out/index.html`, which compares the checkpoints, and its CSV files.
-
-    Args:
-        left_out: Paths that could not be compared, with the reason, to be listed on the page.
-        n_prompts: Prompts per classification; losses use five times as many.
-        figures: As in `write_report`.
-        progress: Optional progress callback.
-    Raises:
-        ValueError: If there is no checkpoint, or `out` is a file or a nonempty folder without
-            `overwrite`.
-    Example:
-        >>> import tempfile
-        >>> from mechinterp.checkpoints.checkpoint import load
-        >>> models = [load(f"checkpoints/softmax-h1-s{seed}") for seed in (0, 1)]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_comparison(models, folder, n_prompts=64).verdict
-        '2 models of 1 setting: softmax-h1: kernel_regression 2.'
-    """
-    out = Path(out)
-    require_free(out, overwrite)
-    checkpoints = sorted(checkpoints, key=lambda each: natural(each.name))
-    found = compare(checkpoints, n_prompts=n_prompts, seed=seed, progress=progress)
-    beside = out.resolve().parent
-    links = {
-        each.name: f"../{quote(each.name)}/{PAGE}"
-        for each in checkpoints
-        if to_html.files_of(beside / each.name / PAGE)
-    }
-    analysis, verdict = Analysis(compare, title="Settings and models"), found.verdict
-    prompts = f"{n_prompts} prompts for each label and {5 * n_prompts} for each loss, seed {seed}."
-    section = section_of("comparison", analysis, found, shown=[verdict], prompts=prompts)
-    sections = [replace(section, links=links, longest_table=LONGEST_TABLE, unfolded=True)]
-    if left_out:
-        sections.append(_left_out(left_out))
-        verdict += f" Left out: {len(left_out)} of {len(left_out) + len(checkpoints)}."
-    return write_page(
-        out,
-        f"Comparison of {counted(len(checkpoints), 'model')}",
-        ", ".join(each.name for each in checkpoints),
-        verdict,
-        sections,
-        overwrite=overwrite,
-        figures=figures,
-    )
-
-
-def natural(name: str) -> list[Any]:
-    """Sort key of names, which puts s2 before s10.
-
-    Example:
-        >>> sorted(["s10", "s2", "s1"], key=natural)
-        ['s1', 's2', 's10']
-    """
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-
-def _left_out(reasons: Mapping[str, str]) -> Section:
-    rows = [
-        (printable(path), printable(reason).removeprefix(f"{printable(path)}: "))
-        for path, reason in reasons.items()
-    ]
-    return Section(
-        "Left out",
-        "Asked for, and not in this comparison.",
-        "Each file is read by itself; one that fails leaves the others as they are.",
-        tables={"left_out": Table(pd.DataFrame(rows, columns=["checkpoint", "error"]))},
-        longest_table=LONGEST_TABLE,
-        unfolded=True,
-    )

@@ -40,7 +40,7 @@ class Section:
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
     """Figures by name; figures with frames share one slider. The first is shown, the others unfold."""
     tables: Mapping[str, Table] = field(default_factory=dict)
-    """Tables by name, each also written as <name>.csv. A table with at most `longest_table` rows is on the page."""
+    """Tables by name, each also written as <name>.csv. A table with at most `LONGEST_TABLE` rows is on the page."""
     meanings: Mapping[str, str] = field(default_factory=dict)
     """Meanings of the tables' columns."""
     cards: tuple[Card, ...] = ()
@@ -50,9 +50,13 @@ class Section:
     """Numbers for switches of the heads, for the script of the page."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Addresses of pages, by checkpoint."""
-    longest_table: int = 128
     unfolded: bool = False
-    """True: every table is shown, whatever its length."""
+    """True: every table is shown, and may have 1000 rows."""
+
+    @property
+    def longest_table(self) -> int:
+        """Largest number of rows of a table on the page."""
+        return 1000 if self.unfolded else 128
 
 
 HERE = Path(__file__).parent

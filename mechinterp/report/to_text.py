@@ -54,8 +54,8 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
     """Pattern, verdict, loss (with the losses of ridge regression and of predicting 0) and table of heads."""
     if wide:
         return "\n".join([result.pattern, to_text("classify", result, wide=True)])
-    told = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
-    return "\n".join([told, "", result.heads_title, *result.head_lines(HEADS)])
+    first = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
+    return "\n".join([first, "", result.heads_title, *result.head_lines(HEADS)])
 
 
 def brief_text(result: Classified) -> str:

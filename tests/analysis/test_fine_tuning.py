@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.fine_tuning import fine_tune
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import pruned_weights
+from mechinterp.analysis.ablation.pruning import fine_tune, pruned_weights
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts

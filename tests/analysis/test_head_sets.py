@@ -1,13 +1,15 @@
 """Pairs against masks one by one, a greedy order that can be worked out by hand, and gates: heads that help, do nothing and
 harm get their roles."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from analyses.lib import gates
 from analyses.lib.gates import HeadGates, learn_gates
-from mechinterp.analysis.ablation.masked_risk import greedy_heads, masked_errors
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
@@ -57,17 +59,16 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     model = ICLTransformer.from_weights(weights, task=TaskConfig())
     found = ablate_heads(model, prompts, sets="greedy")
     chosen_on, measured = halves(prompts)
-    (names,) = found.heads
+    names = found.heads
     assert sorted(names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
-    order = greedy_heads(model, chosen_on)
-    assert [f"L{layer}H{head}" for layer, head in order] == list(names)
+    order = [(int(name[1]), int(name[3])) for name in names]
     for step, head in enumerate(order):
         baselines = [[*order[:step], rival] for rival in order[step:]]
         risks = masked_errors(model, chosen_on, baselines).mean(0)
         assert risks.min() == risks[0], head
     masks = [order[:size] for size in range(5)]
     errors = masked_errors(model, measured, masks)
-    (risk,), (ratio_sem,) = found.risk, found.ratio_sem
+    risk, ratio_sem = found.risk, found.ratio_sem
     np.testing.assert_allclose(risk, errors.mean(0), rtol=1e-12)
     full = errors[:, 0].mean()
     off = errors[:, 2] - errors[:, 2].mean() / full * errors[:, 0]  # the delta method
@@ -76,7 +77,10 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     assert risk[-1] == pytest.approx(zero, rel=1e-12)
     assert risk[3] > 5 * zero
     assert list(found.to_frame()["masked_next"]) == [*names, ""]
+    assert found.to_frame()["n_kept"].tolist() == [4, 3, 2, 1, 0]
     np.testing.assert_array_equal(found.plot().data[0].y, risk)
+    for ratios, needed in (([1, 1.5, 3, 3, 3], 3), ([1, 3, 1.5, 3, 3], 2), ([1, 3, 3, 3, 1], 0)):
+        assert replace(found, ratio=np.array(ratios, dtype=float)).needed == needed
 
 
 def test_too_few_prompts_to_halve(few):

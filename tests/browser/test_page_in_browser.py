@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.page import write_comparison, write_report
+from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -75,7 +75,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: write_report(model, folder / name, n_prompts=128).page
         for name, model in models.items()
     }
-    both = write_comparison(list(models.values()), folder / "both", n_prompts=128)
+    both = write_report(list(models.values()), folder / "both", n_prompts=128)
     deep = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
     several = write_report(deep, folder / "deep", n_prompts=256)
     tasks = write_report(load(CHECKPOINTS / "two-tasks-h4-s0"), folder / "tasks", n_prompts=128)

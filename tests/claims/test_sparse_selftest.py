@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.sparse.questions import effective_heads, rises_of
 from mechinterp.analysis.ablation.pruning import (
     SPLITS,
     best_head_first,
     least_head_later,
     prune,
-    random_halves,
     save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import probe_layers, reweighted
+from mechinterp.analysis.stats import random_halves
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -111,7 +112,9 @@ def test_the_first_layer_needs_all_its_heads(checkpoint):
     many = sample_prompts(TASK, 6_000, generator=generator, dtype=torch.float64)
     found = ablate_heads(checkpoint.model, many)
     assert (found.rise[0] > 4 * found.rise_sem[0]).all()
-    assert found.effective_heads[0] - 2 * found.effective_heads_sem[0] > 0.9 * D_X
+    effective = effective_heads(rises_of(checkpoint.model, many))
+    assert effective.number[0] - 2 * effective.sem[0] > 0.9 * D_X
+    assert effective.number[0] == pytest.approx(found.effective_heads[0], rel=1e-12)
     full, one = closed_form(many)[STEPS], closed_form(many, others(3))[STEPS]
     assert found.rise[0, 3] == pytest.approx((one - full).mean().item(), rel=1e-8)
     assert found.median_rise[0, 3] == pytest.approx((one - full).quantile(0.5).item(), rel=1e-8)
@@ -119,9 +122,8 @@ def test_the_first_layer_needs_all_its_heads(checkpoint):
     assert not found.rise[1:, 1:].any()
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_pruning_the_zero_heads_changes_nothing(checkpoint, few, sequential, tmp_path):
-    found = prune(checkpoint.model, few, sequential=sequential)
+def test_pruning_the_zero_heads_changes_nothing(checkpoint, few, tmp_path):
+    found = prune(checkpoint.model, few)
     assert found.kept.sum(1).tolist() == [16, 1, 1, 1]
     assert found.kept[:, 0].all()
     assert (found.ratio, found.ratio_sem) == (1.0, 0.0)

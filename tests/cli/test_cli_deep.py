@@ -96,7 +96,7 @@ def test_report_writes_a_page(folder: Path, tmp_path: Path, run: Run):
     assert {Path(table).stem for table in document["tables"]} == {
         *("classify", "algorithms"),
         *("circuits", "attention", "baselines", "ablation", "layers", "edges"),
-        *("rules", "pruning", "chosen", "probes", "read_out_by_layer"),
+        *("pruning", "chosen", "probes", "read_out_by_layer"),
         *("ablate_heads_over_steps", "history"),
     }
 

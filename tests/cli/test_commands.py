@@ -250,7 +250,10 @@ def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained
             ["train", "softmax-h1", "--set", "task.noise_var=-1"],
             ["task.noise_var", ">= 0", "got -1"],
         ),
-        (["train", "softmax-h1", "--device", "tpu"], ["--device", "auto, cpu, cuda", "'tpu'"]),
+        (
+            ["train", "softmax-h1", "--device", "tpu"],
+            ["--device", "'auto', 'cpu', 'cuda'", "'tpu'"],
+        ),
         (["train", "softmax-h1", "--set"], ["--set", "requires an argument"]),
         (["train", "softmax-h1", "--colour"], ["--colour"]),
         (["sweep", "here.json"], ["--out"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.page import PAGE, write_comparison, write_page
+from mechinterp.report.page import PAGE, write_page, write_report
 from tests.conftest import CHECKPOINTS, Run
 from tests.report.test_page import EVIL, unexplained_columns
 
@@ -20,7 +20,7 @@ NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
 @pytest.mark.slow
 def test_the_page_counts_patterns_by_setting(tmp_path: Path):
     models = [load(CHECKPOINTS / name) for name in NAMES]
-    written = write_comparison(models, tmp_path / "page", n_prompts=128)
+    written = write_report(models, tmp_path / "page", n_prompts=128)
     assert written.verdict == (
         "3 models of 2 settings: linear-merged-s0: linear_gd 1; "
         "softmax-h2: debiased_gd 1, kernel_regression 1."
@@ -47,7 +47,7 @@ def test_models_come_in_the_order_of_their_numbers_with_links_to_their_pages(tmp
     write_page(tmp_path / names[0], names[0], "", "", [])
     (tmp_path / names[1]).mkdir()
     (tmp_path / names[1] / PAGE).write_text("somebody else's page")
-    text = write_comparison(models, tmp_path / "all", n_prompts=64).page.read_text()
+    text = write_report(models, tmp_path / "all", n_prompts=64).page.read_text()
     frame = pd.read_csv(tmp_path / "all" / "models.csv")
     assert frame["checkpoint"].tolist() == list(reversed(names))
     assert '<a href="../softmax-h2-s10/index.html">softmax-h2-s10</a>' in text
@@ -61,14 +61,14 @@ def test_models_without_history_have_no_curves(tmp_path: Path):
         shutil.copytree(CHECKPOINTS / f"softmax-h1-s{seed}", folder)
         (folder / "history.parquet").unlink()
     models = [load(tmp_path / f"bare{seed}") for seed in (0, 1)]
-    text = write_comparison(models, tmp_path / "page", n_prompts=64).page.read_text()
+    text = write_report(models, tmp_path / "page", n_prompts=64).page.read_text()
     assert "Loss during training" not in text
 
 
 @pytest.mark.slow
 def test_names_are_never_tags(tmp_path: Path):
     shutil.copytree(CHECKPOINTS / "softmax-h1-s0", tmp_path / EVIL)
-    written = write_comparison([load(tmp_path / EVIL)], tmp_path / "page", n_prompts=64)
+    written = write_report([load(tmp_path / EVIL)], tmp_path / "page", n_prompts=64)
     assert EVIL not in written.page.read_text()
 
 

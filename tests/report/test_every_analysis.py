@@ -147,7 +147,7 @@ def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     run("analyse", "sise", path).assert_refused("An analysis must be one of classify, ", "'sise'")
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
-    run("report", path, path, *out, "fit").assert_refused("--analysis needs one checkpoint, got 2")
+    run("report", path, path, *out, "fit").assert_refused("analyses need one checkpoint, got 2")
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
     run("report", deep, *out, "attention-entropy").assert_refused("that add up to 1")
     assert not (tmp_path / "page").exists()

@@ -1,7 +1,7 @@
-"""Errors of a model with heads or MLPs masked, each head's share of its layer's rises, and what masks
-of several heads (all pairs, one head after another) or at one position of the prompt show."""
+"""Errors of a model with heads or MLPs masked: single heads, all pairs, one head after another, and single positions of
+the prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -9,18 +9,24 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import (
+    estimates,
+    halves,
+    mean_and_sem,
+    ratio_and_sem,
+    require_moderate,
+)
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, z_name
 from mechinterp.models.hooked.runner import require_runs
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 Metric = Callable[[Tensor, Prompts], Tensor]
@@ -178,7 +184,6 @@ def rise_heatmap(
     return heatmaps.heatmap(
         rises,
         title=f"{title} (full colour: no better than predicting 0)" if ends else title,
-        rows=[f"L{layer}" for layer in range(len(rises))],
         columns=[*(f"H{head}" for head in range(rise.shape[1])), *["MLP" for _ in mlps]],
         unit=unit,
         limit=end if ends else None,
@@ -186,51 +191,42 @@ def rise_heatmap(
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PruningCurves(OfMetric, Result):
-    """Excess risk, or another metric, as heads are masked one after another, in several orders, on the same prompts."""
+class GreedyAblation(OfMetric, Result):
+    """Excess risk, or another metric, as heads are masked one after another, on prompts that did not choose the order."""
 
-    orders: tuple[str, ...]
-    heads: tuple[tuple[str, ...], ...]
-    """Names of the heads (L0H0, ...) in each order."""
-    risk: Float[np.ndarray, "order size"]
-    """Metric with the first 0, 1, ..., all heads of the order masked, unit of the metric."""
-    risk_sem: Float[np.ndarray, "order size"]
-    ratio: Float[np.ndarray, "order size"]
+    heads: tuple[str, ...]
+    """Names of the heads (L0H0, ...) in the order of masking."""
+    risk: Float[np.ndarray, " size"]
+    """Metric with the first 0, 1, ..., all heads masked, unit of the metric."""
+    risk_sem: Float[np.ndarray, " size"]
+    ratio: Float[np.ndarray, " size"]
     """`risk` divided by that of the full model."""
-    ratio_sem: Float[np.ndarray, "order size"]
+    ratio_sem: Float[np.ndarray, " size"]
     """Standard error of `ratio`, paired over prompts."""
 
     @property
-    def n_kept(self) -> Int[np.ndarray, " size"]:
-        """Number of heads kept."""
-        return np.arange(self.risk.shape[1])[::-1]
+    def needed(self) -> int:
+        """Smallest number of heads with which the metric is at most twice that of the full model."""
+        return int(len(self.heads) - np.flatnonzero(self.ratio <= 2).max())
 
     def __repr__(self) -> str:
-        needed = ", ".join(f"{name} {self.needed(name)}" for name in self.orders)
-        return f"PruningCurves(heads needed for at most twice the {self.metric}: {needed} of {len(self.heads[0])})"
-
-    @property
-    def sentence(self) -> str:
-        """Number of heads that each order needs."""
-        counts = " and ".join(f"{self.needed(n)} in the order {n!r}" for n in self.orders)
-        return f"Heads needed to keep the {self.metric} within twice the full model's, of {len(self.heads[0])}: {counts}."
-
-    def needed(self, order: str) -> int:
-        """Smallest number of heads of an order with which the metric is at most twice that of the full model."""
-        ratios = self.ratio[self.orders.index(order)]
-        return int(len(ratios) - 1 - np.flatnonzero(ratios <= 2).max())
+        return (
+            f"GreedyAblation({self.needed} of {len(self.heads)} heads needed for at most twice the "
+            f"{self.metric})"
+        )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per order and number of kept heads."""
-        frame = frame_of(self, *with_sem("risk", "ratio"), order=self.orders, n_kept=self.n_kept)
-        frame.insert(2, "masked_next", [name for each in self.heads for name in (*each, "")])
+        """One row per number of kept heads."""
+        n_kept = range(len(self.heads), -1, -1)
+        frame = frame_of(self, *with_sem("risk", "ratio"), n_kept=n_kept)
+        frame.insert(1, "masked_next", [*self.heads, ""])
         return frame
 
     def plot(self) -> go.Figure:
-        """Metric over the number of kept heads, one curve per order."""
+        """Metric over the number of kept heads."""
         return figures.lines(
-            self.n_kept,
-            figures.named(self.orders, self.risk, self.risk_sem),
+            np.arange(len(self.heads), -1, -1),
+            {"greedy order": (self.risk, self.risk_sem)},
             title=f"{self.metric.capitalize()} against the number of kept heads",
             x_title="heads kept",
             y_title=self.metric_in_unit,
@@ -238,62 +234,27 @@ class PruningCurves(OfMetric, Result):
         )
 
 
-def pruning_curves(
-    source: Source,
-    prompts: Prompts,
-    orders: Mapping[str, Sequence[Head]],
-    how: Masking = EXCESS,
-    progress: ProgressCallback = no_progress,
-) -> PruningCurves:
-    """Excess risk, or another metric, with the first 0, 1, ..., all heads of each order masked.
+def masked_in_greedy_order(
+    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
+) -> GreedyAblation:
+    """A metric as heads are masked one after another; next is the head that leaves the smallest metric when masked, too.
 
-    Args:
-        orders: All heads of the model in the order of masking, by name; chosen on other prompts.
-        progress: Optional progress callback.
-    Raises:
-        ValueError: If there is no order, or an order does not name every head once.
-    Example:
-        >>> from mechinterp import load, sample_prompts
-        >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 64)
-        >>> pruning_curves(checkpoint, prompts, {"last first": [(0, 1), (0, 0)]}).ratio[0, 0]
-        np.float64(1.0)
+    The order is chosen on the first half of the prompts, the metric measured on the second half.
     """
-    if not orders:
-        raise ValueError("orders must name at least one order of heads, got none.")
-    every = predictor_of(source).heads
-    for name, heads in orders.items():
-        if sorted(heads) != every:
-            raise ValueError(
-                f"The order {name!r} must name each of {len(every)} heads once, got {len(heads)} heads."
-            )
-    masks = [list(heads[:size]) for heads in orders.values() for size in range(len(every) + 1)]
-    errors = masked_values(source, prompts, masks, how, progress=progress)
-    shape = (len(orders), len(every) + 1)
-    risks = estimates(risk=mean_and_sem(errors), ratio=ratio_and_sem(errors, errors[:, 0]))
-    names = tuple(tuple(f"L{layer}H{head}" for layer, head in heads) for heads in orders.values())
-    return PruningCurves(
+    chosen_on, measured_on = halves(prompts)
+    order: list[Head] = []
+    left = predictor.heads
+    for _ in progress(range(len(left)), "greedy order of heads"):
+        values = masked_values(predictor, chosen_on, [[*order, head] for head in left], how)
+        order.append(left.pop(int(values.mean(0).argmin())))
+    masks = [order[:size] for size in range(len(order) + 1)]
+    values = masked_values(predictor, measured_on, masks, how, progress=progress)
+    return GreedyAblation(
         metric=how.metric,
         unit=how.unit,
-        orders=tuple(orders),
-        heads=names,
-        **{name: values.reshape(shape) for name, values in risks.items()},
+        heads=tuple(f"L{layer}H{head}" for layer, head in order),
+        **estimates(risk=mean_and_sem(values), ratio=ratio_and_sem(values, values[:, 0])),
     )
-
-
-def greedy_heads(
-    source: Source,
-    prompts: Prompts,
-    how: Masking = EXCESS,
-    progress: ProgressCallback = no_progress,
-) -> list[Head]:
-    """All heads in greedy order: each leaves the smallest metric when masked together with those before it."""
-    gone: list[Head] = []
-    left = predictor_of(source).heads
-    for _ in progress(range(len(left)), "greedy order of heads"):
-        errors = masked_values(source, prompts, [[*gone, head] for head in left], how)
-        gone.append(left.pop(int(errors.mean(0).argmin())))
-    return gone
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -15,32 +15,25 @@ from torch import Tensor
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import (
     EXCESS,
+    GreedyAblation,
     Masking,
     Metric,
     OfMetric,
     PairAblation,
     PositionAblation,
-    PruningCurves,
-    greedy_heads,
     layer_shares,
     masked_by_position,
     masked_errors,
+    masked_in_greedy_order,
     masked_values,
     pairs_of,
-    pruning_curves,
     rise_heatmap,
     single_masks,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import (
-    carried_by_few,
-    estimates,
-    halves,
-    mean_and_sem,
-    resampled,
-)
+from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
@@ -74,23 +67,13 @@ class HeadAblation(OfMetric, Result):
     carried_by_few: Bool[np.ndarray, "layer head"]
     """True if 1% of the prompts make up more than half of the mean size of the rise; the median is
     then more informative."""
-    effective_heads: Float[np.ndarray, " layer"]
-    """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count equally, 0 if
-    none counts."""
-    effective_heads_sem: Float[np.ndarray, " layer"]
-    """Standard error of `effective_heads`, from resampled prompts (bootstrap).
-
-    If all heads of a layer count equally, the value is the maximum, and every sample is below it.
-    Then the spread over samples is 0.6 (1 / sqrt(3)) of this error. The root mean square distance
-    from the maximum is 0.7, 0.9 and 1.2 of it for 2, 4 and 8 heads. If `rise_sem` is too small, so
-    is this error."""
     full_risk: float
     """Metric of the full model, unit of the metric."""
     full_risk_sem: float
     null_risk: float
     """Metric of predicting 0, unit of the metric."""
     mlp_rise: Float[np.ndarray, " layer"] | None = None
-    """Rise when the MLP of a layer is masked, unit of the metric; None unless asked for."""
+    """Rise when the MLP of a layer is masked, unit of the metric; None if they are not measured."""
     mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
 
     def __repr__(self) -> str:
@@ -115,33 +98,26 @@ class HeadAblation(OfMetric, Result):
         return layer_shares(self.rise)
 
     @property
-    def effective_heads_of_medians(self) -> Float[np.ndarray, " layer"]:
-        """`effective_heads` of `median_rise` instead of `rise`."""
-        return _effective_number(self.median_rise)
-
-    @property
-    def carried(self) -> list[str]:
-        """Heads whose mean rise is dominated by few prompts."""
-        flags = self.carried_by_few.ravel()
-        return [name for name, few in zip(self.head_names, flags, strict=True) if few]
+    def effective_heads(self) -> Float[np.ndarray, " layer"]:
+        """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count equally, 0
+        if none counts."""
+        shares = self.importance
+        logs = np.log(np.where(shares > 0, shares, 1))
+        return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
 
     @property
     def breaking(self) -> list[str]:
         """Heads without which the model is worse than predicting 0, if the full model is better
         than that."""
-        risks = self.full_risk + self.rise.ravel()
-        worse = (risks > self.null_risk) & (self.full_risk <= self.null_risk)
-        return [name for name, broken in zip(self.head_names, worse, strict=True) if broken]
-
-    @property
-    def head_names(self) -> list[str]:
-        """Names L0H0, L0H1, ... in the order of the flattened arrays."""
-        return head_names(self.rise.shape)
+        worse = (self.full_risk + self.rise > self.null_risk) & (self.full_risk <= self.null_risk)
+        return [f"L{layer}H{head}" for layer, head in np.argwhere(worse)]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head; the median comes first if few prompts dominate a rise."""
-        names = (*self._first_of("rise", "median_rise"), "carried_by_few", "importance")
-        frame = frame_of(self, *names, **head_axes(self.rise))
+        rises = with_sem("rise")
+        few = self.carried_by_few.any()
+        names = ("median_rise", *rises) if few else (*rises, "median_rise")
+        frame = frame_of(self, *names, "carried_by_few", "importance", **head_axes(self.rise))
         if self.mlp_rise is not None:
             rows = {"rise": self.mlp_rise, "rise_sem": self.mlp_rise_sem, "head": "MLP"}
             mlps = pd.DataFrame(rows | {"layer": range(len(self.rise))})
@@ -150,19 +126,8 @@ class HeadAblation(OfMetric, Result):
         return frame
 
     def layer_frame(self) -> pd.DataFrame:
-        """One row per layer: effective heads, share of the largest head and largest rise.
-
-        Numbers of medians come first if few prompts dominate a rise."""
-        names = self._first_of("effective_heads", "effective_heads_of_medians")
-        frame = frame_of(self, *names, layer=range(len(self.rise)))
-        frame.insert(0, "method", self.method)
-        top = {"top_share": self.importance.max(1), "top_head": self.rise.argmax(1)}
-        return frame.assign(**top, top_rise=self.rise.max(1))
-
-    def _first_of(self, mean: str, median: str) -> tuple[str, ...]:
-        """Mean, its error and median; the median comes first if few prompts dominate a rise."""
-        means = with_sem(mean)
-        return (median, *means) if self.carried_by_few.any() else (*means, median)
+        """One row per layer: its number of effective heads."""
+        return frame_of(self, "effective_heads", layer=range(len(self.rise)))
 
     def plot(self) -> go.Figure:
         """Rise of the metric: layers by heads (colours end where the model is no better than predicting 0), or one bar per
@@ -182,20 +147,20 @@ class HeadAblation(OfMetric, Result):
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = f"Importance: share of the layer's rise ({self.method} ablation)"
-        return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+        return heatmaps.heatmap(self.importance, title=title, unit="share", signed=False)
 
 
 def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
     """Rise of the metric when a head is masked, one group of bars per head."""
     return figures.bars(
-        methods[0].head_names,
+        head_names(methods[0].rise.shape),
         {f"{one.method} ablation": (one.rise.ravel(), one.rise_sem.ravel()) for one in methods},
         title=title,
         y_title=f"rise of {methods[0].metric_in_unit}",
     )
 
 
-Ablation = HeadAblation | PositionAblation | PairAblation | PruningCurves
+Ablation = HeadAblation | PositionAblation | PairAblation | GreedyAblation
 
 
 def ablate_heads(
@@ -233,7 +198,7 @@ def ablate_heads(
         progress: Optional progress callback.
     Returns:
         A `HeadAblation`; with positions a `PositionAblation`, for pairs a `PairAblation`, for the greedy
-        order `PruningCurves`.
+        order `GreedyAblation`.
     Raises:
         ValueError: If an option is unknown or two do not go together, there are fewer than two prompts
             (four for resample, eight for the greedy order), the number of prompts is odd for resample,
@@ -267,9 +232,7 @@ def ablate_heads(
     if sets == "pairs":
         return pairs_of(predictor, prompts, how, progress)
     if sets == "greedy":
-        chosen_on, measured_on = halves(prompts)
-        order = greedy_heads(predictor, chosen_on, how, progress)
-        return pruning_curves(predictor, measured_on, {"greedy": order}, how, progress)
+        return masked_in_greedy_order(predictor, prompts, how, progress)
     found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
     if not mlps:
         return found
@@ -280,7 +243,7 @@ def ablate_heads(
 
 
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
-    """The method, and the metric that was asked for with its name and unit."""
+    """The method, and the metric with its name and unit."""
     if metric is None:
         return Masking(method)
     if callable(metric):
@@ -326,7 +289,6 @@ def single_ablation(
         null_risk=how.values(nothing, prompts).mean().item(),
         **estimates(
             rise=mean_and_sem(rises),
-            effective_heads=_effective_heads(rises),
             full_risk=mean_and_sem(full),
         ),
     )
@@ -339,27 +301,13 @@ def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str)
     if positions not in (None, "all"):
         raise ValueError(f"positions must be 'all' or None, got {positions!r}.")
     others = {"positions": positions is not None, "mlps": mlps, "runs": runs != "one"}
-    asked = [name for name, changed in others.items() if changed]
-    if sets != "single" and asked:
-        raise ValueError(f"{asked[0]} goes with sets='single', got sets={sets!r}.")
-    if len(asked) > 1:
-        raise ValueError(f"{asked[0]} and {asked[1]} do not go together; leave one of them out.")
-
-
-def _effective_number(rise: Float[np.ndarray, "layer head"]) -> Float[np.ndarray, " layer"]:
-    """exp(H) with H = -sum_j w_j log w_j over the shares w_j of the rises; 0 if there are none."""
-    shares = layer_shares(rise)
-    logs = np.log(np.where(shares > 0, shares, 1))
-    return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
-
-
-def _effective_heads(
-    rises: Float[np.ndarray, "unit layer head"],
-) -> tuple[Float[np.ndarray, " layer"], Float[np.ndarray, " layer"]]:
-    """Effective number of heads and its standard deviation over bootstrap samples of the units."""
-    means = (np.tensordot(shares, rises, axes=1) for shares in resampled(len(rises)))
-    again = np.array([_effective_number(mean) for mean in means])
-    return _effective_number(rises.mean(0)), again.std(axis=0, ddof=1)
+    changed = [name for name, changed in others.items() if changed]
+    if sets != "single" and changed:
+        raise ValueError(f"{changed[0]} goes with sets='single', got sets={sets!r}.")
+    if len(changed) > 1:
+        raise ValueError(
+            f"{changed[0]} and {changed[1]} do not go together; leave one of them out."
+        )
 
 
 MOST_SWITCHES = 8
@@ -387,17 +335,17 @@ class Ablations(Result):
         """Excess risk, the head with the largest rise, and rises that need care."""
         zero = self.methods[0]
         layer, head = at = np.unravel_index(int(zero.rise.argmax()), zero.rise.shape)
+        raises = "raises it most" if zero.rise[at] > 0 else "lowers it least, as every mask does"
         sentences = [
             f"excess risk {with_error(zero.full_risk, zero.full_risk_sem)} y².",
-            f"Masking L{layer}H{head} {'raises it most' if zero.rise[at] > 0 else 'lowers it least, as every mask does'}, by "
-            f"{with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over prompts; the median rise is "
-            f"{digits(zero.median_rise[at])}.",
+            f"Masking L{layer}H{head} {raises}, by {with_error(abs(zero.rise[at]), zero.rise_sem[at])} y² in the mean over "
+            f"prompts; the median rise is {digits(zero.median_rise[at])}.",
         ]
         carried = [
-            f"{', '.join(one.carried)} ({one.method})" for one in self.methods if one.carried
+            f"L{n}H{h} ({m.method})" for m in self.methods for n, h in np.argwhere(m.carried_by_few)
         ]
         if carried:
-            heads = "; ".join(carried)
+            heads = ", ".join(carried)
             sentences.append(
                 f"1% of the prompts make up most of the mean rise of {heads}: read the median."
             )
@@ -406,10 +354,6 @@ class Ablations(Result):
             sentences.append(
                 f"Without one of {heads} the model is worse than predicting 0 ({risk} y²)."
             )
-        if self.subsets is None and self.layer_rise is None:
-            sentences.append(
-                f"Subsets are left out: they need one layer of attention with at most {MAX_SUBSET_HEADS} heads."
-            )
         return sentences
 
     def to_frame(self) -> pd.DataFrame:
@@ -417,11 +361,11 @@ class Ablations(Result):
         return pd.concat([one.to_frame() for one in self.methods], ignore_index=True)
 
     def layer_frame(self) -> pd.DataFrame:
-        """One row per method and layer."""
-        zero, *others = (one.layer_frame() for one in self.methods)
-        if self.layer_rise is not None:
-            zero = zero.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
-        return pd.concat([zero, *others], ignore_index=True)
+        """One row per layer, under zero ablation."""
+        frame = self.methods[0].layer_frame()
+        if self.layer_rise is None:
+            return frame
+        return frame.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
 
     def tables(self) -> dict[str, Table]:
         """Tables of heads and layers; for one layer also Shapley values and subsets."""
@@ -433,12 +377,7 @@ class Ablations(Result):
                 per="method",
                 quiet=("carried_by_few",),
             ),
-            "layers": Table(
-                self.layer_frame(),
-                "Distribution of the rise over the heads of a layer",
-                per="method",
-                quiet=("top_share",),
-            ),
+            "layers": Table(self.layer_frame(), "Layers (zero ablation)"),
         }
         if self.subsets is not None:
             title = "Shapley values: fall of the excess risk due to a head"

@@ -19,8 +19,6 @@ from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 
-METHODS = ("zero", "mean")
-"""Output of an absent head: 0, or its mean over prompts."""
 MAX_SUBSET_HEADS = 12
 CHUNK = 8192
 SHOWN = 5
@@ -29,10 +27,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SubsetAblation(Result):
-    """Excess risk with every subset of a layer's heads kept, and the Shapley value of each head."""
+    """Excess risk with every subset of a layer's heads kept, and the Shapley value of each head; an absent head adds 0."""
 
-    method: str
-    """"zero": an absent head adds 0; "mean": it adds the mean over prompts of its output."""
     kept: Bool[np.ndarray, "subset head"]
     """Kept heads of each subset; the empty subset first, all heads last."""
     risk: Float[np.ndarray, " subset"]
@@ -48,16 +44,15 @@ class SubsetAblation(Result):
     The values sum to the risk without heads minus the risk with all heads."""
     shapley_sem: Float[np.ndarray, " head"]
     outputs: Float[np.ndarray, "prompt head d_y"]
-    """Output of each head on the first prompts, unit y; with mean ablation minus its mean."""
+    """Output of each head on the first prompts, unit y."""
     rest: Float[np.ndarray, " d_y"]
-    """Part of the prediction that does not depend on heads: the bias, and with mean ablation the
-    heads' means."""
+    """Part of the prediction that does not depend on heads: the bias."""
     target: Float[np.ndarray, "prompt d_y"]
     """Response without noise on these prompts."""
 
     def __repr__(self) -> str:
         values = " ".join(f"H{head} {value:.3g}" for head, value in enumerate(self.shapley))
-        return f"SubsetAblation({self.method}: risk {self.risk[-1]:.3g}; Shapley {values})"
+        return f"SubsetAblation(zero: risk {self.risk[-1]:.3g}; Shapley {values})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per subset."""
@@ -88,7 +83,7 @@ class SubsetAblation(Result):
         return figures.bars(
             [f"L0H{head}" for head in range(len(self.shapley))],
             {"Shapley value": (self.shapley, self.shapley_sem)},
-            title=f"Shapley value: fall of the excess risk due to a head ({self.method} ablation)",
+            title="Shapley value: fall of the excess risk due to a head (zero ablation)",
             y_title="fall of excess risk (y²)",
         )
 
@@ -97,7 +92,6 @@ def ablate_subsets(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    method: str = "zero",
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> SubsetAblation:
@@ -111,9 +105,8 @@ def ablate_subsets(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        method: "zero", or "mean": an absent head adds the mean over the given prompts of its output.
     Raises:
-        ValueError: If the method is unknown or there are more than 12 heads.
+        ValueError: If there are more than 12 heads.
     Source:
         Shapley value of a quadratic game; derived here.
     See also:
@@ -127,8 +120,6 @@ def ablate_subsets(
         ['none', 'H0', 'H1', 'H0 H1']
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     weights = weights_of(source, "ablate_subsets")
     if weights.n_heads > MAX_SUBSET_HEADS:
         raise ValueError(
@@ -142,10 +133,6 @@ def ablate_subsets(
     target = prompts.y_query_clean.numpy()
     if weights.b_O is not None:  # the bias belongs to no head: every subset predicts it
         target = target - weights.b_O.numpy(force=True)
-    if method == "mean":
-        # Absent heads add their means: subtract the means from the target and use deviations.
-        means = outputs.mean(0)
-        outputs, target = outputs - means, target - means.sum(0)
     subsets = itertools.product([False, True], repeat=weights.n_heads)
     # By size; within one size, those with the first heads come first.
     kept = np.array(sorted(subsets, key=lambda each: (sum(each), [not k for k in each])))
@@ -161,7 +148,6 @@ def ablate_subsets(
     clean = prompts.y_query_clean.numpy()[:SHOWN]
     names = ("risk", "risk_sem", "rise", "rise_sem")
     return SubsetAblation(
-        method,
         kept,
         **dict(zip(names, risks.T, strict=True)),
         shapley=shapley,

@@ -182,7 +182,7 @@ class LayeredClassification(Classified):
     def plot_importance(self) -> go.Figure:
         """Importance within the layer, layers by heads."""
         title = "Importance: share of the layer's rise when a head is masked"
-        return heatmaps.layers_by_heads(self.importance, title=title, unit="share", signed=False)
+        return heatmaps.heatmap(self.importance, title=title, unit="share", signed=False)
 
 
 def classify_layers(

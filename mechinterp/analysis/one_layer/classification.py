@@ -270,11 +270,14 @@ class Classification(Evidence, Classified):
 
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""
-        return figures.head_scatter(
-            self.omega_form,
-            self.circuits.mu.mean(1),
-            labels=self.labels,
+        points = np.column_stack([self.omega_form, self.circuits.mu.mean(1)])[..., None]
+        heads = enumerate(zip(self.labels, points, strict=True))
+        return figures.runs(
+            {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},
             title=f"Heads: {self.pattern}",
+            x_title="omega (1/x²)",
+            y_title="mu",
+            markers=True,
         )
 
 
