@@ -24,7 +24,7 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.masked_risk import pruning_curves
 from mechinterp.analysis.ablation.pruning import prune_by_rules, save_pruned
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.learners.compare import baselines
 from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns

@@ -9,8 +9,7 @@ import torch
 
 from analyses.pools.map import transient
 from analyses.pools.prior_heads import _rises, prior_heads
-from mechinterp.analysis.learners.closeness import ERROR
-from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.learners.priors import ERROR, compare_priors
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig

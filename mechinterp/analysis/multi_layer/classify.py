@@ -17,8 +17,7 @@ from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import layer_shares, rise_heatmap, single_masks
 from mechinterp.analysis.classified import Classified, Verdict
 from mechinterp.analysis.labels import NO_LABEL
-from mechinterp.analysis.learners.baseline_comparison import task_loss
-from mechinterp.analysis.learners.nearest import evaluation, nearby
+from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import Naming, name_algorithm
 from mechinterp.analysis.multi_layer.verdict import layers_verdict
 from mechinterp.analysis.number_format import digits, explained, with_error
