@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, checkpoint, record, records, trained
+from analyses.lib.shared_losses import shared_losses
 from analyses.softmax.setting import BOTH_SIGNS
 from mechinterp import TaskConfig, classify, fit_learners
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 

@@ -59,7 +59,7 @@ def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
     assert list(found.plot().data[0].x) == [
         *("the model", "least squares", "ridge", "GD", "Algorithm 1")
     ]
-    assert repr(found).startswith("Baselines(model ")
+    assert repr(found).startswith("Baselines(The model's excess risk is ")
 
 
 def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():

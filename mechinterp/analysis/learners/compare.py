@@ -133,7 +133,7 @@ BASELINES = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Comparison(Result):
+class LearnerComparison(Result):
     """Distances, losses and excess risks of learners beside a model, at each context length.
 
     All see the same prompts, so that differences are paired. Losses are against the noisy query response, risks against
@@ -191,9 +191,7 @@ class Comparison(Result):
     def __repr__(self) -> str:
         nearest = [self.learners[each] for each in self.rms.argmin(1)]
         near = zip(self.context_length, nearest, strict=True)
-        return (
-            f"Comparison(nearest: {', '.join(f'{name} at L = {length}' for length, name in near)})"
-        )
+        return f"LearnerComparison(nearest: {', '.join(f'{name} at L = {length}' for length, name in near)})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per context length and learner."""
@@ -205,7 +203,7 @@ class Comparison(Result):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class LearnerFits(Comparison):
+class LearnerFits(LearnerComparison):
     """Distances of a model to closed-form learners, each fitted to the model at every context
     length."""
 
@@ -292,13 +290,11 @@ class LearnerFits(Comparison):
     def plot(self) -> go.Figure:
         """Loss of the model and of the fitted learners over the context length."""
         names = (figures.MODEL, *self.learners)
-        losses = [
-            np.column_stack([getattr(self, f"model_{name}"), getattr(self, name)]).T
-            for name in with_sem("loss")
-        ]
+        loss = np.column_stack([self.model_loss, self.loss])
+        sem = np.column_stack([self.model_loss_sem, self.loss_sem])
         return figures.lines(
             self.context_length,
-            figures.named(names, *losses),
+            figures.named(names, loss.T, sem.T),
             title="Loss over context length: the model and the learners fitted to it",
             x_title="context length L",
             y_title="loss (y²)",
@@ -364,7 +360,7 @@ def fit_learners(
     require_number(n_prompts if given is None else len(given.prompts), 2)  # fitted: omega and mu
     if context_lengths is CONTEXT_LENGTHS and given is not None:
         context_lengths = [n for n in CONTEXT_LENGTHS if n < task.context_length]
-    if context_lengths is CONTEXT_LENGTHS and not is_learner(source):
+    elif context_lengths is CONTEXT_LENGTHS and not is_learner(source):
         predictor = predictor_of(source)
         context_lengths = [n for n in CONTEXT_LENGTHS if _has_room(predictor, task, n)]
     names = FITTED if task.n_tasks is None else (*FITTED, "dmmse")
@@ -381,12 +377,8 @@ def fit_learners(
 
 
 def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
-    """True if a model has enough positions for this number of pairs."""
-    weights = predictor.weights
-    if weights is not None:
-        most = weights.model.longest_context
-        return most is None or length <= most
-    try:  # an external model raises when it runs
+    """True if a model has enough positions for this number of pairs; else it raises when it runs."""
+    try:
         with torch.no_grad():
             predictor.predict(sample_prompts(task, 2, context_length=length))
     except ValueError:
@@ -402,28 +394,22 @@ def _drawn(task: TaskConfig, n_prompts: int, seed: int, length: int) -> Iterable
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Baselines(Comparison):
+class Baselines(LearnerComparison):
     """Excess risk of learners, each at its best setting for these prompts, next to the model's."""
 
     def __repr__(self) -> str:
-        values = zip(self.learners, self.ratio[0], self.ratio_sem[0], strict=True)
-        ratios = ", ".join(f"{name} {with_error(*pair)}" for name, *pair in values)
-        return f"Baselines(model {self._risk}, over {ratios})"
-
-    @property
-    def _risk(self) -> str:
-        return with_error(self.model_risk[0], self.model_risk_sem[0])
+        return f"Baselines({self.sentences()[0]})"
 
     def sentences(self) -> list[str]:
         """Excess risk of the model, and its ratio to each learner that makes an error."""
+        names = ("predicting 0" if name == "zero" else name for name in self.learners)
         ratios = [
-            f"{with_error(ratio, sem)} times that of {'predicting 0' if name == 'zero' else name}"
-            for name, ratio, sem in zip(
-                self.learners, self.ratio[0], self.ratio_sem[0], strict=True
-            )
+            f"{with_error(ratio, sem)} times that of {name}"
+            for name, ratio, sem in zip(names, self.ratio[0], self.ratio_sem[0], strict=True)
             if not np.isnan(ratio)
         ]
-        return [f"The model's excess risk is {self._risk} y²: {'; '.join(ratios)}."]
+        risk = with_error(self.model_risk[0], self.model_risk_sem[0])
+        return [f"The model's excess risk is {risk} y²: {'; '.join(ratios)}."]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner."""
@@ -505,7 +491,7 @@ def compare_learners(
     task: TaskConfig,
     draw: Callable[[int], Iterable[Prompts]],
     progress: ProgressCallback = no_progress,
-) -> Comparison:
+) -> LearnerComparison:
     """Learners beside a model at several context lengths.
 
     A causal model whose tokens come in turn is run once for all lengths.
@@ -526,7 +512,7 @@ def compare_learners(
         >>> draw = lambda length: [sample_prompts(task, 64, context_length=length, dtype=torch.float64)]
         >>> named = {name: LEARNERS[name] for name in ("ridge", "least squares")}
         >>> compare_learners(partial(ridge, penalty=0.3), [4, 8], named, task=task, draw=draw)
-        Comparison(nearest: ridge at L = 4, ridge at L = 8)
+        LearnerComparison(nearest: ridge at L = 4, ridge at L = 8)
     """
     model, rows = learner_of(source), []
     whole = _in_one_pass(source, draw(lengths[-1]))
@@ -540,7 +526,7 @@ def compare_learners(
         require_moderate(predicted)
         rows.append(_compared_at(predicted.numpy(force=True), chunks, task, learners))
     columns: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    return Comparison(tuple(learners), np.array(lengths), len(predicted), **columns)
+    return LearnerComparison(tuple(learners), np.array(lengths), len(predicted), **columns)
 
 
 def _in_one_pass(
