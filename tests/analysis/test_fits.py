@@ -49,7 +49,7 @@ def column(learner: str) -> int:
     ],
 )
 def test_a_learner_is_recognised_as_itself(learner, model, factor):
-    fits = fit_learners(model, TASK, context_lengths=[10, 40], n_prompts=4096)
+    fits = fit_learners(model, TASK, context_lengths=[10, 40], n_prompts=512)
     assert fits.best == learner
     np.testing.assert_allclose(fits.factor[:, column(learner)], factor, rtol=1e-3)
     np.testing.assert_allclose(fits.rms[:, column(learner)], 0, atol=1e-4)

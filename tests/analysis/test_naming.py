@@ -444,7 +444,7 @@ def test_ridge_by_another_penalty_in_each_prompt_is_another_learner():
     found = name_algorithm(learner, PROMPTS, task=DENSE)
     assert (found.label, found.why) == ("undetermined", "rest"), found.reason
     assert r2_of(found, "ridge_like")[0] > 1 - Limits().tie
-    assert found.measured.rest_of_last["ridge_like"].share()[0] == pytest.approx(1, abs=1e-9)
+    assert found.measured.last.rests["ridge_like"].share()[0] == pytest.approx(1, abs=1e-9)
     assert "reflections of x keep 100% of it" in found.reason
 
 

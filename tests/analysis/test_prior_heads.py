@@ -121,7 +121,7 @@ def path_of(relative: list[float], sem: float) -> OverSteps:
     results = []
     for value in relative:
         both = np.array([some.trimmed.relative[0], value])
-        trimmed = replace(some.trimmed, relative=both, relative_sem=np.full(2, sem))
+        trimmed = some.trimmed.assign(relative=both, relative_sem=np.full(2, sem))
         results.append(replace(some, trimmed=trimmed))
     step = np.arange(len(relative)) * 1000
     return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))

@@ -15,11 +15,12 @@ from mechinterp.analysis.learners.compare import baselines, fit_learners
 from mechinterp.analysis.learners.priors import (
     ERROR,
     KINDS,
-    Closeness,
+    PriorComparison,
     compare_priors,
     trimmed_closeness,
 )
 from mechinterp.config import TaskConfig
+from mechinterp.display import with_sem
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
@@ -166,7 +167,7 @@ def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
 def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
     generator = np.random.default_rng(0)
 
-    def sample() -> Closeness:
+    def sample() -> pd.DataFrame:
         squares = generator.chisquare(1, (20_000, 1, 8))
         # The error of the model has no mean; distances grow with it.
         squares[..., ERROR] = generator.uniform(size=(20_000, 1)) ** -1.25
@@ -199,7 +200,7 @@ def test_a_model_of_the_package_frame_and_figures():
     assert frame[["tasks", "context_length"]].to_numpy().tolist() == [
         [kind, length] for kind in KINDS for length in (1, 4)
     ]
-    names = list(Closeness.__dataclass_fields__)
+    names = [*with_sem(*list(PriorComparison.COLUMNS)[:8])]
     assert list(frame.columns) == ["tasks", "context_length", *names]
     assert isinstance(found.summary_frame(), pd.DataFrame)
     assert found.summary_frame()["prompts"].tolist() == ["trimmed", "trimmed", "all", "all"]

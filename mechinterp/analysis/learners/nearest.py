@@ -128,14 +128,17 @@ class Evaluation:
 
     @cached_property
     def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:
-        """Predictions of simple learners, up to a factor; several scales of kernel smoothers. Ridge
-        is left out without
-        noise: it is then least squares."""
+        """Predictions of simple learners, up to a factor; kernel smoothers at several scales, from flat to sharp.
+
+        Without noise ridge is least squares, and is left out.
+        """
         x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
+        unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
         scores = torch.einsum("blx,bx->bl", x, query)
         smoothed = [
-            torch.einsum("bl,bln->bn", torch.softmax(omega * scores, 1), y)
-            for omega in _kernel_omegas(x)
+            torch.einsum("bl,bln->bn", torch.softmax(float(sign * omega * unit) * scores, 1), y)
+            for omega in OMEGAS
+            for sign in (1, -1)
         ]
         learned = {
             "vanilla_gd": torch.einsum("bx,bxn->bn", query, self.moment)[None],
@@ -171,12 +174,6 @@ def _nearest(
     factor = inner / size.clamp_min(1e-300) if scaled else torch.ones_like(inner)
     best = int((2 * factor * inner - factor.square() * size).argmax())
     return (prediction - factor[best] * members[best]).square().mean(1).numpy()
-
-
-def _kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
-    """Scales of kernel smoothers, from flat to sharp, with both signs."""
-    unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
-    return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Memorisation or generalisation: distances of a model to the posterior mean under its pool (dMMSE)
 and to ridge, on prompts with tasks of the pool and with new tasks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from mechinterp.analysis.stats import (
     without_worst,
 )
 from mechinterp.config import TaskConfig, TaskLike
-from mechinterp.display import Result, frame_of
+from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.pools import Pool, dmmse, dmmse_at_every, require_pool
 from mechinterp.icl.predictors import ridge, ridge_at_every
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
@@ -63,48 +64,22 @@ STRATEGIES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Closeness:
-    """Distances of predictions f to dMMSE and to ridge, for each kind of prompts and each length or
-    step."""
-
-    distance_dmmse: Float[np.ndarray, "*axes"]
-    """Mean of |f - dMMSE|^2 / d_x, unit y^2."""
-    distance_dmmse_sem: Float[np.ndarray, "*axes"]
-    distance_ridge: Float[np.ndarray, "*axes"]
-    """Mean of |f - ridge|^2 / d_x, unit y^2."""
-    distance_ridge_sem: Float[np.ndarray, "*axes"]
-    relative: Float[np.ndarray, "*axes"]
-    """distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge."""
-    relative_sem: Float[np.ndarray, "*axes"]
-    weight_dmmse: Float[np.ndarray, "*axes"]
-    """Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares."""
-    weight_dmmse_sem: Float[np.ndarray, "*axes"]
-    unexplained: Float[np.ndarray, "*axes"]
-    """Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and
-    ridge."""
-    unexplained_sem: Float[np.ndarray, "*axes"]
-    risk: Float[np.ndarray, "*axes"]
-    """Excess risk of the model, unit y^2; the loss adds the variance of the noise."""
-    risk_sem: Float[np.ndarray, "*axes"]
-    risk_dmmse: Float[np.ndarray, "*axes"]
-    """Excess risk of dMMSE, unit y^2."""
-    risk_dmmse_sem: Float[np.ndarray, "*axes"]
-    risk_ridge: Float[np.ndarray, "*axes"]
-    """Excess risk of ridge, unit y^2."""
-    risk_ridge_sem: Float[np.ndarray, "*axes"]
-
-    def frame(self, **axis: Int[np.ndarray, " value"]) -> pd.DataFrame:
-        """One row per kind of prompts, and per value of the second axis if there is one."""
-        return frame_of(self, *(field.name for field in fields(self)), tasks=KINDS, **axis)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorComparison(Result):
-    """Distances of a model to dMMSE and to ridge, at each context length and averaged over the
-    lengths."""
+    """Distances of predictions f to dMMSE and to ridge, at each context length and averaged over the lengths.
+
+    The columns of the frames are in `COLUMNS`, each with its standard error; `tasks` is "pool" or "new".
+    """
 
     COLUMNS: ClassVar = {
+        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x, unit y^2.",
+        "distance_ridge": "Mean of |f - ridge|^2 / d_x, unit y^2.",
+        "relative": "distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge.",
+        "weight_dmmse": "Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares.",
+        "unexplained": "Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and ridge.",
+        "risk": "Excess risk of the model, unit y^2; the loss adds the variance of the noise.",
+        "risk_dmmse": "Excess risk of dMMSE, unit y^2.",
+        "risk_ridge": "Excess risk of ridge, unit y^2.",
         "prompts": "Prompts of the means: trimmed (without the worst 0.1%) or all.",
         **{
             f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
@@ -114,12 +89,12 @@ class PriorComparison(Result):
     n_tasks: int
     """Size of the pool."""
     context_length: Int[np.ndarray, " length"]
-    at_length: Closeness
-    """[kind, length]; the kinds are pool and new."""
-    overall: Closeness
-    """[kind]; means over the lengths, for all prompts."""
-    trimmed: Closeness
-    """[kind]; as `overall`, without the 0.1% of the prompts with the largest error of the model
+    at_length: pd.DataFrame
+    """One row per kind of tasks and context length."""
+    overall: pd.DataFrame
+    """One row per kind: means over the lengths, for all prompts."""
+    trimmed: pd.DataFrame
+    """As `overall`, without the 0.1% of the prompts with the largest error of the model
     (none of fewer than 1,000). Model, dMMSE and ridge are compared on the remaining prompts."""
     median_risk: Float[np.ndarray, "kind predictor"]
     """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
@@ -183,23 +158,22 @@ class PriorComparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and context length."""
-        return self.at_length.frame(context_length=self.context_length)
+        return self.at_length.copy()
 
     def summary_frame(self) -> pd.DataFrame:
         """One row per kind of tasks: means over the lengths, without the worst 0.1% of the prompts
         and over all prompts."""
         named = {"trimmed": self.trimmed, "all": self.overall}
-        frame = pd.concat([each.frame().assign(prompts=name) for name, each in named.items()])
+        frame = pd.concat([each.assign(prompts=name) for name, each in named.items()])
         medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
         few = {f"median_risk_{name}": np.tile(risk, 2) for name, risk in medians.items()}
         return frame.assign(**few, carried_by_few=np.tile(self.carried_by_few, 2))
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""
-        at = self.at_length
         return figures.lines(
             self.context_length,
-            figures.named((f"{kind} tasks" for kind in KINDS), at.relative, at.relative_sem),
+            self._curves({"": "relative"}),
             levels=[0.5],
             title="Nearer to the pool's posterior (0) or to ridge (1)",
             x_title="context length L",
@@ -208,21 +182,22 @@ class PriorComparison(Result):
 
     def plot_risks(self) -> go.Figure:
         """Excess risk of the model, dMMSE and ridge over the context length, on both kinds of prompts."""
-        named = {"model": "risk", "dMMSE": "risk_dmmse", "ridge": "risk_ridge"}
-        risks = {
-            f"{who}, {kind} tasks": tuple(
-                getattr(self.at_length, each)[i] for each in (name, f"{name}_sem")
-            )
-            for i, kind in enumerate(KINDS)
-            for who, name in named.items()
-        }
+        named = {"model, ": "risk", "dMMSE, ": "risk_dmmse", "ridge, ": "risk_ridge"}
         return figures.lines(
             self.context_length,
-            risks,
+            self._curves(named),
             title="Excess risk on tasks of the pool and on new ones",
             x_title="context length L",
             y_title="excess risk (y²)",
         )
+
+    def _curves(self, named: Mapping[str, str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Columns over the context length with their standard errors, on both kinds of prompts."""
+        return {
+            f"{prefix}{kind} tasks": (rows[column].to_numpy(), rows[f"{column}_sem"].to_numpy())
+            for kind, rows in self.at_length.groupby("tasks", sort=False)
+            for prefix, column in named.items()
+        }
 
 
 def compare_priors(
@@ -280,7 +255,7 @@ def compare_priors(
     return PriorComparison(
         n_tasks=len(setting.pool),
         context_length=np.array(lengths),
-        at_length=closeness(squares),
+        at_length=closeness(squares, context_length=lengths),
         overall=closeness(over_lengths),
         trimmed=trimmed,
         median_risk=np.median(errors, axis=0),
@@ -289,7 +264,7 @@ def compare_priors(
     )
 
 
-def _strategy(found: Closeness) -> str:
+def _strategy(found: pd.DataFrame) -> str:
     """Strategy of a model for one set of means."""
     over_ridge = found.risk[1] / found.risk_ridge[1]
     near = found.relative[0] + CLEAR * found.relative_sem[0] < 0.5
@@ -386,8 +361,10 @@ class Sample:
         return torch.stack(rows, 1).numpy(force=True)
 
 
-def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -> Closeness:
-    """Means over prompts of the `squares` of a sample, and ratios of these means.
+def closeness(
+    squares: Float[np.ndarray, "prompt kind *axes square"], few: int = 0, **axis: Sequence[int]
+) -> pd.DataFrame:
+    """Means over prompts of the `squares` of a sample, and ratios of these means, one row per kind and value of an axis.
 
     Args:
         few: Number of rows at the end that replace dropped prompts; they enter standard errors
@@ -400,17 +377,19 @@ def closeness(squares: Float[np.ndarray, "prompt *axes square"], few: int = 0) -
     one = np.ones_like(gap)
     means = (to_dmmse, to_ridge, *errors)
     names = ("distance_dmmse", "distance_ridge", "risk", "risk_dmmse", "risk_ridge")
-    return Closeness(
-        **estimates(
-            **{n: trimmed_ratio(each, one, few) for n, each in zip(names, means, strict=True)},
-            relative=trimmed_ratio(to_dmmse, to_dmmse + to_ridge, few),
-            weight_dmmse=(weight, weight_sem),
-            unexplained=trimmed_ratio(norm - 2 * weight * inner + weight**2 * gap, gap, few),
-        )
+    numbers = estimates(
+        **{n: trimmed_ratio(each, one, few) for n, each in zip(names, means, strict=True)},
+        relative=trimmed_ratio(to_dmmse, to_dmmse + to_ridge, few),
+        weight_dmmse=(weight, weight_sem),
+        unexplained=trimmed_ratio(norm - 2 * weight * inner + weight**2 * gap, gap, few),
     )
+    columns = with_sem(*(name for name in PriorComparison.COLUMNS if name in numbers))
+    return frame_of(SimpleNamespace(**numbers), *columns, tasks=KINDS[: gap.shape[1]], **axis)
 
 
-def trimmed_closeness(squares: Float[np.ndarray, "prompt kind square"], one_in: int) -> Closeness:
+def trimmed_closeness(
+    squares: Float[np.ndarray, "prompt kind square"], one_in: int
+) -> pd.DataFrame:
     """`closeness` without the worst prompts of each kind: 1 in `one_in`, by the model's error."""
     few = len(squares) // one_in
     kinds = [trimmed(kind, kind[:, ERROR], one_in) for kind in np.moveaxis(squares, 1, 0)]

@@ -5,9 +5,13 @@ Each algorithm of `icl.algorithms` is fitted to the prediction after every layer
 (4) the rest is another learner and not noise. If one algorithm is left for the layers, it is the label. Otherwise the
 label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
 stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
+
+Reading order: `measure` collects the numbers, `decide` applies the rules (`_judged` and the functions below it),
+`labelled` resamples the prompts, `Naming` is the answer.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,7 +45,7 @@ from mechinterp.analysis.multi_layer.naming_scores import (
 )
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
+from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, resampled
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
@@ -380,9 +384,10 @@ class Naming(Decision, Result):
 
     def lead(self, first: str, second: str) -> tuple[float, float]:
         """R² of a learner minus that of another for the last prediction, and its standard error, paired."""
-        names = self.measured.last.names
-        lead, sem = self.measured.last.lead(names.index(first), names.index(second))
-        return float(lead[OWN]), float(sem[OWN])
+        last = self.measured.last
+        near, far = (last.error[last.names.index(name), OWN] for name in (first, second))
+        lead, sem = ratio_and_sem(far - near, last.size[OWN])
+        return float(lead), float(sem)
 
     @property
     def order(self) -> list[str]:
@@ -491,10 +496,10 @@ class Naming(Decision, Result):
         """Learners; and identities, if any were asked."""
         frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
         quiet = tuple(column for column in frame if column.endswith("_sem"))
-        tests = {"identities": Table(self.test_frame(), "Identities")}
-        return {"algorithms": Table(frame, title, quiet=quiet)} | (
-            tests if self.measured.tests else {}
-        )
+        tables = {"algorithms": Table(frame, title, quiet=quiet)}
+        if self.measured.tests:
+            tables["identities"] = Table(self.test_frame(), "Identities")
+        return tables
 
     def figures(self) -> dict[str, go.Figure]:
         """The paths, if there are any."""
@@ -567,12 +572,12 @@ def name_algorithm(
         >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
         'ridge_like'
     """
-    subject = Subject.of(source, task_for(source, task, "name_algorithm", prompts))
-    given = isinstance(subject.task, PromptsTask)
-    n_prompts = len(subject.task.prompts) if isinstance(subject.task, PromptsTask) else n_prompts
+    law = task_for(source, task, "name_algorithm", prompts)
+    given = law.prompts if isinstance(law, PromptsTask) else None
+    subject, n_prompts = Subject.of(source, law), n_prompts if given is None else len(given)
     members = candidates_of(subject.task)
     require_number(n_prompts, max(len(each.names(subject.n_layers)) for each in members))
-    for growth in (1,) if given else GROWTH:
+    for growth in GROWTH if given is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
         answer = _named(subject, drawn.to(torch.float64), drawn_by)
@@ -624,9 +629,9 @@ def labelled(measured: Measured, limits: Limits) -> tuple[Decision, dict[str, fl
     decision, n = decide(measured, limits), measured.last.size.shape[1]
     if not measured.useful:
         return decision, {decision.label: 1.0}
-    labels = [decide(measured, limits, n * share).label for share in resampled(n)]
-    names = sorted(set(labels), key=lambda name: (-labels.count(name), name))
-    frequency = {name: labels.count(name) / RESAMPLES for name in names}
+    labels = Counter(decide(measured, limits, n * share).label for share in resampled(n))
+    by_count = sorted(labels.items(), key=lambda label: (-label[1], label[0]))
+    frequency = {name: count / RESAMPLES for name, count in by_count}
     share = frequency.get(decision.label, 0.0)
     if decision.label != UNDETERMINED and share < limits.frequency:
         unsure = WhyNot("frequency", value=share, limit=limits.frequency)

@@ -169,6 +169,12 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
     return tuple(each for each in ALGORITHMS if each.label not in out)
 
 
+def _drawn(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: int) -> Prompts:
+    """Prompts of a step of the random stream of evaluation."""
+    generator, double = generator_for(seed, "eval", step), torch.float64
+    return sample_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
+
+
 def other_settings(
     predict: Predict, own: Setting, task: TaskConfig, seed: int
 ) -> dict[str, Setting]:
@@ -190,10 +196,7 @@ def other_settings(
         laws["wide spread"] = (replace(law, covariance=wide), n)
     settings = {}
     for step, (name, (each, length)) in enumerate(laws.items(), start=1):
-        generator = generator_for(seed, "eval", step)
-        prompts = sample_prompts(
-            each, drawn, generator=generator, context_length=length, dtype=torch.float64
-        )
+        prompts = _drawn(each, drawn, length, seed=seed, step=step)
         with suppress(ValueError):  # the model may have no room for such prompts
             settings[name] = Setting.of(prompts, predict(prompts), length / n)
     return settings
@@ -305,10 +308,7 @@ def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, 
             return read_by(W_U), "the unembedding"
     needed, prompts = PER_FEATURE * last.shape[1], own.prompts
     if not no_law(task):
-        generator, length = generator_for(seed, "eval", READING), prompts.x.shape[1]
-        prompts = sample_prompts(
-            task, needed, generator=generator, context_length=length, dtype=torch.float64
-        )
+        prompts = _drawn(task, needed, prompts.x.shape[1], seed=seed, step=READING)
     if len(prompts) < needed:
         return None, f"a read-out of the stream needs {needed} prompts"
     read_out = _fitted(streams(prompts)[-1], subject.predict(prompts))
@@ -359,16 +359,7 @@ class Scores:
 
     def r2_sem(self) -> Float[np.ndarray, "row column"]:
         """Standard errors of `r2` over the scored prompts, without the fit of the scalars on other prompts."""
-        return self._ratio(self.error)
-
-    def lead(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-        """R² of a row minus that of another in each column, and its standard error, paired over prompts."""
-        gap = (self.error[second] - self.error[first])[None]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return gap.mean(2)[0] / self.size.mean(1), self._ratio(gap)[0]
-
-    def _ratio(self, numerator: Float[np.ndarray, "row column prompt"]) -> np.ndarray:
-        columns = zip(numerator.swapaxes(0, 1), self.size, strict=True)
+        columns = zip(self.error.swapaxes(0, 1), self.size, strict=True)
         return np.stack([ratio_and_sem(each.T, size)[1] for each, size in columns], 1)
 
     def joined(self, other: "Scores") -> "Scores":
