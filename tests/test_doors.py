@@ -23,8 +23,7 @@ import torch
 import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.learners.baselines import baselines
-from mechinterp.analysis.learners.losses import shared_losses
+from mechinterp.analysis.learners.compare import baselines
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
@@ -229,9 +228,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     ),
     "attribute_edges": lambda c: mi.attribute_edges(
         c.source, c.prompts()[:4], c.prompts(seed=1)[:4], ig_steps=2
-    ),
-    "shared_losses": lambda c: shared_losses(
-        {"model": c.source}, c.task, context_lengths=(8,), n_prompts=200
     ),
     "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),

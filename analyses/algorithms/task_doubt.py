@@ -19,7 +19,7 @@ from torch import Tensor
 from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
 from analyses.lib.result_tables import markdown
 from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
-from mechinterp.analysis.learners.baseline_comparison import task_doubt, task_loss
+from mechinterp.analysis.learners.nearest import task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint

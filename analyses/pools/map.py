@@ -116,7 +116,7 @@ def tables_of(
         "pool_map": _of_trimmed(last).assign(transient=transient(path)),
         "pool_steps": pd.concat(
             [
-                each.trimmed.frame().assign(step=step)
+                each.trimmed.assign(step=step)
                 for step, each in zip(path.step, path.results, strict=True)
             ]  # type: ignore[attr-defined]
         ),

@@ -9,16 +9,15 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
-from mechinterp.analysis.learners.closeness import (
+from mechinterp.analysis.learners.priors import (
     ERROR,
+    FEW,
     KINDS,
     lengths_of,
     setting_of,
     trimmed,
-    trimmed_mean,
-    trimmed_ratios,
+    trimmed_ratio,
 )
-from mechinterp.analysis.learners.priors import FEW
 from mechinterp.analysis.stats import carried_by_few, estimates
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, with_sem
@@ -141,11 +140,12 @@ def prior_heads(
         squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
     pooled, new = (_rises(squares[kind]) for kind in KINDS)
     few = n_prompts // FEW
+    one = np.ones_like(new[..., 0, 0])
     measures = estimates(
-        weight_change=trimmed_ratios(pooled[..., 0, 2], pooled[..., 1, 3], few),
-        dmmse_rise=trimmed_mean(pooled[..., 0, 0], few),
-        ridge_rise=trimmed_mean(new[..., 0, 1], few),
-        memory_excess=trimmed_mean(pooled[..., 0, 0] - pooled[..., 0, 1], few),
+        weight_change=trimmed_ratio(pooled[..., 0, 2], pooled[..., 1, 3], few),
+        dmmse_rise=trimmed_ratio(pooled[..., 0, 0], one, few),
+        ridge_rise=trimmed_ratio(new[..., 0, 1], one, few),
+        memory_excess=trimmed_ratio(pooled[..., 0, 0] - pooled[..., 0, 1], one, few),
     )
     distances = np.concatenate([each[:, 1:, :2] - each[:, :1, :2] for each in squares.values()], 2)
     measures["carried_by_few"] = carried_by_few(distances).any(1)

@@ -16,8 +16,7 @@ from analyses.lib import RESULTS
 from analyses.lib.measured import checkpoint, parsed, parser_of, shipped
 from analyses.pools.map import ONLY_FULL, OTHERS
 from mechinterp import compare_priors, load, task_pool
-from mechinterp.analysis.learners.closeness import KINDS
-from mechinterp.analysis.learners.priors import PriorComparison
+from mechinterp.analysis.learners.priors import KINDS, PriorComparison
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 TRIMMED = ("relative", "relative_sem", "risk", "risk_sem", "risk_ridge")

@@ -11,9 +11,9 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured, Record, checkpoint, record, records
+from analyses.lib.shared_losses import SharedLosses, shared_losses
 from analyses.softmax.setting import BOTH_SIGNS, label, paired, single
 from mechinterp import Prompts, TaskConfig, circuits, classify
-from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, vanilla_gd
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict

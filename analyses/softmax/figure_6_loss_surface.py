@@ -9,9 +9,9 @@ import pandas as pd
 import torch
 
 from analyses.lib import SETTING, Measured, Record, records
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.approximate_loss import approximate_loss, corrected_loss
 from mechinterp import TaskConfig, heatmaps
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.models.constructions.one_layer import diagonal_heads
 
 

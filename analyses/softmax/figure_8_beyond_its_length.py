@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, checkpoint, records
+from analyses.lib.shared_losses import SharedLosses, shared_losses
 from analyses.lib.theory.softmax import linear_attention_risk
 from mechinterp import TaskConfig
-from mechinterp.analysis.learners.losses import SharedLosses, shared_losses
 
 # Single steps near 40, to find the smallest loss.
 NEAR = (*range(36, 40), *range(41, 50))

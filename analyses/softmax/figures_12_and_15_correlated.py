@@ -11,9 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from analyses.lib import Measured, checkpoint, record, records, trained
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory import preconditioning as theory
 from mechinterp import circuits, classify, heatmaps
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.prompts import covariance_matrix
 
 SETTING = {"context_length": 40, "noise_var": 0.1}

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, record, trained
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory import several_tasks as theory
 from analyses.lib.theory.learners import joint_debiased_gd
 from mechinterp import TaskConfig, circuits, heatmaps
-from mechinterp.analysis.learners.losses import shared_losses
 
 KINDS = {"two-tasks": "own", "shared-tasks": "shared"}
 

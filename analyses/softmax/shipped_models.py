@@ -7,10 +7,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, checkpoint, record, records, trained
+from analyses.lib.shared_losses import shared_losses
 from analyses.softmax.setting import BOTH_SIGNS
 from mechinterp import TaskConfig, classify, fit_learners
-from mechinterp.analysis.learners.fits import LEARNERS
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 
@@ -19,7 +18,7 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
     found = classify(checkpoint)
     omega, mu = found.circuits.omega_mean, found.circuits.mu[:, 0]
     fits = fit_learners(checkpoint, context_lengths=[40], n_prompts=n_prompts)
-    debiased = LEARNERS.index("debiased_gd")
+    debiased = fits.learners.index("debiased_gd")
     return {
         "model": checkpoint.name,
         "pattern": found.pattern,
@@ -36,7 +35,7 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
         "fitted_eta_sem": fits.factor_sem[0, debiased],
         "r2_debiased_gd": fits.r2[0, debiased],
         "r2_sem": fits.r2_sem[0, debiased],
-        "r2_vanilla_gd": fits.r2[0, LEARNERS.index("vanilla_gd")],
+        "r2_vanilla_gd": fits.r2[0, fits.learners.index("vanilla_gd")],
     }
 
 

@@ -12,9 +12,9 @@ from functools import partial
 import pandas as pd
 
 from analyses.lib import SETTING, Measured, Record, checkpoint, failures, record, records, trained
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.softmax import debiased_risk
 from mechinterp import TaskConfig, classify
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.scores import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_step_size

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import SETTING, Measured, record
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
 from mechinterp import TaskConfig
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads

@@ -10,8 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechinterp.analysis.labels import NO_LABEL, TEXTS, Label
-from mechinterp.analysis.learners.baseline_comparison import TaskLoss, task_doubt
-from mechinterp.analysis.learners.nearest import NEAR, Nearby
+from mechinterp.analysis.learners.nearest import NEAR, Nearby, TaskLoss, task_doubt
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result

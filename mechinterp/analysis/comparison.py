@@ -10,18 +10,21 @@ from typing import ClassVar, cast
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.analysis.result import Table
+from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, counted
 from mechinterp.fields import flatten
+from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.run.predictor import learner_of
 from mechinterp.progress import ProgressCallback, no_progress
 
 SEEDS = ("seed", "train.data_seed")
@@ -155,12 +158,17 @@ def compare(
         weights_of(each, "compare")
         found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
         task = each.config.task
-        losses = shared_losses({each.name: each}, task, n_prompts=5 * n_prompts, seed=seed)
+        model = learner_of(each)
+        losses = [
+            (model(prompts) - prompts.y_query).square().mean(1).double()
+            for prompts in prompt_chunks(task, 5 * n_prompts, seed=seed)
+        ]
+        loss, sem = mean_and_sem(torch.cat(losses).numpy())
         mu, active = found.circuits.mu.mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
             {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}
-            | {"loss": losses.loss[0, 0], "loss_sem": losses.loss_sem[0, 0]}
+            | {"loss": loss, "loss_sem": sem}
             | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
             | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
         )

@@ -243,7 +243,7 @@ ANALYSES: dict[str, Analysis] = {
     "composition": Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     "algorithm": Analysis("multi_layer.naming:name_algorithm"),
     "baselines": Analysis(
-        "learners.baselines:baselines", on_page=more_than_attention, title="Excess risk"
+        "learners.compare:baselines", on_page=more_than_attention, title="Excess risk"
     ),
     "error-curve": Analysis(
         "learners.error_curve:error_curve",
@@ -281,7 +281,7 @@ ANALYSES: dict[str, Analysis] = {
         edges_to_patch,
         many_runs=True,
     ),
-    "fit": Analysis("learners.fits:fit_learners", on_page=one_attention, title="Which learner"),
+    "fit": Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
     "priors": Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
     "training": Analysis("training.over_training:training_dynamics", a_history, on_page=nothing),
     "jumps": Analysis(

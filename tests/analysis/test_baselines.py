@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.learners.baselines import PENALTIES, baselines
+from mechinterp.analysis.learners.compare import PENALTIES, baselines
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import generator_for, sample_prompts
@@ -29,8 +29,10 @@ def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():
     prompts = drawn(SPARSE)
     found = baselines(zero_model(SPARSE), prompts)
     assert found.learners == ("zero", "least squares", "ridge", "GD", "Algorithm 1")
-    assert (found.ratio[0], found.ratio_sem[0]) == (1.0, 0.0)
-    assert found.model_risk == pytest.approx(prompts.y_query_clean.square().mean().item(), rel=1e-9)
+    assert (found.ratio[0, 0], found.ratio_sem[0, 0]) == (1.0, 0.0)
+    assert found.model_risk[0] == pytest.approx(
+        prompts.y_query_clean.square().mean().item(), rel=1e-9
+    )
 
 
 def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
@@ -43,13 +45,13 @@ def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
     by_penalty = risks(torch.stack([ridge(prompts, penalty=p) for p in PENALTIES]))
     by_step = risks(preprocess_then_optimise(prompts, steps=128))
     assert 0 < by_penalty.argmin() < len(PENALTIES) - 1
-    assert found.tuned[2] == PENALTIES[by_penalty.argmin()]
-    assert found.tuned[4] == by_step.argmin()
-    assert found.risk[[1, 2, 4]] == pytest.approx(
+    assert found.tuned[0, 2] == PENALTIES[by_penalty.argmin()]
+    assert found.tuned[0, 4] == by_step.argmin()
+    assert found.risk[0, [1, 2, 4]] == pytest.approx(
         [by_penalty[0], by_penalty.min(), by_step.min()], rel=1e-9
     )
-    assert found.ratio[2] == pytest.approx(found.model_risk / by_penalty.min(), rel=1e-9)
-    assert np.isnan(found.tuned[:2]).all()
+    assert found.ratio[0, 2] == pytest.approx(found.model_risk[0] / by_penalty.min(), rel=1e-9)
+    assert np.isnan(found.tuned[0, :2]).all()
     assert found.to_frame().columns.tolist() == [
         *("learner", "tuned", "risk", "risk_sem", "ratio", "ratio_sem")
     ]
@@ -57,14 +59,14 @@ def test_each_learner_has_the_setting_that_is_best_on_the_prompts():
     assert list(found.plot().data[0].x) == [
         *("the model", "least squares", "ridge", "GD", "Algorithm 1")
     ]
-    assert repr(found).startswith("Baselines(model ")
+    assert repr(found).startswith("Baselines(The model's excess risk is ")
 
 
 def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():
     exact = TaskConfig(d_x=3, context_length=12, noise_var=0.0)
     found = baselines(zero_model(exact), drawn(exact))
-    assert np.isnan(found.ratio).tolist() == [False, True, True, False, False]
-    assert found.tuned[2] == 0
+    assert np.isnan(found.ratio[0]).tolist() == [False, True, True, False, False]
+    assert found.tuned[0, 2] == 0
 
 
 def test_a_function_of_prompts_is_a_source():
@@ -77,8 +79,8 @@ def test_a_function_of_prompts_is_a_source():
 
     found = baselines(path, prompts)
     error = (ridge(prompts, penalty=1.0) - prompts.y_query_clean).square().mean()
-    assert found.model_risk == pytest.approx(error.item(), rel=1e-12)
-    assert baselines(path, task=task, n_prompts=64).model_risk > 0
+    assert found.model_risk[0] == pytest.approx(error.item(), rel=1e-12)
+    assert baselines(path, task=task, n_prompts=64).model_risk[0] > 0
     with pytest.raises(ValueError, match="baselines needs a task for a"):
         baselines(path)
 
@@ -87,6 +89,6 @@ def test_prompts_are_enough_for_a_model_without_a_task():
     model = random_gpt2()
     prompts = drawn(TaskConfig(d_x=4, context_length=8))
     error = (model.predict(prompts) - prompts.y_query_clean).square().mean()
-    assert baselines(model, prompts).model_risk == pytest.approx(error.item(), rel=1e-12)
+    assert baselines(model, prompts).model_risk[0] == pytest.approx(error.item(), rel=1e-12)
     with pytest.raises(ValueError, match="baselines needs a task for a"):
         baselines(model)

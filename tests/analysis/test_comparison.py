@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from analyses.lib.shared_losses import shared_losses
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load

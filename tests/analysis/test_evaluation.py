@@ -3,8 +3,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.softmax import debiased_risk
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head

@@ -63,7 +63,7 @@ def test_the_risk_is_held_against_the_target_without_noise():
     found = classify_layers(noisy, n_prompts=16)
     assert found.excess_risk == pytest.approx(expected, rel=1e-5)
     learners = ("vanilla_gd", "debiased_gd", "kernel_head", "least_squares", "ridge")
-    assert set(found.learners) == set(learners)
+    assert set(found.near.learners) == set(learners)
 
 
 @pytest.mark.slow
@@ -114,15 +114,15 @@ def test_the_document_and_the_pictures(found: LayeredClassification):
     assert head["sem"] == found.increase_sem[1, 3]
     assert head["importance"] == found.importance[1, 3]
     assert document["evidence"]["excess_risk"] == found.excess_risk
-    assert set(document["evidence"]["learner_r2"]) == set(found.learners)
+    assert set(document["evidence"]["learner_r2"]) == set(found.near.learners)
     assert document["assumed"]["task.noise_var"] == 0
     assert "unstructured" in dumps(document)
-    for figure in (found.plot(), found.plot_importance()):
+    for figure in (found.plot(),):
         assert isinstance(figure, go.Figure)
         assert np.shape(figure.data[0].z) == (3, 4)
     assert repr(found).startswith("LayeredClassification(unstructured)\nWhat it computes: nothing")
     learners = ("vanilla_gd", "debiased_gd", "kernel_head", "least_squares")
-    assert set(found.learners) == set(learners)
+    assert set(found.near.learners) == set(learners)
     assert found.algorithm is not None
     assert found.reason == found.algorithm.reason
     assert not found.near.is_near
@@ -156,7 +156,7 @@ def test_a_model_that_predicts_nothing_is_near_to_no_learner():
     nn.init.zeros_(model._read_out.bias)
     found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=FEWEST)
     assert found.reason.endswith("; the model predicts 0 on every prompt")
-    assert np.isnan(found.learner_r2).all()
+    assert np.isnan(found.near.r2).all()
 
 
 @pytest.mark.slow
@@ -206,8 +206,8 @@ def test_a_trained_model_comes_close_to_least_squares():
         loss.backward()
         optimizer.step()
     found = classify_layers(checkpoint_of(model, n_heads=2, context_length=8), n_prompts=512)
-    assert found.learners[0] == "least_squares"
-    assert found.learner_r2.max() > 0.85
+    assert found.near.learners[0] == "least_squares"
+    assert found.near.r2.max() > 0.85
     assert found.near.sentence.startswith("the nearest simple learner is least squares, R² = 0.")
     # Some head carries the solution, well above its standard error.
     assert (found.increase / found.increase_sem).max() > 5

@@ -12,7 +12,7 @@ from transformer_lens.tools.analysis.interchange import (
 )
 
 from mechinterp.analysis.multi_layer.naming import Naming, name_algorithm
-from mechinterp.analysis.multi_layer.naming_steps import step_effects
+from mechinterp.analysis.multi_layer.naming_scores import step_effects
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import sample_prompts

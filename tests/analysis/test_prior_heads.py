@@ -9,8 +9,7 @@ import torch
 
 from analyses.pools.map import transient
 from analyses.pools.prior_heads import _rises, prior_heads
-from mechinterp.analysis.learners.closeness import ERROR
-from mechinterp.analysis.learners.priors import compare_priors
+from mechinterp.analysis.learners.priors import ERROR, compare_priors
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
@@ -122,7 +121,7 @@ def path_of(relative: list[float], sem: float) -> OverSteps:
     results = []
     for value in relative:
         both = np.array([some.trimmed.relative[0], value])
-        trimmed = replace(some.trimmed, relative=both, relative_sem=np.full(2, sem))
+        trimmed = some.trimmed.assign(relative=both, relative_sem=np.full(2, sem))
         results.append(replace(some, trimmed=trimmed))
     step = np.arange(len(relative)) * 1000
     return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))

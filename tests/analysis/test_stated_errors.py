@@ -19,7 +19,7 @@ from torch import Tensor
 
 from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.edge_circuits import faithfulness
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges

@@ -20,8 +20,7 @@ from mechinterp.analysis.classified import (
 )
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import PATTERNS, Label
-from mechinterp.analysis.learners.baseline_comparison import task_doubt
-from mechinterp.analysis.learners.nearest import Nearby, nearby
+from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
 from mechinterp.analysis.multi_layer.naming import ALIKE, LARGER
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify

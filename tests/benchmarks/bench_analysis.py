@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import plain
 
+from analyses.lib.shared_losses import shared_losses
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners import nearest
-from mechinterp.analysis.learners.losses import shared_losses
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load

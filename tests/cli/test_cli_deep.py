@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
 from mechinterp.config import override

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.probing.descent_curves import p_probe
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.checkpoints.checkpoint import load

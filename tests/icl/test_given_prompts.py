@@ -9,7 +9,7 @@ import torch
 
 from mechinterp import classify
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
 from mechinterp.icl.predictors import debiased_gd, ridge

@@ -12,7 +12,7 @@ import torch
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.learners.baselines import baselines
+from mechinterp.analysis.learners.compare import baselines
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
@@ -89,8 +89,10 @@ def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
     assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
     found = baselines(checkpoint.model, prompts)
     text = opened(written).text
-    assert f"excess risk is {with_error(found.model_risk, found.model_risk_sem)} y²" in text
-    assert f"{with_error(found.ratio[0], found.ratio_sem[0])} times that of predicting 0" in text
+    assert f"excess risk is {with_error(found.model_risk[0], found.model_risk_sem[0])} y²" in text
+    assert (
+        f"{with_error(found.ratio[0, 0], found.ratio_sem[0, 0])} times that of predicting 0" in text
+    )
     assert with_error(pruned.ratio, pruned.ratio_sem) in text
 
 

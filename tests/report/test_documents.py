@@ -10,7 +10,7 @@ import pytest
 
 from mechinterp.analysis.ablation.single import Ablations, ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
-from mechinterp.analysis.learners.fits import LEARNERS, fit_learners
+from mechinterp.analysis.learners.compare import FITTED, fit_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.native.folder import outline_of
@@ -195,7 +195,7 @@ def test_fits_document(checkpoint: Checkpoint):
     assert document["lead"] > 2 * document["lead_sem"] > 0
     rows = document["fits"]
     assert [(row["context_length"], row["learner"]) for row in rows] == [
-        (length, learner) for length in (20, 40) for learner in LEARNERS
+        (length, learner) for length in (20, 40) for learner in FITTED
     ]
     by_learner = {row["learner"]: row for row in rows if row["context_length"] == 40}
     assert by_learner["ridge"]["factor"] is None

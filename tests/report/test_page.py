@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp.analysis.ablation.subsets import ablate_subsets
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.classify import classify

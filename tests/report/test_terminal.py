@@ -18,7 +18,7 @@ from rich.console import Console
 from mechinterp import cli
 from mechinterp.analysis.ablation.single import Ablations, ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
-from mechinterp.analysis.learners.fits import fit_learners
+from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.result import Table

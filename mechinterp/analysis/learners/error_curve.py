@@ -8,10 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.learners.closeness import MOST_LENGTHS
+from mechinterp.analysis.learners.compare import LEARNERS
+from mechinterp.analysis.learners.priors import MOST_LENGTHS
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import (
     carried_by_few,
@@ -20,11 +20,9 @@ from mechinterp.analysis.stats import (
     ratio_and_sem,
     require_moderate,
 )
-from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
-from mechinterp.icl.pools import dmmse_at_every
-from mechinterp.icl.predictors import ridge_at_every
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import (
     Learner,
@@ -34,6 +32,9 @@ from mechinterp.models.run.predictor import (
     predictor_of,
 )
 from mechinterp.models.run.task import task_for
+
+BESIDE = {"ridge": "ridge", "dMMSE": "dmmse", "least squares": "least squares", "zero": "zero"}
+"""Learners beside the model, by their name in the table; dMMSE needs a task with a pool."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -159,6 +160,7 @@ def error_curve(
     Example:
         >>> from functools import partial
         >>> from mechinterp.icl.predictors import ridge
+        >>> from mechinterp.config import TaskConfig
         >>> task = TaskConfig(d_x=3, context_length=6)
         >>> curve = error_curve(partial(ridge, penalty=task.posterior_penalty), task=task, lengths=[1, 6])
         >>> round(curve.over_best, 6), curve.one_pass
@@ -185,46 +187,31 @@ def error_curve(
     own = predictions_after(source, prompts, lengths) if every is None else every[:, lengths]
     require_moderate(own)
     exact = prompts.to(torch.float64)
-    predicted = {"model": own.double()}
-    predicted |= {n: each[:, lengths] for n, each in _learners(exact, law).items()}
-    clean = exact.y_of_every_x if exact.beta is None else exact.every_x @ exact.beta
-    squares = {
-        "loss": _squares(predicted, exact.y_of_every_x[:, lengths]),
-        "risk": _squares(predicted, clean[:, lengths]),
+    named = {
+        name: at_every
+        for name, key in BESIDE.items()
+        if (at_every := LEARNERS[key].at_every) and (key != "dmmse" or law.n_tasks is not None)
     }
-    names = list(predicted)
-    means = squares["loss"][..., inside].mean(2)  # [prompt, learner]
+    curves = [at_every(exact, law)[:, lengths] for at_every in named.values()]
+    predicted = torch.stack([own.double(), *curves], 1)
+    clean = exact.y_of_every_x if exact.beta is None else exact.every_x @ exact.beta
+    losses, risks = (
+        (predicted - target[:, None, lengths]).square().mean(3).numpy(force=True)
+        for target in (exact.y_of_every_x, clean)
+    )  # [prompt, learner, length]
+    names = ("model", *named)
+    means = losses[..., inside].mean(2)
     best = names.index("dMMSE" if "dMMSE" in names else "ridge")
     return ErrorCurve(
         n_pairs=np.array(lengths),
-        learners=tuple(names),
+        learners=names,
         trained=(lengths[inside[0]], lengths[-1]),
         one_pass=every is not None,
         carried_by_few=bool(carried_by_few(means[:, 0])),
         **estimates(
-            loss=mean_and_sem(squares["loss"]),
-            risk=mean_and_sem(squares["risk"]),
+            loss=mean_and_sem(losses),
+            risk=mean_and_sem(risks),
             mean_loss=mean_and_sem(means),
             over_best=ratio_and_sem(means[:, 0], means[:, best]),
         ),
     )
-
-
-def _learners(prompts: Prompts, task: TaskConfig) -> dict[str, Float[Tensor, "batch n_pairs d_y"]]:
-    """Predictions of the learners at every x, by name."""
-    learners = {"ridge": ridge_at_every(prompts, penalty=task.posterior_penalty)}
-    if task.n_tasks is not None:
-        pool, noise_var = task_pool(task), task.noise_var
-        learners["dMMSE"] = dmmse_at_every(prompts, pool=pool, noise_var=noise_var)
-    learners["least squares"] = ridge_at_every(prompts, penalty=0)
-    learners["zero"] = torch.zeros_like(prompts.y_of_every_x)
-    return learners
-
-
-def _squares(
-    predicted: dict[str, Float[Tensor, "batch length d_y"]],
-    target: Float[Tensor, "batch length d_y"],
-) -> Float[np.ndarray, "batch learner length"]:
-    """Squared errors, averaged over the responses."""
-    errors = [(each - target).square().mean(2) for each in predicted.values()]
-    return torch.stack(errors, 1).numpy(force=True)

@@ -1,6 +1,9 @@
-"""The simple learner nearest to a model's predictions; the learners are fitted on prompts of its
-task."""
+"""Simple learners nearest to a model's predictions, and its loss next to ridge regression and predicting 0.
 
+The learners are fitted on prompts of the model's task.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.labels import LEARNERS
-from mechinterp.analysis.number_format import explained
-from mechinterp.analysis.stats import ratio_and_sem
+from mechinterp.analysis.number_format import explained, with_error
+from mechinterp.analysis.stats import best_factor, estimates, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import frame_of
 from mechinterp.icl.predictors import ridge
@@ -26,6 +29,10 @@ OMEGAS = 2 * np.geomspace(1, 0.03, 12)
 sqrt(d_x)); each is tried with both signs."""
 UNSCALED = ("least_squares", "ridge")
 """Learners that are compared without a fitted factor."""
+FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
+"""The task is doubted if the best factor on the prediction differs from 1 by more than FACTOR_OFF
+and by more than ERRORS standard errors. The R^2 at that factor must exceed LEAST_R2: otherwise the
+model does not do the task at all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,14 +128,17 @@ class Evaluation:
 
     @cached_property
     def families(self) -> dict[str, Float[Tensor, "member batch d_y"]]:
-        """Predictions of simple learners, up to a factor; several scales of kernel smoothers. Ridge
-        is left out without
-        noise: it is then least squares."""
+        """Predictions of simple learners, up to a factor; kernel smoothers at several scales, from flat to sharp.
+
+        Without noise ridge is least squares, and is left out.
+        """
         x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
+        unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
         scores = torch.einsum("blx,bx->bl", x, query)
         smoothed = [
-            torch.einsum("bl,bln->bn", torch.softmax(omega * scores, 1), y)
-            for omega in _kernel_omegas(x)
+            torch.einsum("bl,bln->bn", torch.softmax(float(sign * omega * unit) * scores, 1), y)
+            for omega in OMEGAS
+            for sign in (1, -1)
         ]
         learned = {
             "vanilla_gd": torch.einsum("bx,bxn->bn", query, self.moment)[None],
@@ -166,7 +176,84 @@ def _nearest(
     return (prediction - factor[best] * members[best]).square().mean(1).numpy()
 
 
-def _kernel_omegas(x: Float[Tensor, "batch context d_x"]) -> list[float]:
-    """Scales of kernel smoothers, from flat to sharp, with both signs."""
-    unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
-    return [float(sign * omega * unit) for omega in OMEGAS for sign in (1, -1)]
+@dataclass(frozen=True)
+class TaskLoss:
+    """Mean squared error against the noisy response on the same prompts, unit y^2."""
+
+    model: float
+    model_sem: float
+    zero: float
+    """Loss of predicting 0."""
+    zero_sem: float
+    ridge: float
+    """Loss of ridge regression at the task's own penalty."""
+    ridge_sem: float
+    scaled_r2: float
+    """R^2 = 1 - loss / loss of predicting 0, for the prediction times its best factor; NaN if all
+    predictions are 0."""
+    scaled_r2_sem: float
+
+    @property
+    def r2(self) -> float:
+        """1 - loss / loss of predicting 0; NaN if all responses are 0."""
+        return 1 - self.model / self.zero if self.zero else math.nan
+
+    def __str__(self) -> str:
+        return (
+            f"{with_error(self.model, self.model_sem)} y² (ridge regression: "
+            f"{with_error(self.ridge, self.ridge_sem)}; predicting 0: {with_error(self.zero, self.zero_sem)})"
+        )
+
+
+def task_doubt(factor: tuple[float, float], r2: tuple[float, float]) -> str:
+    """Sentence that the model may have been trained on another task; empty if nothing suggests it.
+
+    Args:
+        factor: Best factor on the prediction, with its standard error.
+        r2: 1 - loss / loss of predicting 0 for the prediction times that factor, with its standard
+            error. Without the factor, a prediction twice too large would be no better than
+            predicting 0. No task changes the sign of a
+            prediction: a factor below 0 raises no doubt.
+    Example:
+        >>> task_doubt((0.61, 0.02), (0.3, 0.03))
+        'the task may be another one: the best factor on its prediction is 0.61 ± 0.02 (1 for the
+        task of its training); state the task by --task (task=)'
+        >>> task_doubt((1.05, 0.01), (0.8, 0.01)), task_doubt((-1220, 30), (0.3, 0.03))
+        ('', '')
+    """
+    value, sem = factor
+    off = abs(value - 1)
+    clear = (
+        value > 0 and off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
+    )
+    if not clear:
+        return ""
+    return (
+        f"the task may be another one: the best factor on its prediction is {with_error(value, sem)} "
+        "(1 for the task of its training); state the task by --task (task=)"
+    )
+
+
+def task_loss(
+    prediction: Float[Tensor, "batch d_y"], ridge: Float[Tensor, "batch d_y"], prompts: Prompts
+) -> TaskLoss:
+    """Loss of a model, next to ridge regression and predicting 0.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0)
+        >>> loss = task_loss(torch.zeros(8, 1), prompts.y_query, prompts)
+        >>> loss.model == loss.zero, loss.ridge
+        (True, 0.0)
+    """
+    target = prompts.y_query
+    factor, _ = best_factor(prediction, prompts.y_query_clean)
+    learned = (prediction, torch.zeros_like(target), ridge, factor * prediction)
+    own, zero, best, scaled = (
+        (each - target).square().mean(1).double().numpy() for each in learned
+    )
+    unexplained, sem = ratio_and_sem(scaled, zero)
+    numbers = {"model": own, "zero": zero, "ridge": best}
+    losses = {name: mean_and_sem(each) for name, each in numbers.items()}
+    return TaskLoss(**estimates(**losses, scaled_r2=(1 - unexplained, sem)))

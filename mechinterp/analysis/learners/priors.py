@@ -1,35 +1,46 @@
 """Memorisation or generalisation: distances of a model to the posterior mean under its pool (dMMSE)
-and to ridge."""
+and to ridge, on prompts with tasks of the pool and with new tasks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mechinterp.analysis.learners.closeness import (
-    ERROR,
-    KINDS,
-    Closeness,
-    closeness,
-    lengths_of,
-    setting_of,
-    trimmed_closeness,
-)
+from mechinterp import figures
 from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.patching.pairing import with_task_vectors
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import carried_by_few
-from mechinterp.config import TaskLike
-from mechinterp.display import Result
-from mechinterp.icl.pools import Pool
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.predictor import Source, learner_of
+from mechinterp.analysis.stats import (
+    carried_by_few,
+    estimates,
+    mean_and_sem,
+    require_moderate,
+    without_worst,
+)
+from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.display import Result, frame_of, with_sem
+from mechinterp.icl.pools import Pool, dmmse, dmmse_at_every, require_pool
+from mechinterp.icl.predictors import ridge, ridge_at_every
+from mechinterp.icl.prompts import Prompts, generator_for, task_pool
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
+from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
+KINDS = ("pool", "new")
+"""Kinds of prompts: with tasks of the pool, and with fresh tasks."""
+MOST_LENGTHS = 16
+"""Largest number of default context lengths."""
+ERROR = 5
+"""Column of `Sample.squares` with the squared error of the model; the next columns are those of
+dMMSE and ridge."""
 CLEAR = 2.0
 """Number of standard errors by which a relative distance must differ from 0.5."""
 OFF_THE_LINE = 0.5
@@ -55,10 +66,20 @@ STRATEGIES = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorComparison(Result):
-    """Distances of a model to dMMSE and to ridge, at each context length and averaged over the
-    lengths."""
+    """Distances of predictions f to dMMSE and to ridge, at each context length and averaged over the lengths.
+
+    The columns of the frames are in `COLUMNS`, each with its standard error; `tasks` is "pool" or "new".
+    """
 
     COLUMNS: ClassVar = {
+        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x, unit y^2.",
+        "distance_ridge": "Mean of |f - ridge|^2 / d_x, unit y^2.",
+        "relative": "distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge.",
+        "weight_dmmse": "Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares.",
+        "unexplained": "Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and ridge.",
+        "risk": "Excess risk of the model, unit y^2; the loss adds the variance of the noise.",
+        "risk_dmmse": "Excess risk of dMMSE, unit y^2.",
+        "risk_ridge": "Excess risk of ridge, unit y^2.",
         "prompts": "Prompts of the means: trimmed (without the worst 0.1%) or all.",
         **{
             f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
@@ -68,12 +89,12 @@ class PriorComparison(Result):
     n_tasks: int
     """Size of the pool."""
     context_length: Int[np.ndarray, " length"]
-    at_length: Closeness
-    """[kind, length]; the kinds are pool and new."""
-    overall: Closeness
-    """[kind]; means over the lengths, for all prompts."""
-    trimmed: Closeness
-    """[kind]; as `overall`, without the 0.1% of the prompts with the largest error of the model
+    at_length: pd.DataFrame
+    """One row per kind of tasks and context length."""
+    overall: pd.DataFrame
+    """One row per kind: means over the lengths, for all prompts."""
+    trimmed: pd.DataFrame
+    """As `overall`, without the 0.1% of the prompts with the largest error of the model
     (none of fewer than 1,000). Model, dMMSE and ridge are compared on the remaining prompts."""
     median_risk: Float[np.ndarray, "kind predictor"]
     """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
@@ -94,18 +115,7 @@ class PriorComparison(Result):
         return self.strategy
 
     def __repr__(self) -> str:
-        trimmed, few = self.trimmed, self.carried_by_few
-        parts = [
-            f"{kind}: relative {trimmed.relative[i]:.3g} ± {trimmed.relative_sem[i]:.1g}, "
-            f"weight {trimmed.weight_dmmse[i]:.3g} ± {trimmed.weight_dmmse_sem[i]:.1g}, "
-            f"risk {trimmed.risk[i]:.3g} (dMMSE {trimmed.risk_dmmse[i]:.3g}, ridge {trimmed.risk_ridge[i]:.3g})"
-            + (f", dominated by few prompts: {self.overall.risk[i]:.3g} over all" if few[i] else "")
-            for i, kind in enumerate(KINDS)
-        ]
-        return (
-            f"PriorComparison({self.strategy}, pool of {self.n_tasks}, {self._over_lengths}, "
-            f"without the worst 0.1% of the prompts; {'; '.join(parts)})"
-        )
+        return f"PriorComparison({' '.join(self.sentences())})"
 
     @property
     def _over_lengths(self) -> str:
@@ -148,26 +158,46 @@ class PriorComparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of tasks and context length."""
-        return self.at_length.frame(context_length=self.context_length)
+        return self.at_length.copy()
 
     def summary_frame(self) -> pd.DataFrame:
         """One row per kind of tasks: means over the lengths, without the worst 0.1% of the prompts
         and over all prompts."""
         named = {"trimmed": self.trimmed, "all": self.overall}
-        frame = pd.concat([each.frame().assign(prompts=name) for name, each in named.items()])
+        frame = pd.concat([each.assign(prompts=name) for name, each in named.items()])
         medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
         few = {f"median_risk_{name}": np.tile(risk, 2) for name, risk in medians.items()}
         return frame.assign(**few, carried_by_few=np.tile(self.carried_by_few, 2))
 
     def plot(self) -> go.Figure:
         """Relative distance over the context length, on prompts of the pool and on new ones."""
-        title = "Nearer to the pool's posterior (0) or to ridge (1)"
-        return self.at_length.plot(self.context_length, title, "context length L")
+        return figures.lines(
+            self.context_length,
+            self._curves({"": "relative"}),
+            levels=[0.5],
+            title="Nearer to the pool's posterior (0) or to ridge (1)",
+            x_title="context length L",
+            y_title="relative distance",
+        )
 
     def plot_risks(self) -> go.Figure:
         """Excess risk of the model, dMMSE and ridge over the context length, on both kinds of prompts."""
-        title = "Excess risk on tasks of the pool and on new ones"
-        return self.at_length.plot_risks(self.context_length, title, "context length L")
+        named = {"model, ": "risk", "dMMSE, ": "risk_dmmse", "ridge, ": "risk_ridge"}
+        return figures.lines(
+            self.context_length,
+            self._curves(named),
+            title="Excess risk on tasks of the pool and on new ones",
+            x_title="context length L",
+            y_title="excess risk (y²)",
+        )
+
+    def _curves(self, named: Mapping[str, str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Columns over the context length with their standard errors, on both kinds of prompts."""
+        return {
+            f"{prefix}{kind} tasks": (rows[column].to_numpy(), rows[f"{column}_sem"].to_numpy())
+            for kind, rows in self.at_length.groupby("tasks", sort=False)
+            for prefix, column in named.items()
+        }
 
 
 def compare_priors(
@@ -225,7 +255,7 @@ def compare_priors(
     return PriorComparison(
         n_tasks=len(setting.pool),
         context_length=np.array(lengths),
-        at_length=closeness(squares),
+        at_length=closeness(squares, context_length=lengths),
         overall=closeness(over_lengths),
         trimmed=trimmed,
         median_risk=np.median(errors, axis=0),
@@ -234,7 +264,7 @@ def compare_priors(
     )
 
 
-def _strategy(found: Closeness) -> str:
+def _strategy(found: pd.DataFrame) -> str:
     """Strategy of a model for one set of means."""
     over_ridge = found.risk[1] / found.risk_ridge[1]
     near = found.relative[0] + CLEAR * found.relative_sem[0] < 0.5
@@ -243,3 +273,195 @@ def _strategy(found: Closeness) -> str:
     if found.relative[1] - CLEAR * found.relative_sem[1] > 0.5 and over_ridge <= KNOWS:
         return "generalises"
     return "neither"
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A task and the pool that models are compared with."""
+
+    task: TaskConfig
+    pool: Pool
+    own: bool
+    """True if the pool is the task's own."""
+
+    def sample(
+        self,
+        kind: str,
+        n_prompts: int,
+        lengths: Sequence[int],
+        seed: int,
+        progress: ProgressCallback,
+        source: Source | Learner | None = None,
+    ) -> "Sample":
+        """Prompts of one kind with dMMSE and ridge at each context length.
+
+        Args:
+            source: Model whose predictions at every x come from one pass; its prompts of each length then end with the next
+                x. None, or any other model: all lengths have the same query.
+        """
+        full = evaluation_prompts(
+            self.task,
+            n_prompts=n_prompts,
+            seed=seed,
+            context_length=max(lengths),
+            new_tasks=kind == "new" or not self.own,
+            fitted=1,  # one fitted scalar: the weight
+        )
+        if kind == "pool" and not self.own:
+            rows = torch.randint(
+                len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0), device="cpu"
+            )
+            full = with_task_vectors(full, self.pool[rows].to(full.x))
+        pool, noise_var = self.pool, self.task.noise_var
+        penalty = self.task.posterior_penalty
+        one_pass = source is not None and not is_learner(source)
+        own = predictor_of(source).predict_at_every(full) if one_pass else None
+        if own is None:
+            prompts = [full.shortened(length) for length in lengths]
+            return Sample(
+                prompts,
+                [
+                    dmmse(each, pool=pool, noise_var=noise_var)
+                    for each in progress(prompts, f"dMMSE on {kind} tasks")
+                ],
+                [ridge(each, penalty=penalty) for each in prompts],
+            )
+        memory = dmmse_at_every(full, pool=pool, noise_var=noise_var)
+        curves = (memory, ridge_at_every(full, penalty=penalty), own)
+        each = [[curve[:, length] for length in lengths] for curve in curves]
+        return Sample([full.prefix(length) for length in lengths], *each)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The same prompts at several context lengths, with dMMSE and ridge."""
+
+    prompts: list[Prompts]
+    dmmse: list[Tensor]
+    ridge: list[Tensor]
+    own: list[Tensor] | None = None
+    """Predictions of the model, if one pass gave them at every length."""
+
+    def squares(self, predictions: list[Tensor]) -> Float[np.ndarray, "prompt length square"]:
+        """Columns per prompt and length, for predictions f: |f - dMMSE|^2 / d_x, |f - ridge|^2 /
+        d_x, <f - ridge, dMMSE - ridge>, |dMMSE - ridge|^2, |f - ridge|^2, and the squared errors of
+        f, dMMSE and ridge.
+
+        Raises:
+            ValueError: If predictions overflow.
+        """
+        require_moderate(torch.cat(predictions))
+        rows = []
+        for prompts, D, R, f in zip(self.prompts, self.dmmse, self.ridge, predictions, strict=True):
+            d_x, target, f = prompts.x.shape[2], prompts.y_query_clean, f.double()
+            near = [(f - D).square() / d_x, (f - R).square() / d_x]
+            line = [(f - R) * (D - R), (D - R).square(), (f - R).square()]
+            errors = [(each - target).square() for each in (f, D, R)]
+            rows.append(torch.stack([each.mean(1) for each in (*near, *line, *errors)], 1))
+        return torch.stack(rows, 1).numpy(force=True)
+
+
+def closeness(
+    squares: Float[np.ndarray, "prompt kind *axes square"], few: int = 0, **axis: Sequence[int]
+) -> pd.DataFrame:
+    """Means over prompts of the `squares` of a sample, and ratios of these means, one row per kind and value of an axis.
+
+    Args:
+        few: Number of rows at the end that replace dropped prompts; they enter standard errors
+            only.
+    """
+    to_dmmse, to_ridge, inner, gap, norm, *errors = np.moveaxis(squares, -1, 0)
+    # The weight minimises a mean square, so its error changes that mean in second order only.
+    # The standard error needs no term for it.
+    weight, weight_sem = trimmed_ratio(inner, gap, few)
+    one = np.ones_like(gap)
+    means = (to_dmmse, to_ridge, *errors)
+    names = ("distance_dmmse", "distance_ridge", "risk", "risk_dmmse", "risk_ridge")
+    numbers = estimates(
+        **{n: trimmed_ratio(each, one, few) for n, each in zip(names, means, strict=True)},
+        relative=trimmed_ratio(to_dmmse, to_dmmse + to_ridge, few),
+        weight_dmmse=(weight, weight_sem),
+        unexplained=trimmed_ratio(norm - 2 * weight * inner + weight**2 * gap, gap, few),
+    )
+    columns = with_sem(*(name for name in PriorComparison.COLUMNS if name in numbers))
+    return frame_of(SimpleNamespace(**numbers), *columns, tasks=KINDS[: gap.shape[1]], **axis)
+
+
+def trimmed_closeness(
+    squares: Float[np.ndarray, "prompt kind square"], one_in: int
+) -> pd.DataFrame:
+    """`closeness` without the worst prompts of each kind: 1 in `one_in`, by the model's error."""
+    few = len(squares) // one_in
+    kinds = [trimmed(kind, kind[:, ERROR], one_in) for kind in np.moveaxis(squares, 1, 0)]
+    return closeness(np.stack(kinds, 1), few)
+
+
+def trimmed(
+    values: Float[np.ndarray, " prompt *axes"], sizes: Float[np.ndarray, " prompt"], one_in: int
+) -> Float[np.ndarray, " prompt *axes"]:
+    """Values in which the worst prompts are replaced: 1 in `one_in`, by `sizes`.
+
+    First come the other prompts. Then comes the worst of these, once for each replaced prompt.
+    These last rows enter standard errors only, as the standard error of a trimmed mean needs.
+    """
+    stay = without_worst(sizes, one_in)
+    kept = values[stay]
+    worst = kept[sizes[stay].argmax()]
+    return np.concatenate([kept, np.repeat(worst[None], len(values) - len(kept), 0)])
+
+
+def trimmed_ratio(
+    numerator: Float[np.ndarray, " prompt *axes"],
+    denominator: Float[np.ndarray, " prompt *axes"],
+    few: int,
+) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
+    """Ratios of means over the prompts without the last `few`, and their standard errors with these.
+
+    With a denominator of ones they are means. NaN if the mean of the denominator is 0.
+    """
+    kept = len(numerator) - few
+    size = denominator[:kept].mean(0)
+    size = np.where(size, size, np.nan)
+    ratio = numerator[:kept].mean(0) / size
+    residual = (numerator - ratio * denominator) / size
+    _, sem = mean_and_sem(residual[:kept])
+    cut = np.square(residual[kept:]).sum(0) / len(numerator) ** 2
+    return ratio, np.sqrt(np.square(sem) + cut)
+
+
+def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> Setting:
+    """Task and pool of a comparison.
+
+    Raises:
+        ValueError: If there is no task or no pool, or the sizes of the pool differ from the task's.
+    """
+    task = task_for(source, task, analysis)
+    if pool is None:
+        if task.n_tasks is None:
+            raise ValueError(
+                f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
+            )
+        return Setting(task, task_pool(task), own=True)
+    require_pool(pool, task.d_x, task.d_y)
+    return Setting(task, pool.to("cpu", torch.float64), own=False)
+
+
+def lengths_of(
+    source: Source, task: TaskConfig, context_lengths: Sequence[int] | None
+) -> list[int]:
+    """Context lengths of a comparison, rising: from the shortest of a checkpoint's training, or 1,
+    to the task's own.
+
+    Raises:
+        ValueError: If a length is below 1, or there are none.
+    """
+    if context_lengths is not None:
+        if not context_lengths or min(context_lengths) < 1:
+            raise ValueError(f"context_lengths must be >= 1, got {list(context_lengths)}.")
+        return sorted(set(context_lengths))
+    longest = task.context_length
+    # At lengths that a model was not trained on, its prediction is arbitrary; for linear attention
+    # it is often huge.
+    shortest = min(getattr(source, "shortest_trained", None) or 1, longest)
+    count = min(longest - shortest + 1, MOST_LENGTHS)
+    return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})

@@ -4,6 +4,7 @@ Between such heads and the prediction lie further layers, norms and MLPs, so tha
 what breaks when they are masked and not by their circuits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,16 +14,21 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import heatmaps
 from mechinterp.analysis.ablation.masked_risk import layer_shares, rise_heatmap, single_masks
-from mechinterp.analysis.classified import Classified, Verdict
-from mechinterp.analysis.labels import NO_LABEL
-from mechinterp.analysis.learners.baseline_comparison import task_loss
-from mechinterp.analysis.learners.nearest import evaluation, nearby
-from mechinterp.analysis.multi_layer.naming import Naming, name_algorithm
-from mechinterp.analysis.multi_layer.verdict import layers_verdict
-from mechinterp.analysis.number_format import digits, explained, with_error
-from mechinterp.analysis.result import Table, figures_of, records, sentences_of, tables_of
+from mechinterp.analysis.classified import (
+    NOTHING_EXCLUDED,
+    Classified,
+    Verdict,
+    calibration_text,
+    is_behind,
+    nearest_learners,
+    none_of,
+)
+from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
+from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
+from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
+from mechinterp.analysis.number_format import beside, digits, explained, with_error
+from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import best_factor, mean_and_sem
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names
@@ -71,19 +77,24 @@ class LayeredClassification(Classified):
     @property
     def verdict(self) -> Verdict:
         """Verdict: what the model computes, how sure that is, and what is excluded."""
-        return layers_verdict(
-            self.pattern, self.reason, self.algorithm, near=self.near, doubt=self.task_doubt
-        )
-
-    @property
-    def learners(self) -> tuple[str, ...]:
-        """Simple learners, nearest first."""
-        return self.near.learners
-
-    @property
-    def learner_r2(self) -> Float[np.ndarray, " learner"]:
-        """R² of each learner for the predictions."""
-        return self.near.r2
+        pattern, algorithm = self.pattern, self.algorithm
+        computes = f"{none_of('algorithms', pattern)}: {self.reason}" if pattern in NO_LABEL else ""
+        if pattern == UNSTRUCTURED:
+            computes = f"nothing that helps on its task ({pattern}): {self.reason}"
+        if algorithm is None or not algorithm.nearest:
+            return nearest_learners(computes, self.near, doubt=self.task_doubt)
+        number = explained(*algorithm.explained(algorithm.nearest))
+        share = f"{pattern} in {algorithm.frequency.get(pattern, 0.0):.0%} of resamples"
+        if computes:
+            sure = f"the nearest is {ALGORITHMS[algorithm.nearest].name}, {number}; {share}"
+        else:
+            label = ALGORITHMS[pattern]
+            numbers = _numbers(label.numbers, algorithm.scalars(pattern), algorithm.n_layers)
+            computes = f"{label.text} ({pattern})" + (f"; {numbers}" if numbers else "")
+            fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
+            sure = f"this formula, {fitted}, explains {number} of the predictions; {share}"
+            sure += calibration_text(label)
+        return Verdict(computes, sure, *_others(algorithm), self.task_doubt)
 
     @property
     def brief(self) -> str:
@@ -129,15 +140,14 @@ class LayeredClassification(Classified):
 
     def sentences(self) -> list[str]:
         """The verdict, the loss, the heaviest head, and what the layers carry out."""
-        near = self.near.sentence
-        told = [*self.told_first, f"{self.heaviest[0].upper()}{self.heaviest[1:]}."]
-        if near not in self.verdict.sure:
-            told.append(f"{near[0].upper()}{near[1:]}.")
-        if self.algorithm is None:
-            return told
-        # The first says why, as the verdict does where there is no label.
-        further = sentences_of(self.algorithm)[self.pattern in NO_LABEL :]
-        return told + [each for each in further if each != self.algorithm.left_out]
+        facts = [self.heaviest]
+        if self.near.sentence not in self.verdict.sure:
+            facts.append(self.near.sentence)
+        sentences = [*self.told_first, *(f"{each[0].upper()}{each[1:]}." for each in facts)]
+        # Without a label the verdict has the reason already.
+        if self.algorithm is not None and self.pattern not in NO_LABEL:
+            sentences.append(self.algorithm.sentences()[0])
+        return sentences
 
     def tables(self) -> dict[str, Table]:
         """Heads, and the tables of the algorithm."""
@@ -147,12 +157,12 @@ class LayeredClassification(Classified):
             by="excess_risk_increase",
             quiet=("label",),
         )
-        own = {} if self.algorithm is None else tables_of("algorithms", self.algorithm)
+        own = {} if self.algorithm is None else self.algorithm.tables()
         return {"classify": heads, **own}
 
     def figures(self) -> dict[str, go.Figure]:
         """The path between algorithms, and the rises."""
-        own = {} if self.algorithm is None else figures_of("algorithm_path", self.algorithm)
+        own = {} if self.algorithm is None else self.algorithm.figures()
         return own | {"classify": self.plot()}
 
     def to_document(self) -> dict:
@@ -178,11 +188,6 @@ class LayeredClassification(Classified):
         """Rise of the excess risk, layers by heads; colours end where a model is no better than one that predicts 0."""
         title = "Rise of the excess risk when a head is masked"
         return rise_heatmap(self.increase, title, end=self.loss.zero - self.loss.model)
-
-    def plot_importance(self) -> go.Figure:
-        """Importance within the layer, layers by heads."""
-        title = "Importance: share of the layer's rise when a head is masked"
-        return heatmaps.heatmap(self.importance, title=title, unit="share", signed=False)
 
 
 def classify_layers(
@@ -279,3 +284,26 @@ def _reason(
     if float(prediction.var(0).max()) < CONSTANT * size:
         return f"{why}; the model predicts the same number on every prompt: its heads do nothing"
     return why
+
+
+def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
+    """The fitted numbers, layer by layer."""
+    if not letters:
+        return ""
+    counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
+    parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
+    named = zip(letters, parts, strict=True)
+    return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
+
+
+def _others(algorithm: Naming) -> tuple[str, str]:
+    """The nearest algorithm that explains clearly less, and those that explain as much, by the rule of the labels."""
+    others = [name for name in algorithm.order if name != algorithm.nearest]
+    leads = {name: algorithm.lead(algorithm.nearest, name) for name in others}
+    behind = [name for name in others if is_behind(*leads[name], Limits().tie)]
+    texts = {
+        name: f"{ALGORITHMS[name].name}, R² = {algorithm.explained(name)[0]:.4f}, {beside(*leads[name])}"
+        for name in others
+    }
+    is_not = texts[behind[0]] if behind else NOTHING_EXCLUDED
+    return is_not, "; ".join(texts[name] for name in others if name not in behind)

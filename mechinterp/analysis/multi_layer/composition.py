@@ -52,15 +52,16 @@ class CompositionScores(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per pair of heads and input, the largest excess over random weights first."""
-        found = np.nonzero(np.isfinite(self.score))
+        at = np.nonzero(np.isfinite(self.score))
         names = ("input", "layer", "head", "later_layer", "later_head")
-        frame = pd.DataFrame(dict(zip(names, found, strict=True)))
-        frame["score"] = self.score[found]
-        frame["random_score"] = self.random[found[0]]
-        frame["random_score_sd"] = self.random_sd[found[0]]
+        frame = pd.DataFrame(dict(zip(names, at, strict=True))).assign(
+            input=np.array(INPUTS)[at[0]],
+            score=self.score[at],
+            random_score=self.random[at[0]],
+            random_score_sd=self.random_sd[at[0]],
+        )
         above = (frame["score"] - frame["random_score"]) / frame["random_score_sd"]
         order = above.sort_values(ascending=False, kind="stable").index
-        frame["input"] = np.array(INPUTS)[frame["input"]]
         return frame.loc[order].reset_index(drop=True)
 
     def plot(self) -> go.Figure:
@@ -119,19 +120,12 @@ def _scores(weights: Weights) -> Float[np.ndarray, "input layer head later_layer
     weights = weights.to("cpu").to(torch.float64)
     n_heads, width = weights.n_layers * weights.n_heads, weights.W_V.shape[2]
     require_memory(8 * 5 * n_heads * width**2, f"circuits of {n_heads} heads of width {width}")
-    OV, reads = _write_and_read(weights)
-    scores = torch.stack([_overlap(OV, M) for M in reads])
+    W_Q, W_K, W_V = (_read_through_norm(weights, name) for name in ("W_Q", "W_K", "W_V"))
+    QK, OV = W_Q @ W_K.mT, W_V @ weights.W_O
+    scores = torch.stack([_overlap(OV, M) for M in (QK, QK.mT, OV)])
     layer = torch.arange(weights.n_layers, device="cpu")
     later = layer[:, None, None, None] < layer[:, None]
     return scores.where(later, torch.nan).numpy()
-
-
-def _write_and_read(weights: Weights) -> tuple[Tensor, list[Tensor]]:
-    """OV of the heads as added to the stream, and the matrices by which their queries, keys and
-    values read the stream."""
-    W_Q, W_K, W_V = (_read_through_norm(weights, name) for name in ("W_Q", "W_K", "W_V"))
-    QK, OV = W_Q @ W_K.mT, W_V @ weights.W_O
-    return OV, [QK, QK.mT, OV]
 
 
 def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head d_model d_head"]:
@@ -146,16 +140,13 @@ def _read_through_norm(weights: Weights, name: str) -> Float[Tensor, "layer head
 def _overlap(
     OV: Float[Tensor, "layer head d_model d_model"], M: Float[Tensor, "later head d_model d_model"]
 ) -> Float[Tensor, "layer head later head"]:
-    norms = torch.linalg.matrix_norm(OV), torch.linalg.matrix_norm(M)
-    layers = [
-        torch.stack([torch.linalg.matrix_norm(head[None, None] @ M) for head in layer])
-        for layer in OV
-    ]
-    return torch.stack(layers) / (norms[0][:, :, None, None] * norms[1])
+    norm = torch.linalg.matrix_norm
+    # One head at a time, since all products at once may not fit into memory.
+    layers = [torch.stack([norm(head @ M) for head in layer]) for layer in OV]
+    return torch.stack(layers) / (norm(OV)[:, :, None, None] * norm(M))
 
 
 def _passed_over(weights: Weights) -> str:
     model = weights.model
-    if model.norm is not None:
-        return "layer norms" if model.d_mlp is None else "layer norms and MLPs"
-    return "" if model.d_mlp is None else "MLPs"
+    parts = {"layer norms": model.norm is not None, "MLPs": model.d_mlp is not None}
+    return " and ".join(name for name, there in parts.items() if there)

@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
@@ -82,18 +81,20 @@ class LayeredCircuits(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        layer, head = (index.ravel() for index in np.indices(self.QK.shape[:2]))
-        columns: dict[str, np.ndarray] = {"layer": layer, "head": head}
-        columns["qk_norm"] = np.linalg.norm(self.QK, axis=(2, 3)).ravel()
-        columns["qk_rank"] = _rank(self.QK).ravel()
-        columns["ov_norm"] = np.linalg.norm(self.OV, axis=(2, 3)).ravel()
-        columns["ov_rank"] = _rank(self.OV).ravel()
-        columns["ov_read"] = self.OV_read.ravel()
+        layer, head = np.indices(self.QK.shape[:2])
+        columns = {
+            "layer": layer,
+            "head": head,
+            "qk_norm": np.linalg.norm(self.QK, axis=(2, 3)),
+            "qk_rank": _rank(self.QK),
+            "ov_norm": np.linalg.norm(self.OV, axis=(2, 3)),
+            "ov_rank": _rank(self.OV),
+            "ov_read": self.OV_read,
+        }
         if not self.of_weights_alone:
-            columns["omega_mean"] = self.omega.mean(2).ravel()
-            mu = self.mu.reshape(len(layer), -1)
-            columns |= {f"mu_{n}": mu[:, n] for n in range(mu.shape[1])}
-        return pd.DataFrame(columns)
+            columns["omega_mean"] = self.omega.mean(2)
+            columns |= {f"mu_{n}": self.mu[..., n] for n in range(self.mu.shape[2])}
+        return pd.DataFrame({name: values.ravel() for name, values in columns.items()})
 
     def plot(self) -> go.Figure:
         """QK and OV circuits of a layer's heads, with a slider over the layers."""
@@ -154,13 +155,17 @@ def layered_circuits(weights: Weights) -> LayeredCircuits:
         "unembed.W_U", torch.eye(d_x + d_y, dtype=torch.float64, device="cpu")[:, d_x:]
     )
     QK, OV = weights.scale * weights.W_Q @ weights.W_K.mT, weights.W_V @ weights.W_O
-    read = _norm(OV @ W_U) / _norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
-    if not reason and "W_in" in tensors:
-        QK = tensors["W_in"] @ QK @ tensors["W_in"].mT
-        OV = tensors["W_in"] @ OV
+    norm = torch.linalg.matrix_norm
+    read = norm(OV @ W_U) / norm(OV).clamp_min(torch.finfo(torch.float64).tiny)
     if not reason:
+        if "W_in" in tensors:
+            QK = tensors["W_in"] @ QK @ tensors["W_in"].mT
+            OV = tensors["W_in"] @ OV
         OV = OV @ W_U
-    omega, mu = _scales(QK, OV, d_x, d_y, unknown=bool(reason))
+        omega = QK[..., :d_x, :d_x].diagonal(dim1=2, dim2=3)
+        mu = OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
+    else:
+        omega, mu = (QK.new_full((*QK.shape[:2], n), torch.nan) for n in (d_x, d_y))
     return LayeredCircuits(
         QK=QK.numpy(),
         OV=OV.numpy(),
@@ -190,16 +195,6 @@ def why_not_in_tokens(weights: Weights) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def _scales(
-    QK: Tensor, OV: Tensor, d_x: int, d_y: int, *, unknown: bool
-) -> tuple[Float[Tensor, "layer head d_x"], Float[Tensor, "layer head d_y"]]:
-    if unknown:
-        nothing = torch.full((*QK.shape[:2], 1), torch.nan, dtype=QK.dtype, device=QK.device)
-        return nothing.repeat(1, 1, d_x), nothing.repeat(1, 1, d_y)
-    omega = QK[..., :d_x, :d_x].diagonal(dim1=2, dim2=3)
-    return omega, OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
-
-
 def coordinates(d_x: int, d_y: int) -> tuple[str, ...]:
     """Names of a token's coordinates: x0, x1, ... and y."""
     return (*(f"x{i}" for i in range(d_x)), *(f"y{n}" if d_y > 1 else "y" for n in range(d_y)))
@@ -208,10 +203,6 @@ def coordinates(d_x: int, d_y: int) -> tuple[str, ...]:
 def responses(d_y: int) -> list[str]:
     """Names of the predicted responses."""
     return [f"ŷ{n}" if d_y > 1 else "ŷ" for n in range(d_y)]
-
-
-def _norm(matrices: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrices)
 
 
 def _rank(matrices: Float[np.ndarray, "layer head row column"]) -> Float[np.ndarray, "layer head"]:

@@ -5,11 +5,16 @@ Each algorithm of `icl.algorithms` is fitted to the prediction after every layer
 (4) the rest is another learner and not noise. If one algorithm is left for the layers, it is the label. Otherwise the
 label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
 stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
+
+Reading order: `measure` collects the numbers, `decide` applies the rules (`_judged` and the functions below it),
+`labelled` resamples the prompts, `Naming` is the answer.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -20,11 +25,9 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.naming_scores import (
-    LAST,
     LOOSE,
     USELESS,
     Identity,
-    Rest,
     Scores,
     Setting,
     Subject,
@@ -37,12 +40,12 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     reflected,
     relative_risk,
     satisfies,
+    step_effects,
     with_scaled,
 )
-from mechinterp.analysis.multi_layer.naming_steps import StepEffects, step_effects
-from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
+from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, resampled
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
@@ -69,17 +72,40 @@ LEFT_OUT = (
     "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, and identities other "
     "than the order of pairs; task= (--task) states the law."
 )
-NEXT = {
-    "far": "mechinterp fit compares learners over the context length",
-    "identity": "mechinterp fit compares learners over the context length",
-    "rival": "to_frame() has what each learner explains",
-    "rest": "to_frame() has what each learner explains",
-    "tie": "compare the settings in to_frame(), or ask at another length (--context-length)",
-    "layers": "mechinterp probe shows where the prediction is held after each layer",
-    "no path": "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
-    "frequency": "ask on more prompts (n_prompts, --n-prompts)",
+FIT, TABLE = (
+    "mechinterp fit compares learners over the context length",
+    "to_frame() has what each learner explains",
+)
+FAR = "R² {r2} ({where}), limit {limit:g}"
+RULES = {
+    "far": (FAR, FIT),
+    "layers": (FAR, "mechinterp probe shows where the prediction is held after each layer"),
+    "identity": ("the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}", FIT),
+    "rival": ("{rival} is nearer: R² {rival_r2} against {r2} ({where})", TABLE),
+    "rest": (
+        "its rest is another learner and no noise: reflections of x keep {value:.0%} of it ({where}), limit {limit:.0%}",
+        TABLE,
+    ),
+    "rest, no symmetry": (
+        "its rest is more than rounding, and the task has no symmetry that tells noise from a learner",
+        "",
+    ),
+    "contains": ("{rival}, which it contains, explains as much", ""),
+    "tie": (
+        "ties with {rival}",
+        "compare the settings in to_frame(), or ask at another length (--context-length)",
+    ),
+    "no path": (
+        "the prediction after each layer is not known: {where}",
+        "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
+    ),
+    "no steps": ("says nothing about the layers", ""),
+    "frequency": (
+        "{value:.0%} of resampled prompts give this label, limit {limit:.0%}",
+        "ask on more prompts (n_prompts, --n-prompts)",
+    ),
 }
-"""Next step for an undetermined label, by the rule that decided."""
+"""Text of each rule that keeps a learner from being the label, and what to run next if the label is undetermined."""
 
 
 @dataclass(frozen=True)
@@ -111,33 +137,8 @@ class WhyNot:
     rival: str = ""
 
     def __str__(self) -> str:
-        value, limit, where, rival = self.value, self.limit, self.where, self.rival
-        match self.rule:
-            case "far" | "layers":
-                return f"R² {_r2(value)} ({where}), limit {limit:g}"
-            case "identity":
-                return f"the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}"
-            case "rival":
-                return f"{rival} is nearer: R² {_r2(limit)} against {_r2(value)} ({where})"
-            case "rest":
-                return f"its rest is another learner and no noise: reflections of x keep {value:.0%} of it ({where}), limit {limit:.0%}"
-            case "rest, no symmetry":
-                return "its rest is more than rounding, and the task has no symmetry that tells noise from a learner"
-            case "contains":
-                return f"{rival}, which it contains, explains as much"
-            case "tie":
-                return f"ties with {rival}"
-            case "no path":
-                return f"the prediction after each layer is not known: {where}"
-            case "no steps":
-                return "says nothing about the layers"
-            case "frequency":
-                return f"{value:.0%} of resampled prompts give this label, limit {limit:.0%}"
-        raise ValueError(self.rule)
-
-
-def _r2(value: float) -> str:
-    return f"{value:.4f}" if value > -1 else "below -1"
+        r2, rival_r2 = (f"{v:.4f}" if v > -1 else "below -1" for v in (self.value, self.limit))
+        return RULES[self.rule][0].format(**vars(self), r2=r2, rival_r2=rival_r2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +173,6 @@ class Measured:
     path: Scores | None = None
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
-    rest_of_last: Mapping[str, Rest] = field(default_factory=dict)
-    rest_of_path: Mapping[str, Rest] = field(default_factory=dict)
     is_function: bool = False
 
     @property
@@ -225,7 +224,6 @@ def _judged(
 ) -> dict[str, WhyNot | None]:
     """Reason against each algorithm, for the last prediction or for all layers; None if there is none."""
     scores = measured.path if by_layer else measured.last
-    rests = measured.rest_of_path if by_layer else measured.rest_of_last
     if scores is None:
         return {}
     judged: dict[str, WhyNot | None] = {}
@@ -242,7 +240,7 @@ def _judged(
         judged[learner.label] = (
             _broken(learner, measured, limits, counts)
             or _rival(m, scores, r2, limits)
-            or _left(rests.get(learner.label), scores, measured, limits, counts)
+            or _left(learner, scores, measured, limits, counts)
         )
     return _settled(judged, by_layer)
 
@@ -285,19 +283,21 @@ def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | N
 
 
 def _left(
-    rest: Rest | None, scores: Scores, measured: Measured, limits: Limits, counts: np.ndarray | None
+    learner: Algorithm,
+    scores: Scores,
+    measured: Measured,
+    limits: Limits,
+    counts: np.ndarray | None,
 ) -> WhyNot | None:
     """A rest that is another learner: of a model after every layer, since later layers of a trained model stray from the
     algorithm in the same way for all prompts; of a function after any layer."""
+    rest = scores.rests.get(str(learner.label))
     if rest is None:
         return None
     share, column = rest.share(counts, most=measured.is_function)
     limit = limits.rest_of_function if measured.is_function else limits.rest
-    if share <= limit:
-        return None
-    return WhyNot(
-        "rest" if rest.noise else "rest, no symmetry", scores.columns[column], share, limit
-    )
+    rule = "rest" if rest.noise else "rest, no symmetry"
+    return WhyNot(rule, scores.columns[column], share, limit) if share > limit else None
 
 
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
@@ -318,18 +318,13 @@ def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyN
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Naming(Result):
-    """Name of a model's algorithm, with a row for each learner."""
+class Naming(Decision, Result):
+    """Name of a model's algorithm, with a row for each learner.
 
-    label: str
-    """The mechanism, else the function if it is a learner without steps; a label of `icl.algorithms`, "undetermined" or
-    "unstructured"."""
-    function: str
-    """Learner of the last prediction; "undetermined" if several are left, or none."""
-    mechanism: str
-    """Algorithm of the layers; "undetermined" if several are left, or none."""
-    why_not: Mapping[str, WhyNot | None]
-    """Reason why each algorithm is not the label, by name; None for the label."""
+    `label` is the mechanism, else the function if it is a learner without steps; a label of `icl.algorithms`,
+    "undetermined" or "unstructured". Function and mechanism are "undetermined" if several algorithms are left, or none.
+    """
+
     frequency: Mapping[str, float]
     """Fraction of resamples of the scored prompts with each label, largest first."""
     measured: Measured
@@ -340,7 +335,7 @@ class Naming(Result):
     n_prompts: int
     followed: str = ""
     """Algorithm whose steps are put in."""
-    steps: StepEffects | None = None
+    steps: pd.DataFrame | None = None
     """Effects of its steps; None if they were not put in."""
     left_out: str = ""
     """Parts that need the law of given prompts, if it is not known."""
@@ -371,35 +366,6 @@ class Naming(Result):
         """Labels of the algorithms that were fitted; none for a model that does not do its task."""
         return [each.label for each in self.measured.last.learners if each.label]
 
-    @property
-    def r2(self) -> Float[np.ndarray, "member setting"]:
-        """R² of each algorithm for the last prediction, at the own length and in other settings."""
-        return self.measured.last.r2()[: len(self.members)]
-
-    @property
-    def r2_sem(self) -> Float[np.ndarray, "member setting"]:
-        """Standard errors of `r2` over the scored half of the prompts.
-
-        They include the draw of these prompts. They leave out the fit of the scalars on the other half. At the own length,
-        and after each layer (`path_r2_sem`), the fit adds little. In other settings the spread over seeds may be two to
-        four times the error (docs/trust.md)."""
-        return self.measured.last.r2_sem()[: len(self.members)]
-
-    @property
-    def path_r2(self) -> Float[np.ndarray, "member layer"]:
-        """R² of each algorithm after each layer, with scalars fitted to all layers; NaN if it has no steps."""
-        return self._by_layer(Scores.r2)
-
-    @property
-    def path_r2_sem(self) -> Float[np.ndarray, "member layer"]:
-        return self._by_layer(Scores.r2_sem)
-
-    def _by_layer(self, of: Callable[[Scores], np.ndarray]) -> Float[np.ndarray, "member layer"]:
-        path, empty = self.measured.path, np.full(self.n_layers, np.nan)
-        known = {} if path is None else dict(zip(path.names, of(path), strict=True))
-        rows = [known.get(name, empty)[: self.n_layers] for name in self.members]
-        return np.array(rows).reshape(-1, self.n_layers)
-
     def _row(self, learner: str) -> tuple[Scores, int]:
         """Scores of a learner and its row there: for all layers if the prediction after each is known."""
         path = self.measured.path
@@ -413,21 +379,21 @@ class Naming(Result):
 
     def explained(self, learner: str) -> tuple[float, float]:
         """R² of an algorithm for the last prediction, and its standard error."""
-        m = self.members.index(learner)
-        return float(self.r2[m, OWN]), float(self.r2_sem[m, OWN])
+        r2, sem = self.table.loc[learner, ["r2", "r2_sem"]]
+        return float(r2), float(sem)
 
     def lead(self, first: str, second: str) -> tuple[float, float]:
         """R² of a learner minus that of another for the last prediction, and its standard error, paired."""
-        names = self.measured.last.names
-        lead, sem = self.measured.last.lead(names.index(first), names.index(second))
-        return float(lead[OWN]), float(sem[OWN])
+        last = self.measured.last
+        near, far = (last.error[last.names.index(name), OWN] for name in (first, second))
+        lead, sem = ratio_and_sem(far - near, last.size[OWN])
+        return float(lead), float(sem)
 
     @property
     def order(self) -> list[str]:
         """Algorithms by R² of the last prediction, largest first."""
-        return sorted(
-            self.members, key=lambda name: -np.nan_to_num(self.explained(name)[0], nan=-np.inf)
-        )
+        order = self.table["r2"].sort_values(ascending=False, kind="stable").index
+        return [name for name in order if name in self.members]
 
     @property
     def nearest(self) -> str:
@@ -474,8 +440,9 @@ class Naming(Result):
             parts.append(f"{self.label} in {share:.0%} of resamples")
         if self.function not in (UNDETERMINED, self.label, name):
             parts.append(f"as a function {self.function}")
-        if self.label == UNDETERMINED and self.why in NEXT:
-            parts.append(f"next: {NEXT[self.why]}")
+        after = RULES[reason.rule][1] if reason is not None else ""
+        if self.label == UNDETERMINED and after:
+            parts.append(f"next: {after}")
         return "; ".join(parts)
 
     def _useless(self) -> str:
@@ -489,27 +456,31 @@ class Naming(Result):
             "is the output scaled? (`read=`)"
         )
 
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Scalars, R² with its standard error in each column, effects of the steps, and `why_not`, by learner.
+
+        Standard errors are over the scored half of the prompts. They leave out the fit of the scalars on the other half.
+        At the own length, and after each layer, the fit adds little. In other settings the spread over seeds may be two to
+        four times the error (docs/trust.md).
+        """
+        last, path = self.measured.last.table(), self.measured.path
+        known = [last] if path is None else [path.table(), last]
+        frame = pd.concat(known)
+        frame = frame[~frame.index.duplicated()].assign(**last[["r2", "r2_sem"]])
+        frame = frame[["scalars", "r2", "r2_sem", *frame.columns.drop(["scalars", "r2", "r2_sem"])]]
+        if self.steps is not None:
+            frame = frame.join(self.steps.min().to_frame(self.followed).T)
+        reasons = {name: reason or "" for name, reason in self.why_not.items()}
+        frame["why_not"] = [str(reasons.get(name, "gives no label")) for name in frame.index]
+        return frame.rename_axis("learner")
+
     def to_frame(self) -> pd.DataFrame:
         """One row per learner, the label first, then the nearest."""
         if not self.measured.useful:
             nothing = {"learner": "predicting 0", "scalars": "", "r2": np.nan, "r2_sem": np.nan}
             return pd.DataFrame([nothing | {"why_not": "the model does not do its task"}])
-        last = _table(self.measured.last)
-        frame = (
-            last if self.measured.path is None else pd.concat([_table(self.measured.path), last])
-        )
-        frame = frame[~frame.index.duplicated()]
-        for place, column in enumerate(("r2", "r2_sem"), start=1):
-            frame.insert(place, column, frame.pop(column))
-            frame[column] = last[column]
-        if self.steps is not None:
-            frame["steps_r2"] = pd.Series({self.followed: self.steps.steps_r2.min()})
-            frame["exchanged_r2"] = pd.Series(
-                {self.followed: np.fmin.reduce(self.steps.exchanged_r2)}
-            )
-        reasons = {name: reason or "" for name, reason in self.why_not.items()}
-        frame["why_not"] = [str(reasons.get(name, "gives no label")) for name in frame.index]
-        frame = frame.rename_axis("learner").sort_values("r2", ascending=False, kind="stable")
+        frame = self.table.sort_values("r2", ascending=False, kind="stable")
         return frame.sort_values("why_not", key=lambda c: c != "", kind="stable").reset_index()
 
     def test_frame(self) -> pd.DataFrame:
@@ -525,14 +496,14 @@ class Naming(Result):
         """Learners; and identities, if any were asked."""
         frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
         quiet = tuple(column for column in frame if column.endswith("_sem"))
-        tests = {"identities": Table(self.test_frame(), "Identities")}
-        return {"algorithms": Table(frame, title, quiet=quiet)} | (
-            tests if self.measured.tests else {}
-        )
+        tables = {"algorithms": Table(frame, title, quiet=quiet)}
+        if self.measured.tests:
+            tables["identities"] = Table(self.test_frame(), "Identities")
+        return tables
 
     def figures(self) -> dict[str, go.Figure]:
         """The paths, if there are any."""
-        return {"algorithm_path": self.plot()} if self.drawn else {}
+        return {"algorithm_path": self.plot()} if len(self.path) else {}
 
     def evidence(self) -> dict:
         """Numbers behind the label, for the JSON document."""
@@ -550,34 +521,21 @@ class Naming(Result):
         return evidence | {name: records(frame) for name, frame in tables.items()}
 
     @property
-    def drawn(self) -> list[str]:
-        """Algorithms whose path is nearer to the model's than 0 is, after every layer."""
-        return [
-            name for name, r2 in zip(self.members, self.path_r2, strict=True) if (r2 >= 0).all()
-        ]
+    def path(self) -> pd.DataFrame:
+        """R² after each layer of the algorithms whose path is nearer to the model's than 0 is, one row each."""
+        r2 = self.table.filter(regex=r"^layer_\d+_r2$").reindex(self.members)
+        return r2[(r2 >= 0).all(axis=1) & bool(r2.size)]
 
     def plot(self) -> go.Figure:
         """R² of each algorithm after each layer."""
-        rows = {name: self.members.index(name) for name in self.drawn}
+        sems = self.table.filter(regex=r"^layer_\d+_r2_sem$")
         return figures.lines(
             np.arange(1, self.n_layers + 1),
-            {name: (self.path_r2[m], self.path_r2_sem[m]) for name, m in rows.items()},
+            {name: (r2.to_numpy(), sems.loc[name].to_numpy()) for name, r2 in self.path.iterrows()},
             title="R² of each algorithm with the model's prediction after each layer",
             x_title="layers run",
             y_title="R²",
         )
-
-
-def _table(scores: Scores) -> pd.DataFrame:
-    """Scalars and R² with its standard error in each column, by learner."""
-    r2, sem = scores.r2(), scores.r2_sem()
-    table: dict[str, object] = {
-        "scalars": [", ".join(map(digits, each)) for each in scores.scalars]
-    }
-    for n, column in enumerate(scores.columns):
-        key = "r2" if column == LAST else f"{column.replace(' ', '_')}_r2"
-        table |= {key: r2[:, n], f"{key}_sem": sem[:, n]}
-    return pd.DataFrame(table, index=scores.names)
 
 
 @torch.inference_mode(False)  # algorithms are fitted by gradients, which may be off
@@ -614,12 +572,12 @@ def name_algorithm(
         >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
         'ridge_like'
     """
-    subject = Subject.of(source, task_for(source, task, "name_algorithm", prompts))
-    given = isinstance(subject.task, PromptsTask)
-    n_prompts = len(subject.task.prompts) if isinstance(subject.task, PromptsTask) else n_prompts
+    law = task_for(source, task, "name_algorithm", prompts)
+    given = law.prompts if isinstance(law, PromptsTask) else None
+    subject, n_prompts = Subject.of(source, law), n_prompts if given is None else len(given)
     members = candidates_of(subject.task)
     require_number(n_prompts, max(len(each.names(subject.n_layers)) for each in members))
-    for growth in (1,) if given else GROWTH:
+    for growth in GROWTH if given is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
         answer = _named(subject, drawn.to(torch.float64), drawn_by)
@@ -671,9 +629,9 @@ def labelled(measured: Measured, limits: Limits) -> tuple[Decision, dict[str, fl
     decision, n = decide(measured, limits), measured.last.size.shape[1]
     if not measured.useful:
         return decision, {decision.label: 1.0}
-    labels = [decide(measured, limits, n * share).label for share in resampled(n)]
-    names = sorted(set(labels), key=lambda name: (-labels.count(name), name))
-    frequency = {name: labels.count(name) / RESAMPLES for name in names}
+    labels = Counter(decide(measured, limits, n * share).label for share in resampled(n))
+    by_count = sorted(labels.items(), key=lambda label: (-label[1], label[0]))
+    frequency = {name: count / RESAMPLES for name, count in by_count}
     share = frequency.get(decision.label, 0.0)
     if decision.label != UNDETERMINED and share < limits.frequency:
         unsure = WhyNot("frequency", value=share, limit=limits.frequency)
@@ -693,13 +651,13 @@ def measure(
     if not measured.useful:
         return measured
     (read, how), near = path_of(subject, own, seed), limits.explained - 0.01
-    path, rest_of_path, starts = None, dict[str, Rest](), {}
+    path, starts = None, {}
     if read is not None:
         by_layer = replace(trial, target=read(own.prompts))
         path = by_layer.scores([each for each in members if each.has_path])
         starts = dict(zip(path.names, path.scalars, strict=True))
         rests = subject.is_function or bool(reflected(own.prompts[:1], task, seed))
-        path, rest_of_path = with_scaled(path, by_layer, read, near, seed, rests=rests)
+        path = with_scaled(path, by_layer, read, near, seed, rests=rests)
     last, own_tests = trial.scores(members, starts, n_starts=2), {}
     for m, each in enumerate(members):
         if last.r2()[m, OWN] >= LOOSE and not (each.linear_in_y and each.equivariant):
@@ -707,16 +665,13 @@ def measure(
             alone = Setting(own.prompts, predict(own.prompts))
             own_tests[str(each.label)] = identities(predict, alone, task, seed)
     predicted = lambda each: subject.predict(each)[None]  # noqa: E731
-    last, rest_of_last = with_scaled(last, trial, predicted, near, seed, rests=subject.is_function)
     return replace(
         measured,
-        last=last,
+        last=with_scaled(last, trial, predicted, near, seed, rests=subject.is_function),
         tests=identities(subject.predict, own, task, seed),
         own_tests=own_tests,
         path=path,
         path_how=how,
-        rest_of_last=rest_of_last,
-        rest_of_path=rest_of_path,
         is_function=subject.is_function,
     )
 

@@ -1,5 +1,6 @@
-"""Algorithms fitted to the predictions of a model, and scored on prompts that nothing was fitted to.
+"""Numbers behind the name of an algorithm: fits to the predictions of a model, scores, symmetries, and interventions.
 
+Learners are scored on prompts that nothing was fitted to.
 Even prompts of the model's own length are for fits, odd ones for scores. Other lengths and a wide spread of x are for
 scores alone. The thousandth of the prompts on which the model errs most is left out.
 """
@@ -7,14 +8,17 @@ scores alone. The thousandth of the prompts on which the model errs most is left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.stats import ratio_and_sem, without_worst
+from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, Scalar
 from mechinterp.icl.algorithm_fits import fit_algorithm
@@ -22,7 +26,9 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
-from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.hooked.masks import Hooks
+from mechinterp.models.hooked.query_position import NoStreamError, query_positions
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learner, predictor_of
 
@@ -46,6 +52,8 @@ PENALTY = 1e-9
 """Ridge penalty of a fitted read-out, relative to the mean square of an entry of the stream."""
 READING = 20
 """Step of the random stream from which the prompts of a read-out are drawn."""
+STEP_PROMPTS = 512
+"""Largest number of prompts on which steps are put into the stream."""
 ROOT = 0.5**0.5
 """Factor that keeps the variance of a sum of two independent values."""
 DEPTH = 4
@@ -161,6 +169,12 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
     return tuple(each for each in ALGORITHMS if each.label not in out)
 
 
+def _drawn(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: int) -> Prompts:
+    """Prompts of a step of the random stream of evaluation."""
+    generator, double = generator_for(seed, "eval", step), torch.float64
+    return sample_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
+
+
 def other_settings(
     predict: Predict, own: Setting, task: TaskConfig, seed: int
 ) -> dict[str, Setting]:
@@ -182,10 +196,7 @@ def other_settings(
         laws["wide spread"] = (replace(law, covariance=wide), n)
     settings = {}
     for step, (name, (each, length)) in enumerate(laws.items(), start=1):
-        generator = generator_for(seed, "eval", step)
-        prompts = sample_prompts(
-            each, drawn, generator=generator, context_length=length, dtype=torch.float64
-        )
+        prompts = _drawn(each, drawn, length, seed=seed, step=step)
         with suppress(ValueError):  # the model may have no room for such prompts
             settings[name] = Setting.of(prompts, predict(prompts), length / n)
     return settings
@@ -223,52 +234,51 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
     made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
     if not no_law(task):
-        made["linear in x_query"] = _query_added(predict, prompts, known)
+        beta = prompts.task_vectors("an identity")
+        x = prompts.x_query.roll(1, 0)
+        changed = {"x_query": x, "y_query_clean": _times(x, beta)}
+        made["linear in x_query"] = _added(predict, prompts, known, changed)
         if task.nonzeros != "signs" and task.n_tasks is None:
             for factor in (0.5, 2.0):
                 sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
                 made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
         if task.sparsity is None and task.n_tasks is None:
-            made["linear in y: sum"] = _task_added(predict, prompts, known)
+            noise, other = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
+            changed = {
+                "y": prompts.x @ other + noise,
+                "y_query_clean": _times(prompts.x_query, other),
+            }
+            made["linear in y: sum"] = _added(predict, prompts, known, changed)
             if task.supports is None and isotropic(task):
                 made["same if x is rotated"] = _rotated(prompts, seed), known
-    found = {}
-    for name, (changed, expected) in made.items():
-        predictions, target = predict(changed), changed.y_query_clean
+    tests = {}
+    for name, (prompts, expected) in made.items():
+        predictions, target = predict(prompts), prompts.y_query_clean
         stay = _stay(predictions, target)
         if relative_risk(predictions[stay], target[stay]) < USELESS:
             both = (predictions - expected, expected)
-            found[name] = Identity(*(np.where(stay, squares(side), 0.0) for side in both))
-    return found
+            tests[name] = Identity(*(np.where(stay, squares(side), 0.0) for side in both))
+    return tests
 
 
-def _task_added(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
-    """Prompts with the sum of two tasks, over root 2."""
-    beta = prompts.task_vectors("an identity")
-    noise, beta = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
-    clean = (prompts.x_query[:, None] @ beta)[:, 0]
-    other = replace(prompts, y=prompts.x @ beta + noise, y_query_clean=clean, beta=beta)
-    return _sum(prompts, other, "y"), ROOT * (known + predict(other))
+def _added(
+    predict: Predict, prompts: Prompts, known: Tensor, changed: Mapping[str, Tensor]
+) -> tuple[Prompts, Tensor]:
+    """Prompts whose fields are the sums, over root 2, of the given and the changed ones; and the sums of both predictions."""
+    sums = {name: ROOT * (getattr(prompts, name) + value) for name, value in changed.items()}
+    return replace(prompts, **sums), ROOT * (known + predict(replace(prompts, **changed)))
 
 
-def _query_added(predict: Predict, prompts: Prompts, known: Tensor) -> tuple[Prompts, Tensor]:
-    """Prompts with the sum of two queries, over root 2."""
-    x = prompts.x_query.roll(1, 0)
-    clean = (x[:, None] @ prompts.task_vectors("an identity"))[:, 0]
-    other = replace(prompts, x_query=x, y_query_clean=clean)
-    return _sum(prompts, other, "x_query"), ROOT * (known + predict(other))
-
-
-def _sum(prompts: Prompts, other: Prompts, changed: str) -> Prompts:
-    sums = {n: ROOT * (getattr(prompts, n) + getattr(other, n)) for n in (changed, "y_query_clean")}
-    return replace(prompts, **sums)
+def _times(x: Float[Tensor, "batch d_x"], matrices: Float[Tensor, "batch d_x n"]) -> Tensor:
+    """Product of a vector and a matrix for each prompt, [batch, n]."""
+    return (x[:, None] @ matrices)[:, 0]
 
 
 def _rotated(prompts: Prompts, seed: int) -> Prompts:
     shape, generator = (len(prompts), *2 * prompts.x.shape[2:]), generator_for(seed, "init", 0)
     noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     R = torch.linalg.qr(noise).Q
-    return replace(prompts, x=prompts.x @ R, x_query=(prompts.x_query[:, None] @ R)[:, 0])
+    return replace(prompts, x=prompts.x @ R, x_query=_times(prompts.x_query, R))
 
 
 def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, str]:
@@ -298,10 +308,7 @@ def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, 
             return read_by(W_U), "the unembedding"
     needed, prompts = PER_FEATURE * last.shape[1], own.prompts
     if not no_law(task):
-        generator, length = generator_for(seed, "eval", READING), prompts.x.shape[1]
-        prompts = sample_prompts(
-            task, needed, generator=generator, context_length=length, dtype=torch.float64
-        )
+        prompts = _drawn(task, needed, prompts.x.shape[1], seed=seed, step=READING)
     if len(prompts) < needed:
         return None, f"a read-out of the stream needs {needed} prompts"
     read_out = _fitted(streams(prompts)[-1], subject.predict(prompts))
@@ -337,6 +344,8 @@ class Scores:
     """NaN if the learner was not scored."""
     size: Float[np.ndarray, "column prompt"]
     """Mean squares of the model's predictions."""
+    rests: Mapping[str, "Rest"] = field(default_factory=dict)
+    """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
 
     @property
     def names(self) -> list[str]:
@@ -350,24 +359,24 @@ class Scores:
 
     def r2_sem(self) -> Float[np.ndarray, "row column"]:
         """Standard errors of `r2` over the scored prompts, without the fit of the scalars on other prompts."""
-        return self._ratio(self.error)
-
-    def lead(self, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-        """R² of a row minus that of another in each column, and its standard error, paired over prompts."""
-        gap = (self.error[second] - self.error[first])[None]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return gap.mean(2)[0] / self.size.mean(1), self._ratio(gap)[0]
-
-    def _ratio(self, numerator: Float[np.ndarray, "row column prompt"]) -> np.ndarray:
-        sem = np.full(numerator.shape[:2], np.nan)
-        for column, size in enumerate(self.size):
-            sem[:, column] = ratio_and_sem(numerator[:, column].T, size)[1]
-        return sem
+        columns = zip(self.error.swapaxes(0, 1), self.size, strict=True)
+        return np.stack([ratio_and_sem(each.T, size)[1] for each, size in columns], 1)
 
     def joined(self, other: "Scores") -> "Scores":
         """Rows of both."""
         rows = {n: getattr(self, n) + getattr(other, n) for n in ("learners", "scalars")}
         return replace(self, **rows, error=np.concatenate([self.error, other.error]))
+
+    def table(self) -> pd.DataFrame:
+        """Scalars and R² with its standard error in each column, by learner."""
+        r2, sem = self.r2(), self.r2_sem()
+        table: dict[str, object] = {
+            "scalars": [", ".join(map(digits, each)) for each in self.scalars]
+        }
+        for n, column in enumerate(self.columns):
+            key = "r2" if column == LAST else f"{column.replace(' ', '_')}_r2"
+            table |= {key: r2[:, n], f"{key}_sem": sem[:, n]}
+        return pd.DataFrame(table, index=self.names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,14 +403,12 @@ class Trial:
     def moments(self, name: str, scale: float = 1.0) -> PromptMoments:
         """Moments of the prompts of a setting that are scored; "fit": those that are fitted to."""
         if (name, scale) not in self.known_moments:
-            first = next(iter(self.settings))
-            if scale != 1:
-                moments = self.moments(name).times(scale)
-            elif name == "fit":
-                moments = PromptMoments(self.own.prompts[::2][:FIT_PROMPTS], self.task)
-            else:
-                prompts = self.settings[name].prompts
-                moments = PromptMoments(prompts[1::2] if name == first else prompts, self.task)
+            fit, own = name == "fit", self.settings.get(name) is self.own
+            prompts = self.own.prompts[::2][:FIT_PROMPTS] if fit else self.settings[name].prompts
+            prompts = prompts[1::2] if own else prompts
+            moments = (
+                PromptMoments(prompts, self.task) if scale == 1 else self.moments(name).times(scale)
+            )
             self.known_moments[name, scale] = moments
         return self.known_moments[name, scale]
 
@@ -413,42 +420,42 @@ class Trial:
         n_starts: int = 1,
         tolerance: float = COARSE,
     ) -> Scores:
-        """Scores of learners fitted here.
+        """Scores of learners fitted here; in other settings of those that are near.
 
         Args:
             starts: First scalars of the search, by label or name.
         """
-        wanted = self.target[:, ::2][:, :FIT_PROMPTS]
-        wanted = wanted if self.n_own > 1 else wanted[0]
-        scalars = []
-        for each in learners:
-            start = (starts or {}).get(each.label or each.name)
-            found = fit_algorithm(
-                each,
-                self.moments("fit"),
-                wanted,
-                n_layers=self.n_layers,
-                n_starts=n_starts if start is None else 1,
-                start=None if start is None else torch.from_numpy(start),
-                tolerance=tolerance,
-            )
-            scalars.append(found.scalars)
-        return self.scored(learners, scalars)
-
-    def scored(self, learners: Sequence[Algorithm], scalars: Sequence[np.ndarray]) -> Scores:
-        """Scores of learners with given scalars; in other settings of those that are near."""
         first, *others = self.settings
         layers = [f"layer {n}" for n in range(self.n_own)] if self.n_own > 1 else [LAST]
         sizes = [squares(self.own.predictions[1::2])] * self.n_own
         sizes += [squares(self.settings[name].predictions) for name in others]
         error = np.full((len(learners), len(sizes), len(sizes[0])), np.nan)
-        for row, (learner, values) in enumerate(zip(learners, scalars, strict=True)):
+        scalars = []
+        for row, learner in enumerate(learners):
+            start = (starts or {}).get(learner.label or learner.name)
+            values = self._fitted(learner, start, n_starts, tolerance)
             path = learner.predictions(self.moments(first), values.tolist(), self.n_layers)
             own = error[row, : self.n_own] = squares(path[-self.n_own :] - self.target[:, 1::2])
             if others and 1 - own.sum(1).max() / sizes[0].sum() >= LOOSE:
                 error[row, self.n_own :] = self._elsewhere(learner, values, others)
+            scalars.append(values)
         columns = (*layers, *others)
         return Scores(tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes))
+
+    def _fitted(
+        self, learner: Algorithm, start: np.ndarray | None, n_starts: int, tolerance: float
+    ) -> Float[np.ndarray, " _"]:
+        """Scalars of a learner, fitted to the target on the prompts of the fits."""
+        wanted = self.target[:, ::2][:, :FIT_PROMPTS]
+        return fit_algorithm(
+            learner,
+            self.moments("fit"),
+            wanted if self.n_own > 1 else wanted[0],
+            n_layers=self.n_layers,
+            n_starts=n_starts if start is None else 1,
+            start=None if start is None else torch.from_numpy(start),
+            tolerance=tolerance,
+        ).scalars
 
     def _elsewhere(
         self, learner: Algorithm, scalars: np.ndarray, names: Sequence[str]
@@ -562,8 +569,8 @@ def rest_of(
 
 def with_scaled(
     scores: Scores, trial: Trial, read: Predict, near: float, seed: int, *, rests: bool
-) -> tuple[Scores, dict[str, Rest]]:
-    """Scores with scaled read-outs of the algorithms that are near, and the rest that each of these leaves.
+) -> Scores:
+    """Scores with scaled read-outs of the algorithms that are near, and with the rest that each of these leaves.
 
     Args:
         read: Function of prompts that gives predictions, one for each column at the own length.
@@ -588,4 +595,99 @@ def with_scaled(
             label = str(scores.learners[m].label)
             found[label] = rest_of(own, changed, fit.size[trial.n_own - 1], 1 / trial.task.d_x)
         scores = scores.joined(fit)
-    return scores, found
+    return replace(scores, rests=found)
+
+
+def step_effects(
+    predictor: Predictor,
+    algorithm: Algorithm,
+    scalars: Float[np.ndarray, " scalar"],
+    prompts: Prompts,
+    task: TaskConfig,
+) -> pd.DataFrame | None:
+    """Effects of the steps of an algorithm with fitted scalars, put into the stream at the query, one row per layer.
+
+    The query is no key of later layers, so that a change of its stream changes its own prediction alone. Linear images of
+    what the algorithm holds are fitted to the even prompts, effects are measured on the odd ones.
+
+    Returns:
+        `steps_r2`: R² with the prediction of the model as it is, if a linear image of the algorithm's step replaces the
+        layer's addition. `exchanged_r2`: R² of the change of the prediction with the expected one, if the algorithm's
+        prediction after the layer is exchanged with that of another prompt; NaN if the algorithm predicts 0 there. None
+        if the stream cannot be set, or its linear images need more prompts.
+    """
+    prompts, d_y = prompts[:STEP_PROMPTS], task.d_y
+    try:
+        places = query_positions(predictor.hooked, prompts)
+        streams = predictor.streams(prompts)[:, :, -1].cpu().double()
+    except NoStreamError:
+        return None
+    held, x = states(algorithm, scalars, prompts, task, predictor.n_layers), prompts.x_query
+    if len(prompts) < 4 * (held[0].shape[1] + task.d_x):
+        return None
+    predicted = partial(_predictions, predictor.hooked, prompts[1::2])
+    known, rows = predicted(), []
+    for layer in range(predictor.n_layers):
+        before, after = streams[layer : layer + 2]
+        at = (layer + 1, places[layer + 1])
+        step = held[layer + 1] - held[layer]
+        put = predicted(at, before[1::2] + step[1::2] @ _map(step, after - before))
+        so_far = held[layer + 1][1::2, :d_y]
+        swap = so_far.roll(1, 0) - so_far
+        # The stream holds x, too, so that the map has rows for it.
+        image = _map(torch.cat([held[layer + 1], x], 1), after)[:d_y]
+        exchanged = predicted(at, after[1::2] + swap @ image)
+        silent = so_far.abs().max() == 0
+        change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
+        rows.append((r2_and_sem(put, known)[0], change))
+    return pd.DataFrame(rows, columns=["steps_r2", "exchanged_r2"])
+
+
+def states(
+    algorithm: Algorithm,
+    scalars: Float[np.ndarray, " scalar"],
+    prompts: Prompts,
+    task: TaskConfig,
+    n_layers: int,
+) -> list[Float[Tensor, "prompt entry"]]:
+    """The algorithm's prediction before the first layer and after each, and x if the layers change it."""
+    moments = PromptMoments(prompts, task)
+    path = algorithm.predictions(moments, scalars.tolist(), n_layers)
+    path = torch.cat([torch.zeros_like(path[:1]), path])
+    x = algorithm.changed_covariates(moments, scalars.tolist(), n_layers)
+    if x is None:
+        return list(path)
+    # Algorithm 1 writes its x beside the given one, into an empty place.
+    own = algorithm.label == "preprocess_then_optimise"
+    first = torch.zeros_like(x[:1]) if own else moments.prompts.x_query[None]
+    return [torch.cat(both, 1) for both in zip(path, torch.cat([first, x]), strict=True)]
+
+
+def _map(
+    features: Float[Tensor, "prompt feature"], wanted: Float[Tensor, "prompt d_model"]
+) -> Float[Tensor, "feature d_model"]:
+    """Linear map from features that is nearest to the wanted values on even prompts."""
+    return torch.linalg.lstsq(features[::2], wanted[::2], driver="gelsd").solution
+
+
+def _predictions(
+    hooked: HookedPredictor,
+    prompts: Prompts,
+    at: tuple[int, int] | None = None,
+    values: Float[Tensor, "prompt d_model"] | None = None,
+) -> Float[Tensor, "prompt d_y"]:
+    """Predictions, with the stream after a layer set to given values at one position."""
+    weight = next(hooked.model.parameters())
+    given = prompts.to(weight.device).to(weight.dtype)
+
+    def put(stream: Tensor, hook: object) -> Tensor:
+        assert at is not None
+        assert values is not None
+        stream = stream.clone()
+        stream[:, at[1]] = values.to(stream)
+        return stream
+
+    hooks: Hooks = [] if at is None else [(hooked.stream_name(at[0]), put)]
+    with torch.no_grad():
+        output = hooked.model.run_with_hooks(hooked.inputs(given), fwd_hooks=hooks)
+        return hooked.prediction(output, given).cpu().double()

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.learners.baseline_comparison import task_loss
-from mechinterp.analysis.learners.nearest import evaluation, nearby
+from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
