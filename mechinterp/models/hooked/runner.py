@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # Attributes with the dropout rate: in torch's MultiheadAttention and in Hugging Face's attention.
 DROPOUT_RATES = ("dropout", "attention_dropout")
-EVERY_CHUNK = 256  # prompts at once; they fit into the CPU cache
+CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ class HookedPredictor:
             return None
         parts, n_pairs = [], prompts.x.shape[1]
         with lock_of(self.model):
-            for rows in self.chunks(prompts, EVERY_CHUNK):
+            for rows in self.chunks(prompts, CHUNK):
                 parts.append(self.read_every(self.model(self.inputs(prompts[rows])), n_pairs))
         shape = (len(prompts), n_pairs + 1, prompts.y.shape[2])
         predictions = torch.cat(parts)
