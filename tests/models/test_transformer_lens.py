@@ -380,7 +380,7 @@ def test_settings_go_to_a_dict_and_back(shipped):
     assert again.to_dict() == settings
     assert settings["d_model"] == model.cfg.d_model
     assert again.model == model.cfg.model
-    with pytest.raises(ValueError, match=r"^settings must have model, d_x, d_y, scale, n_ctx, got"):
+    with pytest.raises(ValueError, match=r"^settings must have model, d_y, scale, n_ctx, got none"):
         HookedConfig.from_dict({"d_x": 5})
     # TransformerLens' own config takes the names it knows.
     upstream = TransformerBridgeConfig.from_dict(settings)

@@ -152,15 +152,11 @@ class HookedConfig:
         Raises:
             ValueError: If the architecture or a size is missing.
         """
-        given = ("d_x", "d_y", "scale", "n_ctx")
-        missing = [name for name in ("model", *given) if name not in settings]
-        if missing:
-            raise ValueError(
-                f"settings must have {', '.join(('model', *given))}, got none of {', '.join(missing)}."
-            )
-        switches = {n: settings[n] for n in SWITCHES if n in settings}
-        model = ModelConfig(**settings["model"])
-        config = cls(model, **{name: settings[name] for name in given}, **switches)
+        needed = ("model", "d_x", "d_y", "scale", "n_ctx")
+        if missing := [name for name in needed if name not in settings]:
+            raise ValueError(f"settings must have {', '.join(missing)}, got none.")
+        given = {name: settings[name] for name in (*needed, *SWITCHES) if name in settings}
+        config = cls(**{**given, "model": ModelConfig(**settings["model"])})
         config.device = settings.get("device", config.device)
         config.dtype = settings.get("dtype", config.dtype)
         return config

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -384,7 +384,7 @@ class WeightsPredictor(Predictor):
         return self.own.n_heads
 
     @cached_property
-    def hooked(self) -> HookedPredictor:  # type: ignore[override]
+    def hooked(self) -> HookedPredictor:
         from mechinterp.models.hooked.transformer import ICLTransformer
 
         return hooked_predictor(ICLTransformer.from_weights(self.own, task=self.task))
@@ -471,14 +471,6 @@ def predictions_after(
     return torch.stack([model(prompts.prefix(length)) for length in lengths], dim=1)
 
 
-@runtime_checkable
-class HasPredictor(Protocol):
-    """An object with a predictor: a checkpoint."""
-
-    @property
-    def predictor(self) -> Predictor: ...
-
-
 def predictor_of(source: Source) -> Predictor:
     """Predictor of a checkpoint, a hooked model, weights or a predictor.
 
@@ -491,14 +483,13 @@ def predictor_of(source: Source) -> Predictor:
         >>> predictor_of(zero_head(d_x=5)).n_heads
         1
     """
-    if isinstance(source, Predictor):
-        return source
+    for holder in (source, getattr(source, "predictor", None)):
+        if isinstance(holder, Predictor):
+            return holder
     if isinstance(source, AnyWeights):
         weights = as_weights(source)
         task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
         return WeightsPredictor(own=weights, task=task)
-    if isinstance(source, HasPredictor):
-        return source.predictor
     if isinstance(source, HookedPredictor):
         return ModelPredictor(own=source)
     hooked = hooked_predictor(source)  # type: ignore[arg-type]
