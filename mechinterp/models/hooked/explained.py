@@ -83,7 +83,7 @@ def _unexplained(
         reasons = ["its weights are no output of torch.softmax, so that its scores are not seen"]
     if not _all_caught(passed):
         reason = "its queries, keys and values are not put out by modules of the usual names"
-        return {*gone, *PROJECTED}, reason
+        return [*{*gone, *PROJECTED}], reason
     q, k, v = (passed[name][0] for name in PROJECTED)
     if not gone:
         (scores,) = passed["hook_attn_scores"]

@@ -92,7 +92,7 @@ def _linear_block(block: Block) -> Block:
     linear.load_state_dict(block.state_dict())
     linear.attn = LinearAttention(linear.attn)
     if cfg.d_mlp is not None:
-        linear.mlp = LinearMLP(block.mlp)
+        linear.mlp = LinearMLP(block.mlp)  # type: ignore[assignment]
     return linear
 
 

@@ -138,7 +138,7 @@ def masked_predictions(
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
-    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    layers = [_Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
     chunks = _chunks(weights, prompts)
     means = None
     if method == "mean":
@@ -232,8 +232,8 @@ def _after(n_layers: int, streams: Iterator[Tensor]) -> Tensor:
 class _Layer:
     weights: Weights
     number: int
-    attend: Attend = attend
-    last: slice = LAST
+    attend: Attend
+    last: slice
     """Positions that are read after the last layer."""
 
     def named(self, name: str) -> Tensor | None:

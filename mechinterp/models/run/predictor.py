@@ -492,7 +492,7 @@ def predictor_of(source: Source) -> Predictor:
         return WeightsPredictor(own=weights, task=task)
     if isinstance(source, HookedPredictor):
         return ModelPredictor(own=source)
-    hooked = hooked_predictor(source)  # type: ignore[arg-type]
+    hooked = hooked_predictor(source)
     model = cast("ICLTransformer", hooked.model)
     return ModelPredictor(own=hooked, transformer=model, task=_assumed_task(model.cfg))
 
