@@ -38,8 +38,7 @@ from mechinterp.checkpoints.native.tensors import (
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
-from mechinterp.models.hooked.runner import hooked_predictor
-from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.run.predictor import Predictor, WeightsPredictor
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 if TYPE_CHECKING:
@@ -208,23 +207,16 @@ class Checkpoint(Run):
         config = replace(self.config, model=weights.model, task=task)
         return replace(self, config=config, weights=weights, readings=(), kept={})
 
-    @cached_property
+    @property
     def model(self) -> "ICLTransformer":
         """The hooked model, on the device of the weights."""
-        from mechinterp.models.hooked.transformer import ICLTransformer
-
-        return ICLTransformer.from_weights(self.weights, task=self.config.task)
+        return self.predictor.hooked.model  # type: ignore[return-value]
 
     @cached_property
     def predictor(self) -> Predictor:
         """The model as analyses use it."""
-        model = self.config.model
-        return Predictor(
-            n_layers=model.n_layers,
-            n_heads=model.n_heads,
-            build=lambda: hooked_predictor(self.model),
-            own_weights=lambda: self.weights,
-            is_hooked=lambda: "model" in vars(self) and hooked_predictor(self.model).is_hooked,
+        return WeightsPredictor(
+            own=self.weights,
             task=self.task,
             trained_here=self.trained_here,
             doubt=self.doubt,

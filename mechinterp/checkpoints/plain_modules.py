@@ -24,7 +24,7 @@ from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.run.predictor import ModelPredictor, Predictor
 from mechinterp.models.tokens import require_sizes
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class HookedModule(Run):
     @property
     def predictor(self) -> Predictor:
         """The model in the form that the analyses use."""
-        hooked = self.hooked
-        return Predictor(hooked.n_layers, hooked.n_heads, lambda: hooked, task=self.task)
+        return ModelPredictor(own=self.hooked, task=self.task)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""

@@ -117,6 +117,13 @@ class ModelConfig:
         return self.context_only and self.attention_only and not any(variants)
 
     @property
+    def queries_side_by_side(self) -> bool:
+        """True if several queries can share one pass: no token reads a query, or knows its place."""
+        alone = self.context_only or self.n_layers == 1
+        placed = (self.rotary_dim, self.n_positions) != (None, None)
+        return alone and not (placed or self.attend_to_self or self.layout == "in_turn")
+
+    @property
     def trains_compiled(self) -> bool:
         """True if the compiled step can train it: one layer of attention whose query attends to the
         context only."""

@@ -64,12 +64,7 @@ def rotated(
     turns = model.rotary_base ** (-torch.arange(0, n, 2, dtype=at.dtype, device=at.device) / n)
     angle = at[:, None, None] * turns  # [pos, 1, pair]
     cos, sin = angle.cos().to(heads), angle.sin().to(heads)
-    turning, rest = heads[..., :n], heads[..., n:]
-    if model.rotary_adjacent_pairs:
-        one, other = turning[..., ::2], turning[..., 1::2]
-    else:
-        one, other = turning.chunk(2, -1)
-    pairs = (one * cos - other * sin, other * cos + one * sin)
-    adjacent = model.rotary_adjacent_pairs
-    turned = torch.stack(pairs, -1).flatten(-2) if adjacent else torch.cat(pairs, -1)
-    return torch.cat([turned, rest], -1)
+    axes, pair = ((-1, 2), -1) if model.rotary_adjacent_pairs else ((2, -1), -2)
+    one, other = heads[..., :n].unflatten(-1, axes).unbind(pair)
+    turned = torch.stack([one * cos - other * sin, other * cos + one * sin], pair).flatten(-2)
+    return torch.cat([turned, heads[..., n:]], -1)

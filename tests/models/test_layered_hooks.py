@@ -287,7 +287,7 @@ def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architect
         _, cache = model.run_with_cache(tokens)
     block, resid = model.blocks[1], before["resid_pre", 1] + shift
     read = block.ln1(resid) if model.cfg.model.norm == "before" else resid
-    bias = block.attn.b_Q[1] if model.cfg.biases else 0
+    bias = block.attn.b_Q[1] if model.cfg.model.biases else 0
     assert_close_to_rounding(cache["q", 1][:, :, 1], read @ block.attn.W_Q[1] + bias)
     for head in (0, 2):
         assert_close_to_rounding(cache["q", 1][:, :, head], before["q", 1][:, :, head])

@@ -361,7 +361,7 @@ def test_settings_have_transformer_lens_names(shipped):
     cfg = model.cfg
     assert cfg.attn_scale == 1 / cfg.scale
     assert cfg.use_attn_scale is True
-    assert cfg.attention_dir == ("bidirectional" if cfg.context_only else "causal")
+    assert cfg.attention_dir == ("bidirectional" if cfg.model.context_only else "causal")
     assert (cfg.act_fn, cfg.d_mlp, cfg.use_attn_in) == (None, None, False)
     q, k = (model.run_with_cache(prompts)[1][name, 0] for name in ("q", "k"))
     scores = model.run_with_cache(prompts)[1]["attn_scores", 0][:, 0, -1, 0]
@@ -380,7 +380,7 @@ def test_settings_go_to_a_dict_and_back(shipped):
     assert again.to_dict() == settings
     assert settings["d_model"] == model.cfg.d_model
     assert again.model == model.cfg.model
-    with pytest.raises(ValueError, match=r"^settings must have model, d_x, d_y, scale, n_ctx, got"):
+    with pytest.raises(ValueError, match=r"^settings must have model, d_y, scale, n_ctx, got none"):
         HookedConfig.from_dict({"d_x": 5})
     # TransformerLens' own config takes the names it knows.
     upstream = TransformerBridgeConfig.from_dict(settings)

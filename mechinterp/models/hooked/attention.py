@@ -34,14 +34,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self._add_query_and_key()
-        self.W_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
-        self.W_O = nn.Parameter(zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
-        if cfg.biases:
-            self.b_Q = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
-            self.b_K = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
-            self.b_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
-            self.b_O = nn.Parameter(zeros(cfg.d_model))
+        self._add_weights()
         self.hook_attn_in = HookPoint()  # [batch, pos, head, d_model]
         self.hook_q_input = HookPoint()
         self.hook_k_input = HookPoint()
@@ -50,10 +43,8 @@ class Attention(nn.Module):
         self.hook_k = HookPoint()
         self.hook_v = HookPoint()
         if cfg.model.rotary_dim is not None:
-            self.hook_rot_q = (
-                HookPoint()
-            )  # [batch, pos, head, d_head], queries rotated by their positions
-            self.hook_rot_k = HookPoint()
+            # Queries and keys rotated by their positions, [batch, pos, head, d_head].
+            self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()
         self.hook_attn_scores = HookPoint()  # [batch, head, query, key], -inf where masked
         self.hook_pattern = HookPoint()  # [batch, head, query, key]
         self.hook_z = HookPoint()  # [batch, pos, head, d_head]
@@ -76,18 +67,33 @@ class Attention(nn.Module):
         # No stored mask: a context longer than any in training is masked in the same way.
         reads = readable_keys(scores.shape[-1], self.cfg.model, device=scores.device)
         scores = self.hook_attn_scores(scores.masked_fill(~reads, -torch.inf))
-        pattern = attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
+        pattern = attention_pattern(
+            scores, score=self.cfg.model.score, slope=self.cfg.model.score_slope
+        )
         pattern = self.hook_pattern(pattern)
         averages = "batch head query key, batch key head d_head -> batch query head d_head"
-        z = self.hook_z(einsum(pattern, v, averages))
+        return self._write(self.hook_z(einsum(pattern, v, averages)))
 
+    def _write(self, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+        """Sum of the heads' outputs for their weighted averages."""
         W_O = self._output_weights()
         if self.cfg.use_attn_result:
             per_head = "batch pos head d_head, head d_head d_model -> batch pos head d_model"
             out = self.hook_result(einsum(z, W_O, per_head)).sum(dim=2)
         else:
             out = einsum(z, W_O, "batch pos head d_head, head d_head d_model -> batch pos d_model")
-        return out + self.b_O if self.cfg.biases else out
+        return out + self.b_O if self.cfg.model.biases else out
+
+    def _add_weights(self) -> None:
+        cfg = self.cfg
+        self._add_query_and_key()
+        self.W_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_model, cfg.d_head))
+        self.W_O = nn.Parameter(zeros(cfg.n_heads, cfg.d_head, cfg.d_model))
+        if cfg.model.biases:
+            self.b_Q = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_K = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_V = nn.Parameter(zeros(cfg.n_heads, cfg.d_head))
+            self.b_O = nn.Parameter(zeros(cfg.d_model))
 
     def _add_query_and_key(self) -> None:
         cfg = self.cfg
@@ -114,7 +120,7 @@ class Attention(nn.Module):
         axes = "batch pos head d_model" if read.ndim == 4 else "batch pos d_model"
         equation = f"{axes}, head d_model d_head -> batch pos head d_head"
         projected = einsum(read, getattr(self, f"W_{which}"), equation)
-        return projected + getattr(self, f"b_{which}") if self.cfg.biases else projected
+        return projected + getattr(self, f"b_{which}") if self.cfg.model.biases else projected
 
     @property
     def QK(self) -> FactoredMatrix:
@@ -158,4 +164,4 @@ class MergedAttention(Attention):
             return super()._project(read, which)
         # A copy, so that a hook on the keys may edit them in place and leave the input alone.
         keys = read.clone() if read.ndim == 4 else self._per_head(read)
-        return keys + self.b_K if self.cfg.biases else keys
+        return keys + self.b_K if self.cfg.model.biases else keys

@@ -38,8 +38,8 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[cfg.model.activation]
         self.W_in = nn.Parameter(zeros(cfg.d_model, d_mlp))
         self.W_out = nn.Parameter(zeros(d_mlp, cfg.d_model))
-        self.b_in = nn.Parameter(zeros(d_mlp)) if cfg.biases else None
-        self.b_out = nn.Parameter(zeros(cfg.d_model)) if cfg.biases else None
+        self.b_in = nn.Parameter(zeros(d_mlp)) if cfg.model.biases else None
+        self.b_out = nn.Parameter(zeros(cfg.d_model)) if cfg.model.biases else None
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.attn = MergedAttention(cfg) if cfg.merged_qk else Attention(cfg)
+        self.attn = MergedAttention(cfg) if cfg.model.merged_qk else Attention(cfg)
         # HookedTransformer has these points in the block; here each keeps its name in the attention.
         self.hook_attn_in = self.attn.hook_attn_in
         self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
@@ -121,7 +121,7 @@ class Unembed(nn.Module):
             self.register_buffer("W_U", W_U, persistent=False)
         else:
             self.W_U = nn.Parameter(zeros(cfg.d_model, cfg.d_y))
-        if cfg.model.d_model is not None and cfg.biases:
+        if cfg.model.d_model is not None and cfg.model.biases:
             self.b_U = nn.Parameter(zeros(cfg.d_y))
         else:
             self.register_buffer("b_U", zeros(cfg.d_y), persistent=False)

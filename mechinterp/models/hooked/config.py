@@ -59,12 +59,6 @@ class HookedConfig:
     n_layers = _of_architecture("n_layers")
     n_heads = _of_architecture("n_heads")
     d_mlp = _of_architecture("d_mlp")
-    score = _of_architecture("score")
-    score_slope = _of_architecture("score_slope")
-    attend_to_self = _of_architecture("attend_to_self")
-    context_only = _of_architecture("context_only")
-    biases = _of_architecture("biases")
-    merged_qk = _of_architecture("merged_qk")
     rotary_dim = _of_architecture("rotary_dim")
     rotary_base = _of_architecture("rotary_base")
     rotary_adjacent_pairs = _of_architecture("rotary_adjacent_pairs")
@@ -73,7 +67,7 @@ class HookedConfig:
         rules = Rules("", self)
         rules.at_least(1, "d_x", "d_y", "n_ctx")
         rule = f"must be d_model = {self.d_model} where merged_qk is true"
-        rules.require("d_head", not self.merged_qk or self.d_head == self.d_model, rule)
+        rules.require("d_head", not self.model.merged_qk or self.d_head == self.d_model, rule)
 
     @property
     def d_token(self) -> int:
@@ -120,7 +114,7 @@ class HookedConfig:
     @property
     def attention_dir(self) -> str:
         """ "bidirectional" if a token reads the context on both sides of it."""
-        return "bidirectional" if self.context_only else "causal"
+        return "bidirectional" if self.model.context_only else "causal"
 
     @property
     def act_fn(self) -> str | None:
@@ -130,7 +124,7 @@ class HookedConfig:
     @property
     def n_params(self) -> int:
         """Number of weights of heads and MLPs; biases, norms, read-in and read-out are not counted."""
-        query_and_key = self.d_model**2 if self.merged_qk else 2 * self.d_model * self.d_head
+        query_and_key = self.d_model**2 if self.model.merged_qk else 2 * self.d_model * self.d_head
         per_layer = self.n_heads * (query_and_key + 2 * self.d_model * self.d_head)
         return self.n_layers * (per_layer + 2 * self.d_model * (self.d_mlp or 0))
 
@@ -158,15 +152,11 @@ class HookedConfig:
         Raises:
             ValueError: If the architecture or a size is missing.
         """
-        given = ("d_x", "d_y", "scale", "n_ctx")
-        missing = [name for name in ("model", *given) if name not in settings]
-        if missing:
-            raise ValueError(
-                f"settings must have {', '.join(('model', *given))}, got none of {', '.join(missing)}."
-            )
-        switches = {n: settings[n] for n in SWITCHES if n in settings}
-        model = ModelConfig(**settings["model"])
-        config = cls(model, **{name: settings[name] for name in given}, **switches)
+        needed = ("model", "d_x", "d_y", "scale", "n_ctx")
+        if missing := [name for name in needed if name not in settings]:
+            raise ValueError(f"settings must have {', '.join(missing)}, got none.")
+        given = {name: settings[name] for name in (*needed, *SWITCHES) if name in settings}
+        config = cls(**{**given, "model": ModelConfig(**settings["model"])})
         config.device = settings.get("device", config.device)
         config.dtype = settings.get("dtype", config.dtype)
         return config

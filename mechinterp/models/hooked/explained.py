@@ -6,12 +6,12 @@ On a trial input the patterns are replaced by random numbers; the heads' outputs
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from einops import einsum
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.followed import (
@@ -21,6 +21,7 @@ from mechinterp.models.hooked.followed import (
     PRODUCTS,
     PROJECTED,
     TINY,
+    Heads,
     linear_attention,
 )
 from mechinterp.models.hooked.module import ModuleHooks
@@ -35,7 +36,7 @@ Passed = Mapping[str, Sequence[Tensor]]
 def follow(model: ModuleHooks, inputs: Tensor) -> None:
     """Remove the hook points within attention that do not explain the heads' outputs on these inputs."""
     for layer in range(len(model.blocks)):
-        heads: Any = model.blocks[layer].attn
+        heads = cast(Heads, model.blocks[layer].attn)
         with caught(heads, (*POINTS, "hook_z")) as passed:
             model(inputs)
         gone, reason = _unexplained(model, inputs, heads, passed)
@@ -47,7 +48,7 @@ def follow(model: ModuleHooks, inputs: Tensor) -> None:
 
 
 @contextmanager
-def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
+def caught(heads: Heads, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
     """Context that records the values at some hook points of a layer."""
     passed: dict[str, list[Tensor]] = {name: [] for name in names}
 
@@ -65,8 +66,8 @@ def caught(heads: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Te
 
 
 def _unexplained(
-    model: ModuleHooks, inputs: Tensor, heads: Any, passed: Passed
-) -> tuple[tuple[str, ...], str]:
+    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed
+) -> tuple[Sequence[str], str]:
     """Hook points to remove, and the reason."""
     number = len(passed["hook_pattern"])
     if number == 0:
@@ -76,40 +77,31 @@ def _unexplained(
     (pattern,), (z,) = passed["hook_pattern"], passed["hook_z"]
     if not _is_average(model, inputs, heads, pattern, z):
         return POINTS, "what its heads put out is not the average of values by that softmax"
-    by_hand = not passed["hook_attn_scores"]
+    gone, reasons = [], []
+    if not passed["hook_attn_scores"]:
+        gone = ["hook_attn_scores", *PROJECTED[:2]]
+        reasons = ["its weights are no output of torch.softmax, so that its scores are not seen"]
     if not _all_caught(passed):
-        return (
-            (*PROJECTED, *POINTS[3:4]) if by_hand else PROJECTED,
-            "its queries, keys and values are not put out by modules of the usual names",
-        )
-    if by_hand:
-        v, own = (
-            passed["hook_v"][0],
-            "its weights are no output of torch.softmax, so that its scores are not seen",
-        )
-        without = POINTS[:2] if _same(einsum(pattern, v, AVERAGE), z) else PROJECTED
-        return (*without, "hook_attn_scores"), own
-    q, k, v, scores = (passed[name][0] for name in POINTS[:4])
-    if scores.shape[-1] != k.shape[1]:
-        reason = (
-            f"its softmax is over {scores.shape[-1]} keys, and its projection puts out {k.shape[1]}"
-        )
-        return POINTS, reason
-    products = einsum(q, k, PRODUCTS)
-    read = (scores > MASKED) & (pattern > 0)
-    s, p = scores[read], products[read]
-    factor = (s @ p) / (p @ p).clamp_min(TINY)
-    gone: tuple[str, ...] = ()
-    if not _same(factor * p, s):
-        gone, reason = PROJECTED[:2], "scores are not products of what its queries and keys put out"
+        reason = "its queries, keys and values are not put out by modules of the usual names"
+        return [*{*gone, *PROJECTED}], reason
+    q, k, v = (passed[name][0] for name in PROJECTED)
+    if not gone:
+        (scores,) = passed["hook_attn_scores"]
+        if scores.shape[-1] != k.shape[1]:
+            keys = f"{scores.shape[-1]} keys, and its projection puts out {k.shape[1]}"
+            return POINTS, f"its softmax is over {keys}"
+        products = einsum(q, k, PRODUCTS)
+        read = (scores > MASKED) & (pattern > 0)
+        s, p = scores[read], products[read]
+        factor = (s @ p) / (p @ p).clamp_min(TINY)
+        heads.factor = factor.item()
+        if not _same(factor * p, s):
+            gone += PROJECTED[:2]
+            reasons.append("scores are not products of what its queries and keys put out")
     if not _same(einsum(pattern, v, AVERAGE), z):
-        reason = f"{reason}, nor" if gone else "the"
-        gone, reason = (
-            (*gone, "hook_v"),
-            f"{reason} values that are averaged are not what its projection puts out",
-        )
-    heads.factor = factor.item()
-    return gone, reason if gone else ""
+        gone.append("hook_v")
+        reasons.append("the values that are averaged are not what its projection puts out")
+    return gone, "; ".join(reasons)
 
 
 def _all_caught(passed: Passed) -> bool:
@@ -122,7 +114,7 @@ def _all_caught(passed: Passed) -> bool:
 def _is_average(
     model: ModuleHooks,
     inputs: Tensor,
-    heads: nn.Module,
+    heads: Heads,
     pattern: Float[Tensor, "batch head query key"],
     z: Float[Tensor, "batch pos head d_head"],
 ) -> bool:
@@ -131,10 +123,10 @@ def _is_average(
         return False
 
     def outputs(weights: Tensor) -> Tensor:
-        heads.hook_pattern.add_hook(lambda values, hook: weights)  # type: ignore[operator, union-attr]
+        heads.hook_pattern.add_hook(lambda values, hook: weights)
         with caught(heads, ["hook_z"]) as passed:
             model(inputs)
-        heads.hook_pattern.remove_hooks()  # type: ignore[operator, union-attr]
+        heads.hook_pattern.remove_hooks()
         return passed["hook_z"][0]
 
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -159,7 +151,7 @@ def _by_entry(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch
     return z.flatten(-2).unflatten(-1, (z.shape[3], z.shape[2])).mT
 
 
-def _without_softmax(heads: Any, passed: Passed) -> tuple[tuple[str, ...], str]:
+def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str]:
     """Check of attention without a softmax, whose weights must be q.k under a mask, times one factor."""
     if not _all_caught(passed):
         return (

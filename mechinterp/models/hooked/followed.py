@@ -17,6 +17,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformer_lens.hook_points import HookPoint
 
 PROJECTED = ("hook_q", "hook_k", "hook_v")
 POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern")
@@ -61,11 +62,46 @@ class Inner:
     torch.nn.MultiheadAttention, and if no module computes them."""
 
 
+class Heads(nn.Module):
+    """Hook points of one layer's heads."""
+
+    projection: nn.Module
+    """Output projection that was taken out of a torch.nn.MultiheadAttention."""
+    output: tuple[nn.Module]
+    """Module that takes the heads' outputs side by side; in a tuple, so that it is not registered twice."""
+    hook_z: HookPoint
+    hook_pattern: HookPoint
+
+    def __init__(self, n_heads: int, d_head: int) -> None:
+        super().__init__()
+        self.n_heads, self.d_head = n_heads, d_head
+        self.passed: dict[str, Tensor] = {}
+        """Queries, keys, values and pattern of the current run, and the changes that hooks made to single heads."""
+        self.factor = 1.0
+        """Factor between scores and the products q.k."""
+        self.mask = ""
+        """Mask of attention without a softmax, a key of `LINEAR_MASKS`; "" with a softmax."""
+        for name in (*POINTS, "hook_z"):
+            self.add_module(name, HookPoint())
+
+    def through(self, name: str, values: Tensor) -> Tensor:
+        """The values after the hook point; unchanged if the layer does not have it."""
+        point = getattr(self, name, None)
+        return values if point is None else point(values)
+
+    def written(self, z: Tensor) -> Tensor:
+        """Output of each head for the given z, [batch, pos, head, width], without the bias."""
+        (output,) = self.output
+        alone = torch.eye(self.n_heads, dtype=z.dtype, device=z.device)[:, :, None]
+        alone = z[:, :, :, None] * alone
+        return output(alone.flatten(-2)) - output(torch.zeros_like(z).flatten(-2))[:, :, None]
+
+
 @dataclass(eq=False)
 class Running:
     """Heads of the layer whose attention is running; None outside attention."""
 
-    heads: Any = None
+    heads: Heads | None = None
 
 
 class Following(TorchFunctionMode):
@@ -93,37 +129,9 @@ class Following(TorchFunctionMode):
         return _written_by_hand(heads, result) if heads is not None and func in BY_HAND else result
 
 
-def attach(module: nn.Module, inner: Inner, runs: Any, turned: bool, running: Running) -> None:
-    """Register hooks on the queries, keys and values of a block, and on the start and end of its attention."""
-    container = module.get_submodule(inner.container)
-    container.register_forward_pre_hook(partial(_enter, running, runs))
-    container.register_forward_hook(partial(_leave, running), always_call=True)
-    for part, name in inner.projections.items():
-        module.get_submodule(name).register_forward_hook(partial(_project, runs, part, turned))
-
-
-def _enter(running: Running, runs: Any, container: nn.Module, args: tuple) -> None:
-    running.heads = runs.heads
-    running.heads.passed.clear()
-
-
-def _leave(running: Running, container: nn.Module, args: tuple, output: object) -> None:
-    if running.heads is not None:
-        running.heads.passed.clear()
-    running.heads = None
-
-
-def through(heads: Any, name: str, values: Tensor) -> Tensor:
-    """The values after the hook point; unchanged if the layer does not have it."""
-    point = getattr(heads, name, None)
-    return values if point is None else point(values)
-
-
-def _project(
-    runs: Any, part: str, turned: bool, projection: nn.Module, args: tuple, output: Tensor
-) -> Tensor:
+def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tensor:
     """Output of a projection after the hook points of its parts."""
-    heads, width = runs.heads, output.shape[-1]
+    width = output.shape[-1]
     if output.ndim != 3:
         return output
     # With grouped queries the heads share keys and values, which are then narrower than the queries.
@@ -140,7 +148,7 @@ def _project(
     return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
 
 
-def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
+def _by_head(heads: Heads, name: str, values: Tensor, turned: bool) -> Tensor:
     """Values of one projection, passed through the hook point as [batch, pos, head, d_head] with shared heads repeated.
 
     A shared projection cannot carry a hook's change to one head alone. That change is stored and added to the scores
@@ -151,7 +159,7 @@ def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
         return values
     parts, times = values.unflatten(-1, (n_own, -1)), heads.n_heads // n_own
     parts = parts.transpose(0, 1) if turned else parts
-    changed = through(heads, name, parts.repeat_interleave(times, dim=2))
+    changed = heads.through(name, parts.repeat_interleave(times, dim=2))
     own = changed[:, :, ::times]
     heads.passed[name] = changed
     if times > 1:
@@ -160,7 +168,7 @@ def _by_head(heads: Any, name: str, values: Tensor, turned: bool) -> Tensor:
 
 
 def behind_values(
-    heads: Any, z: Float[Tensor, "*axes head d_head"]
+    heads: Heads, z: Float[Tensor, "*axes head d_head"]
 ) -> Float[Tensor, "*axes head d_head"]:
     """Heads' outputs, with the changes that hooks made to values of single heads or to weights without a softmax."""
     passed = heads.passed
@@ -187,14 +195,14 @@ def linear_attention(
     return products, einsum(products, v, AVERAGE)
 
 
-def _four_axes(heads: Any, values: Tensor) -> Tensor | None:
+def _four_axes(heads: Heads, values: Tensor) -> Tensor | None:
     """The values as [batch, head, query, key]; None if they have another shape."""
     if values.ndim == 3 and len(values) % heads.n_heads == 0:  # prompts and heads share one axis
         return values.unflatten(0, (-1, heads.n_heads))
     return values if values.ndim == 4 and values.shape[1] == heads.n_heads else None
 
 
-def _written_by_hand(heads: Any, values: Tensor) -> Tensor:
+def _written_by_hand(heads: Heads, values: Tensor) -> Tensor:
     """Weights that are >= 0 and add up to 1 over keys, through the hook point of patterns; other values unchanged."""
     four = _four_axes(heads, values)
     if four is None or not hasattr(heads, "hook_pattern") or four.shape[-1] < 2:
@@ -207,7 +215,7 @@ def _written_by_hand(heads: Any, values: Tensor) -> Tensor:
     return heads.passed["hook_pattern"].reshape(values.shape)
 
 
-def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
+def _softmax(heads: Heads, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
     """Softmax over keys through the hook points, as [batch, head, query, key]; other shapes get the plain function."""
     shape, four = scores.shape, _four_axes(heads, scores)
     if four is None:
@@ -215,14 +223,14 @@ def _softmax(heads: Any, function: Callable, scores: Tensor, *rest: Any) -> Tens
     passed = heads.passed
     if "hook_k of one" in passed and hasattr(heads, "hook_k"):
         four = four + heads.factor * einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)
-    put_in = through(heads, "hook_attn_scores", four).reshape(shape)
-    pattern = through(heads, "hook_pattern", function(put_in, *rest).reshape(four.shape))
+    put_in = heads.through("hook_attn_scores", four).reshape(shape)
+    pattern = heads.through("hook_pattern", function(put_in, *rest).reshape(four.shape))
     passed["hook_pattern"] = pattern
     return pattern.reshape(shape)
 
 
 def _attention(
-    heads: Any,
+    heads: Heads,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -251,7 +259,7 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
-def _multihead(heads: Any, **given: Any) -> tuple[Tensor, Tensor | None] | None:
+def _multihead(heads: Heads, **given: Any) -> tuple[Tensor, Tensor | None] | None:
     """torch.nn.MultiheadAttention computed step by step; None if it uses an unsupported option."""
     query, n_heads = given["query"], given["num_heads"]
     more = (given["bias_k"], given["bias_v"], given["static_k"], given["static_v"])
@@ -264,7 +272,7 @@ def _multihead(heads: Any, **given: Any) -> tuple[Tensor, Tensor | None] | None:
     biases = [None] * 3 if bias is None else bias.chunk(3)
     inputs = (query, given["key"], given["value"])
     q, k, v = (
-        through(heads, name, F.linear(x, W, b).unflatten(-1, (n_heads, -1)).transpose(0, 1))
+        heads.through(name, F.linear(x, W, b).unflatten(-1, (n_heads, -1)).transpose(0, 1))
         for name, x, W, b in zip(PROJECTED, inputs, weights, biases, strict=True)
     )
     scores = einsum(q, k, "batch query head d, batch key head d -> batch head query key")

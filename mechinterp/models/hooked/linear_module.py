@@ -10,33 +10,30 @@ from torch import Tensor, nn
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.blocks import MLP, Block
-from mechinterp.models.layers import ACTIVATIONS, rotated
-from mechinterp.models.scores import attention_pattern, readable_keys
+from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.layers import ACTIVATIONS
 from mechinterp.models.tokens import tokens_of
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Attention):
     """Attention heads with q, k, v and o as nn.Linear; the heads lie side by side."""
 
     def __init__(self, attn: Attention) -> None:
-        super().__init__()
-        self.cfg = attn.cfg
+        super().__init__(attn.cfg)
+        W_Q, W_K, W_V = (W.permute(1, 0, 2).flatten(1) for W in (attn.W_Q, attn.W_K, attn.W_V))
         biases = [getattr(attn, f"b_{name}", None) for name in "QKVO"]
-        q, k, v = (_heads(getattr(attn, f"W_{name}")) for name in "QKV")
-        flat = [None if bias is None else bias.flatten() for bias in biases]
-        self.q, self.k, self.v = _linear(q, flat[0]), _linear(k, flat[1]), _linear(v, flat[2])
-        self.o = _linear(attn.W_O.flatten(0, 1), flat[3])
+        b_Q, b_K, b_V, b_O = (None if bias is None else bias.flatten() for bias in biases)
+        self.q, self.k, self.v = _linear(W_Q, b_Q), _linear(W_K, b_K), _linear(W_V, b_V)
+        self.o = _linear(attn.W_O.flatten(0, 1), b_O)
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        model, n_heads = self.cfg.model, self.cfg.n_heads
-        q, k, v = (each(x).unflatten(-1, (n_heads, -1)) for each in (self.q, self.k, self.v))
-        if model.rotary_dim is not None:
-            q, k = rotated(q, model), rotated(k, model)
-        scores = self.cfg.scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
-        reads = readable_keys(scores.shape[-1], model, device=scores.device)
-        scores = scores.masked_fill(~reads, -torch.inf)
-        pattern = attention_pattern(scores, score=self.cfg.score, slope=self.cfg.score_slope)
-        return self.o(torch.einsum("bhqk,bkhd->bqhd", pattern, v).flatten(2))
+    def _add_weights(self) -> None:
+        """None: the projections have the weights."""
+
+    def _project(self, read: Tensor, which: str) -> Float[Tensor, "batch pos head d_head"]:
+        return getattr(self, which.lower())(read).unflatten(-1, (self.cfg.n_heads, -1))
+
+    def _write(self, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+        return self.o(z.flatten(2))
 
 
 class LinearMLP(nn.Module):
@@ -49,27 +46,6 @@ class LinearMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         return self.down(self.activation(self.up(x)))
-
-
-class LinearBlock(nn.Module):
-    """Attention and an optional MLP, both added to the stream, with norms before or after them."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.norm = block.cfg.model.norm
-        self.attn = LinearAttention(block.attn)
-        self.mlp = LinearMLP(block.mlp) if block.cfg.d_mlp is not None else None
-        self.ln1: nn.Module = copy.deepcopy(getattr(block, "ln1", nn.Identity()))
-        self.ln2: nn.Module = copy.deepcopy(getattr(block, "ln2", nn.Identity()))
-
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        before = self.norm == "before"
-        x = x + self.attn(self.ln1(x) if before else x)
-        x = x if before else self.ln1(x)
-        if self.mlp is None:
-            return x
-        x = x + self.mlp(self.ln2(x) if before else x)
-        return x if before else self.ln2(x)
 
 
 class LinearModule(nn.Module):
@@ -86,7 +62,7 @@ class LinearModule(nn.Module):
             self.embed = _linear(embed, model.b_in)
         if self.model.n_positions is not None:
             self.W_pos = nn.Parameter(model.pos_embed["W_pos"].detach().clone())
-        self.blocks = nn.ModuleList(LinearBlock(block) for block in model.blocks)
+        self.blocks = nn.ModuleList(_linear_block(block) for block in model.blocks)
         self.ln_final = copy.deepcopy(model.ln_final)
         self.unembed = _linear(model.unembed.W_U, model.unembed.b_U)
         # Without d_model the read-out selects the y entries, and is not trained.
@@ -108,9 +84,16 @@ class LinearModule(nn.Module):
         return self.unembed(self.ln_final(x))
 
 
-def _heads(W: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "d_model heads"]:
-    """Weights of all heads side by side."""
-    return W.permute(1, 0, 2).flatten(1)
+def _linear_block(block: Block) -> Block:
+    """Copy of a block, without its hooks and switches, in which attention and MLP consist of nn.Linear."""
+    cfg = block.cfg
+    plain = HookedConfig(cfg.model, cfg.d_x, cfg.d_y, scale=cfg.scale, n_ctx=cfg.n_ctx)
+    linear = Block(plain).to(block.attn.W_V)
+    linear.load_state_dict(block.state_dict())
+    linear.attn = LinearAttention(linear.attn)
+    if cfg.d_mlp is not None:
+        linear.mlp = LinearMLP(block.mlp)  # type: ignore[assignment]
+    return linear
 
 
 def _linear(W: Float[Tensor, "d_in d_out"], bias: Tensor | None) -> nn.Linear:

@@ -18,10 +18,11 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.models.hooked.followed import (
     POINTS,
     Following,
+    Heads,
     Inner,
     Running,
-    attach,
     behind_values,
+    projected,
 )
 from mechinterp.models.hooked.hooks import CheckedHooks
 
@@ -95,13 +96,11 @@ class ModuleHooks(CheckedHooks):
         self.unfollowed: dict[int, str] = {}
         """Reason why hook points of a layer are left out, by layer."""
         blocks = [_Block(places[place]) for place in order]
-        self._runs = [
-            _Runs(place.block, [block for at, block in zip(order, blocks, strict=True) if at == n])
-            for n, place in enumerate(places)
-        ]
-        for place, runs in zip(places, self._runs, strict=True):
-            _attach(module, place, runs)
-            attach(module, place.inner, runs, place.heads_turned, self._running)
+        self._runs = []
+        for n, place in enumerate(places):
+            layers = [block for at, block in zip(order, blocks, strict=True) if at == n]
+            self._runs.append(_Runs(place, layers, self._running))
+            self._runs[-1].attach(module)
         self.blocks = nn.ModuleList(blocks)
         parameter = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         self.cfg = ModuleSizes(  # type: ignore[assignment]
@@ -135,24 +134,52 @@ class ModuleHooks(CheckedHooks):
         return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
 
 
+class _Block(nn.Module):
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.attn = Heads(place.n_heads, place.d_head)
+        self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
+
+
 @dataclass(eq=False)
 class _Runs:
-    """Layers of one block, one per run of the block."""
+    """Layers of one block, one per run, and the hooks that pass the block's tensors through their hook points.
 
-    block: str
-    layers: list["_Block"]
+    The hooks are methods, not closures, so that a copied model uses its own hook points.
+    """
+
+    place: Place
+    layers: list[_Block]
+    running: Running
     now: int = -1
     """Index of the current run."""
 
     @property
-    def layer(self) -> "_Block":
-        return self.layers[self.now]
+    def heads(self) -> Heads:
+        return self.layers[self.now].attn
 
-    @property
-    def heads(self) -> "_Heads":
-        return self.layer.attn
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks on the parts of the block."""
+        place, inner, part = self.place, self.place.inner, module.get_submodule
+        output, block, container = part(place.output), part(place.block), part(inner.container)
+        if isinstance(output, nn.MultiheadAttention):
+            # This hook also keeps torch from its fused layer, which would skip the hook points.
+            projection, output.out_proj = output.out_proj, _identity(output.out_proj)
+            for layer in self.layers:
+                layer.attn.projection, layer.attn.output = projection, (projection,)
+            output.register_forward_hook(self._project)
+        else:
+            for layer in self.layers:
+                layer.attn.output = (output,)
+            output.register_forward_pre_hook(self._before_projection)
+        block.register_forward_pre_hook(self._begin, with_kwargs=True)
+        block.register_forward_hook(self._end)
+        container.register_forward_pre_hook(self._enter)
+        container.register_forward_hook(self._leave, always_call=True)
+        for parts, name in inner.projections.items():
+            part(name).register_forward_hook(partial(self._note_projected, parts))
 
-    def begin(self) -> None:
+    def _begin(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Start the next run.
 
         Raises:
@@ -161,62 +188,66 @@ class _Runs:
         self.now += 1
         if self.now == len(self.layers):
             raise ValueError(
-                f"{self.block} must run as often as on the first input, {len(self.layers)} times, got one more run."
+                f"{self.place.block} must run as often as on the first input, {len(self.layers)} times, got one more run."
             )
+        through = partial(self._through_stream, self.layers[self.now].hook_resid_pre)
+        if args:
+            return (through(args[0]), *args[1:]), kwargs
+        first = first_tensor(kwargs)
+        return args, {**kwargs, first: through(kwargs[first])}
 
+    def _end(
+        self, block: nn.Module, args: tuple, output: Tensor | tuple | dict
+    ) -> Tensor | tuple | dict:
+        point, one_number = self.layers[self.now].hook_resid_post, self.place.one_number
+        stream = self._through_stream(point, stream_of(output), one_number=one_number)
+        if isinstance(output, dict):  # Hugging Face's ModelOutput
+            return type(output)(**{**output, first_tensor(output): stream})
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
 
-class _Block(nn.Module):
-    def __init__(self, place: Place) -> None:
-        super().__init__()
-        self.attn = _Heads(place.n_heads, place.d_head)
-        self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
+    def _through_stream(
+        self, point: HookPoint, values: Tensor, *, one_number: bool = False
+    ) -> Tensor:
+        """The values after a hook point, which sees them as [batch, pos, width]."""
+        if values.ndim < 3:
+            axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
+            return point(values.reshape(axes)).reshape(values.shape)
+        turned = self.place.stream_turned
+        return point(values.transpose(0, 1)).transpose(0, 1) if turned else point(values)
 
+    def _enter(self, container: nn.Module, args: tuple) -> None:
+        self.running.heads = self.heads
+        self.heads.passed.clear()
 
-class _Heads(nn.Module):
-    projection: nn.Module
-    """Output projection that was taken out of a torch.nn.MultiheadAttention."""
-    output: tuple[nn.Module]
-    """Module that takes the heads' outputs side by side; in a tuple, so that it is not registered twice."""
-    hook_z: HookPoint
+    def _leave(self, container: nn.Module, args: tuple, output: object) -> None:
+        if self.running.heads is not None:
+            self.running.heads.passed.clear()
+        self.running.heads = None
 
-    def __init__(self, n_heads: int, d_head: int) -> None:
-        super().__init__()
-        self.n_heads, self.d_head = n_heads, d_head
-        self.passed: dict[str, Tensor] = {}
-        """Queries, keys, values and pattern of the current run, and the changes that hooks made to single heads."""
-        self.factor = 1.0
-        """Factor between scores and the products q.k."""
-        self.mask = ""
-        """Mask of attention without a softmax, a key of `LINEAR_MASKS`; "" with a softmax."""
-        for name in (*POINTS, "hook_z"):
-            self.add_module(name, HookPoint())
+    def _note_projected(
+        self, parts: str, projection: nn.Module, args: tuple, output: Tensor
+    ) -> Tensor:
+        return projected(self.heads, parts, output, turned=self.place.heads_turned)
 
-    def written(self, z: Tensor) -> Tensor:
-        """Output of each head for the given z, [batch, pos, head, width], without the bias."""
-        (output,) = self.output
-        alone = torch.eye(self.n_heads, dtype=z.dtype, device=z.device)[:, :, None]
-        alone = z[:, :, :, None] * alone
-        return output(alone.flatten(-2)) - output(torch.zeros_like(z).flatten(-2))[:, :, None]
+    def _before_projection(self, output: nn.Module, args: tuple) -> tuple:
+        return self._through_heads(args[0]), *args[1:]
 
+    def _project(self, attention: nn.Module, args: tuple, output: tuple) -> tuple:
+        values, pattern = output
+        return self.heads.projection(self._through_heads(values)), pattern
 
-# Partial functions, not closures, so that a copied model uses its own hook points.
-def _attach(module: nn.Module, place: Place, runs: _Runs) -> None:
-    output, block = module.get_submodule(place.output), module.get_submodule(place.block)
-    heads = partial(_through_heads, runs, place.n_heads, place.heads_turned)
-    if isinstance(output, nn.MultiheadAttention):
-        # This hook also keeps torch from its fused layer, which would skip the hook points.
-        projection, output.out_proj = output.out_proj, _identity(output.out_proj)
-        for layer in runs.layers:
-            layer.attn.projection, layer.attn.output = projection, (projection,)
-        output.register_forward_hook(partial(_project, heads, projection))
-    else:
-        for layer in runs.layers:
-            layer.attn.output = (output,)
-        output.register_forward_pre_hook(partial(_enter, heads))
-    before = partial(_before, runs, place.stream_turned)
-    after = partial(_after, runs, place.stream_turned, place.one_number)
-    block.register_forward_pre_hook(partial(_begin, before), with_kwargs=True)
-    block.register_forward_hook(partial(_end, after))
+    def _through_heads(self, values: Tensor) -> Tensor:
+        """The heads' outputs side by side after the hook point, which sees them as [batch, pos, head, d_head]."""
+        n_heads, turned = self.place.n_heads, self.place.heads_turned
+        if values.shape[-1] % n_heads:
+            raise ValueError(
+                f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
+            )
+        if values.ndim == 2:  # at the query only
+            return self._through_heads(values[:, None])[:, 0]
+        z = values.unflatten(-1, (n_heads, -1))
+        z = self.heads.hook_z(behind_values(self.heads, z.transpose(0, 1) if turned else z))
+        return (z.transpose(0, 1) if turned else z).flatten(-2)
 
 
 def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
@@ -230,63 +261,6 @@ def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
         if biased:
             same.bias.zero_()
     return same.requires_grad_(False).eval()
-
-
-def _through_heads(runs: _Runs, n_heads: int, turned: bool, values: Tensor) -> Tensor:
-    if values.shape[-1] % n_heads:
-        raise ValueError(
-            f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
-        )
-    if values.ndim == 2:  # at the query only
-        return _through_heads(runs, n_heads, turned, values[:, None])[:, 0]
-    z = values.unflatten(-1, (n_heads, -1))
-    z = behind_values(runs.heads, z.transpose(0, 1) if turned else z)
-    z = runs.heads.hook_z(z)
-    return (z.transpose(0, 1) if turned else z).flatten(-2)
-
-
-def _project(
-    heads: partial, projection: nn.Module, _: nn.Module, args: tuple, output: tuple
-) -> tuple:
-    values, pattern = output
-    return projection(heads(values)), pattern
-
-
-def _enter(heads: partial, _: nn.Module, args: tuple) -> tuple:
-    return heads(args[0]), *args[1:]
-
-
-def _before(runs: _Runs, turned: bool, values: Tensor) -> Tensor:
-    runs.begin()
-    return _through_stream(runs.layer.hook_resid_pre, turned, False, values)
-
-
-def _after(runs: _Runs, turned: bool, one_number: bool, values: Tensor) -> Tensor:
-    return _through_stream(runs.layer.hook_resid_post, turned, one_number, values)
-
-
-def _through_stream(point: HookPoint, turned: bool, one_number: bool, values: Tensor) -> Tensor:
-    """The values after a hook point, which sees them as [batch, pos, width]."""
-    if values.ndim < 3:
-        axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
-        return point(values.reshape(axes)).reshape(values.shape)
-    return point(values.transpose(0, 1)).transpose(0, 1) if turned else point(values)
-
-
-def _begin(through: partial, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    if args:
-        return (through(args[0]), *args[1:]), kwargs
-    first = first_tensor(kwargs)
-    return args, {**kwargs, first: through(kwargs[first])}
-
-
-def _end(
-    through: partial, _: nn.Module, args: tuple, output: Tensor | tuple | dict
-) -> Tensor | tuple | dict:
-    if isinstance(output, dict):  # Hugging Face's ModelOutput
-        first = first_tensor(output)
-        return type(output)(**{**output, first: through(output[first])})
-    return (through(output[0]), *output[1:]) if isinstance(output, tuple) else through(output)
 
 
 def stream_of(output: Tensor | tuple | dict) -> Tensor:

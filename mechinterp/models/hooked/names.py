@@ -137,7 +137,7 @@ class HookedTransformerNames(CheckedHooks):
     ) -> Float[Tensor, " d_model"]:
         """Sum of b_O and b_out over all layers before this one; `mlp_input` adds this layer's b_O."""
         biases = [torch.zeros_like(self.W_U[:, 0])]
-        if self.cfg.biases:
+        if self.cfg.model.biases:
             biases += [attn.b_O for attn in self._layers[: layer + int(mlp_input)]]
             if include_mlp_biases and not self.cfg.attn_only:
                 biases += [block.mlp.b_out for block in self.blocks[:layer]]  # type: ignore[union-attr, misc]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -34,20 +34,10 @@ if TYPE_CHECKING:
     from transformer_lens import HookedRootModule
     from transformer_lens.model_bridge import TransformerBridge
 
-    from mechinterp.models.hooked.transformer import ICLTransformer
-
 
 # Attributes with the dropout rate: in torch's MultiheadAttention and in Hugging Face's attention.
 DROPOUT_RATES = ("dropout", "attention_dropout")
-EVERY_CHUNK = 256  # prompts at once; they fit into the CPU cache
-
-
-@runtime_checkable
-class Predicts(Protocol):
-    """An object with a hooked model: a checkpoint or a predictor."""
-
-    @property
-    def hooked(self) -> "HookedPredictor": ...
+CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +102,7 @@ class HookedPredictor:
             return None
         parts, n_pairs = [], prompts.x.shape[1]
         with lock_of(self.model):
-            for rows in self.chunks(prompts, EVERY_CHUNK):
+            for rows in self.chunks(prompts, CHUNK):
                 parts.append(self.read_every(self.model(self.inputs(prompts[rows])), n_pairs))
         shape = (len(prompts), n_pairs + 1, prompts.y.shape[2])
         predictions = torch.cat(parts)
@@ -217,8 +207,13 @@ class HookedPredictor:
     def in_all_runs(self, heads: Sequence[Head]) -> list[Head]:
         """The heads, and the same heads in all other runs of their blocks."""
         blocks = self.blocks or tuple(range(self.n_layers))
-        every = {(other, head) for layer, head in heads for other in _runs_of(blocks, layer)}
-        return sorted(every)
+        runs = [
+            (other, head)
+            for layer, head in heads
+            for other, block in enumerate(blocks)
+            if block == blocks[layer]
+        ]
+        return sorted(set(runs))
 
     @property
     def is_hooked(self) -> bool:
@@ -229,7 +224,7 @@ class HookedPredictor:
 
 @contextmanager
 def masked(
-    model: "HookedPredictor | ICLTransformer | Predicts",
+    model: object,
     heads: Sequence[Head],
     *,
     values: Values | None = None,
@@ -241,6 +236,7 @@ def masked(
     """Context in which the model runs with these heads masked; raises if a mask never took effect.
 
     Args:
+        model: A checkpoint, an ICLTransformer, a HookedPredictor or a predictor.
         values: As in `mask_heads`.
         mlps: Layers whose MLPs are masked, too.
         mlp_values: Replacement for the outputs of these MLPs, [layer, pos, d_model]; None: zeros.
@@ -299,11 +295,7 @@ def require_runs(runs: str) -> None:
         raise ValueError(f"runs must be 'one' or 'all', got {runs!r}.")
 
 
-def _runs_of(blocks: Sequence[int], layer: int) -> list[int]:
-    return [other for other, block in enumerate(blocks) if block == blocks[layer]]
-
-
-def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> HookedPredictor:
+def hooked_predictor(model: object) -> HookedPredictor:
     """HookedPredictor of an ICLTransformer, a checkpoint or a predictor.
 
     Raises:
@@ -317,8 +309,8 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
     if isinstance(model, HookedPredictor):
         return model
     for holder in (model, getattr(model, "predictor", None)):
-        if isinstance(holder, Predicts):
-            return holder.hooked
+        if isinstance(hooked := getattr(holder, "hooked", None), HookedPredictor):
+            return hooked
     from mechinterp.models.hooked.transformer import ICLTransformer
 
     if not isinstance(model, ICLTransformer):
@@ -327,20 +319,14 @@ def hooked_predictor(model: "HookedPredictor | ICLTransformer | Predicts") -> Ho
             f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
         )
     own, cfg = model, model.cfg
-
-    def embed(prompts: Prompts) -> Tensor:
-        return own.tokens(prompts).to(cfg.device, cfg.dtype)
-
-    def read_every(output: Tensor, n_pairs: int) -> Tensor:
-        return output[:, ::2]
-
+    in_turn = cfg.model.layout == "in_turn"
     return HookedPredictor(
         own,
         cfg.n_layers,
         cfg.n_heads,
-        embed,
-        lambda output: output[:, -1],
-        read_every=read_every if cfg.model.layout == "in_turn" else None,
+        embed=lambda prompts: own.tokens(prompts).to(cfg.device, cfg.dtype),
+        read=lambda output: output[:, -1],
+        read_every=(lambda output, n_pairs: output[:, ::2]) if in_turn else None,
     )
 
 

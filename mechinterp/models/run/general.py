@@ -4,8 +4,9 @@ Everything before a masked head is reused: the head's output is subtracted from 
 again, the last one at the query only. TransformerLens is not loaded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from einops import einsum
@@ -82,11 +83,8 @@ def predictions_at_every(
         >>> tuple(predictions_at_every(checkpoint.weights, prompts).shape)
         (4, 9, 1)
     """
-    stream = _embedded(weights, prompts)
-    for number in range(weights.n_layers):
-        layer = _Layer(weights, number, attend, last=X)
-        stream = layer.after(stream, layer.written(layer.z(stream)))
-    return read_out(weights, stream)
+    passed = _streams(weights, _embedded(weights, prompts), attend=attend, last=X)
+    return read_out(weights, _after(weights.n_layers, passed))
 
 
 def predictions(
@@ -103,11 +101,8 @@ def predictions(
         >>> predictions(as_weights(zero_head(d_x=5)), prompts).any()
         tensor(False)
     """
-    stream = _embedded(weights, prompts)
-    for number in range(weights.n_layers):
-        layer = _Layer(weights, number, attend)
-        stream = layer.after(stream, layer.written(layer.z(stream)))
-    return read_out(weights, stream)[:, -1]
+    passed = _streams(weights, _embedded(weights, prompts), attend=attend)
+    return read_out(weights, _after(weights.n_layers, passed))[:, -1]
 
 
 def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"]:
@@ -143,7 +138,7 @@ def masked_predictions(
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
-    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    layers = [_Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
     chunks = _chunks(weights, prompts)
     means = None
     if method == "mean":
@@ -161,16 +156,10 @@ def streams(
     weights: Weights, prompts: Prompts, *, heads: Sequence[Head] = ()
 ) -> Float[Tensor, "layer batch 1 d_model"]:
     """Stream at the query before each layer and after the last, with heads masked."""
-    by_layer, parts = by_layers(heads), []
-    layers = [_Layer(weights, layer) for layer in range(weights.n_layers)]
+    parts = []
     for rows in _chunks(weights, prompts):
-        before = [_embedded(weights, prompts[rows])]
-        for layer in layers:
-            z = layer.z(before[-1])
-            if layer.number in by_layer:
-                z = mask_z(z, heads=by_layer[layer.number], value=None)
-            before.append(layer.after(before[-1], layer.written(z)))
-        parts.append(torch.stack([stream[:, -1:] for stream in before]))
+        passed = _streams(weights, _embedded(weights, prompts[rows]), masked=by_layers(heads))
+        parts.append(torch.stack([stream[:, -1:] for stream in passed]))
     return torch.cat(parts, dim=1)
 
 
@@ -181,7 +170,7 @@ def query_streams(
 
     For models without positions in which tokens read the context alone: one pass has all covariates as queries.
     """
-    n, by_layer, parts = prompts.x.shape[1], by_layers(heads), []
+    n, parts = prompts.x.shape[1], []
 
     def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
         scores = einsum(q, k[:, :n], SCORES)
@@ -192,13 +181,9 @@ def query_streams(
         chunk = prompts[rows]
         queries = pad(torch.cat([chunk.x, chunk.x_query[:, None]], dim=1), (0, weights.d_y))
         stream = _read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
-        for number in range(layer):
-            run = _Layer(weights, number, to_context, last=ALL)
-            z = run.z(stream)
-            if number in by_layer:
-                z = mask_z(z, heads=by_layer[number], value=None)
-            stream = run.after(stream, run.written(z))
-        parts.append(stream[:, n:])
+        masked = by_layers(heads)
+        passed = _streams(weights, stream, attend=to_context, last=ALL, masked=masked)
+        parts.append(_after(layer, passed)[:, n:])
     return torch.cat(parts)
 
 
@@ -219,13 +204,37 @@ def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer b
     return torch.cat(parts, dim=1)
 
 
+def _streams(
+    weights: Weights,
+    stream: Float[Tensor, "batch pos d_model"],
+    *,
+    attend: Attend = attend,
+    last: slice = LAST,
+    masked: Mapping[int, list[int]] | None = None,
+) -> Iterator[Float[Tensor, "batch _row d_model"]]:
+    """Stream before each layer and after the last, with the z of masked heads replaced by zeros."""
+    yield stream
+    for number in range(weights.n_layers):
+        layer = _Layer(weights, number, attend, last)
+        z = layer.z(stream)
+        if masked and number in masked:
+            z = mask_z(z, heads=masked[number], value=None)
+        stream = layer.after(stream, layer.written(z))
+        yield stream
+
+
+def _after(n_layers: int, streams: Iterator[Tensor]) -> Tensor:
+    """Stream after this number of layers."""
+    return next(islice(streams, n_layers, None))
+
+
 @dataclass(frozen=True, eq=False)
 class _Layer:
     weights: Weights
     number: int
-    attend: Attend = attend
-    last: slice | None = None
-    """Positions that are read after the last layer; None: the query."""
+    attend: Attend
+    last: slice
+    """Positions that are read after the last layer."""
 
     def named(self, name: str) -> Tensor | None:
         """A weight of this layer; None if the model does not have it."""
@@ -235,7 +244,7 @@ class _Layer:
     @property
     def rows(self) -> slice:
         """Positions that later computation reads."""
-        return (self.last or LAST) if self.number == self.weights.n_layers - 1 else ALL
+        return self.last if self.number == self.weights.n_layers - 1 else ALL
 
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
         """Weighted averages of the heads' values, at the rows."""

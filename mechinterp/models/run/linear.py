@@ -49,7 +49,7 @@ def streams(
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         tokens = chunk.tokens[:, list(positions)]
-        maps = _maps(weights, _moment(weights, chunk), by_layers(heads))
+        maps, _ = _maps(weights, _moment(weights, chunk), weights.n_layers, heads)
         parts.append(torch.stack([tokens @ T for T in maps]))
     return torch.cat(parts, dim=1)
 
@@ -62,8 +62,8 @@ def query_streams(
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-        T = _maps(weights, _moment(weights, chunk), by_layers(heads))[layer]
-        parts.append(x @ T[:, : weights.d_x])
+        maps, _ = _maps(weights, _moment(weights, chunk), layer, heads)
+        parts.append(x @ maps[layer][:, : weights.d_x])
     return torch.cat(parts)
 
 
@@ -170,25 +170,25 @@ def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
         tensor(False)
     """
     moment = _moment(weights, prompts)
-    T, z = [weights.reading[0][None]], []
-    for layer in range(weights.n_layers - 1):
-        z.append(_linear_heads(weights, layer, T[-1], moment))
-        T.append(T[-1] + z[-1] @ weights.W_O[layer].flatten(0, 1))
+    T, z = _maps(weights, moment, weights.n_layers - 1)
     return LinearPass(weights, prompts.x_query, moment, T, z)
 
 
 def _maps(
     weights: Weights,
     moment: Float[Tensor, "batch d_token d_token"],
-    masked: Mapping[int, Collection[int]],
-) -> list[Float[Tensor, "_batch d_token d_model"]]:
-    """T before each layer and after the last. The stream is tokens @ T, for the prompt's own tokens and for any other query
-    token after the same context."""
-    T = [weights.reading[0][None]]
-    for layer in range(weights.n_layers):
-        z = _linear_heads(weights, layer, T[-1], moment)
-        T.append(T[-1] + z @ _kept(weights, masked, layer).flatten(0, 1))
-    return T
+    n_layers: int,
+    heads: Sequence[Head] = (),
+) -> tuple[list[Tensor], list[Tensor]]:
+    """T before each of the first layers and after the last of them, and z of each, as in `LinearPass`; `heads` are masked.
+
+    The stream is tokens @ T, for the prompt's own tokens and for any other query token after the same context.
+    """
+    T, z, masked = [weights.reading[0][None]], [], by_layers(heads)
+    for layer in range(n_layers):
+        z.append(_linear_heads(weights, layer, T[-1], moment))
+        T.append(T[-1] + z[-1] @ _kept(weights, masked, layer).flatten(0, 1))
+    return T, z
 
 
 def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token d_token"]:

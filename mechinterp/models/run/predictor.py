@@ -1,16 +1,17 @@
 """The one interface that runs any model: predictions under masks of heads, and residual streams.
 
-Predictor._way alone chooses between running from weights and running by hooks; both give the same results. No analysis
+`Predictor` alone chooses between running from the weights and running by hooks; both give the same results. No analysis
 needs to know the kind of its model.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -22,13 +23,14 @@ from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
-from mechinterp.models.run.hooks import ByHooks
-from mechinterp.models.run.ways import ByWeights
+from mechinterp.models.run import general, hooks, linear, one_layer
+from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
+    from mechinterp.models.hooked.transformer import ICLTransformer
 
 
 PREFIX_CHECK = 1e-5
@@ -49,18 +51,9 @@ def predictions_kept() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Predictor:
+class Predictor(ABC):
     """A model as the analyses use it: prompts in, predictions out, heads and streams by number."""
 
-    n_layers: int
-    n_heads: int
-    """Number of heads, the same in every layer."""
-    build: Callable[[], HookedPredictor]
-    """Function that builds the hooked model on first use."""
-    own_weights: Callable[[], Weights | None] = lambda: None
-    """Function that returns the current weights of a model of this package; None for any other model."""
-    is_hooked: Callable[[], bool] = lambda: False
-    """Function that returns True if the model has hooks, which a shortcut around its modules would skip."""
     task: TaskConfig | None = None
     """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
@@ -70,10 +63,29 @@ class Predictor:
     _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
     """Results of checks that have been made, by name: whether one pass gives the predictions at every x."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def hooked(self) -> HookedPredictor:
-        """The hooked model, built once."""
-        return self.build()
+        """The hooked model."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights | None:
+        """Current weights of a model of this package; None for any other model."""
+
+    @property
+    @abstractmethod
+    def is_hooked(self) -> bool:
+        """True if the model has hooks, which a shortcut around its modules would skip."""
+
+    @property
+    def n_layers(self) -> int:
+        return self.hooked.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads, the same in every layer."""
+        return self.hooked.n_heads
 
     @property
     def heads(self) -> list[Head]:
@@ -86,20 +98,15 @@ class Predictor:
         return self.hooked.model
 
     @property
-    def weights(self) -> Weights | None:
-        """Weights of a model of this package; None for any other model."""
-        return self.own_weights()
-
-    @property
     def _architecture(self) -> ModelConfig | None:
-        weights = self.own_weights()
+        weights = self.weights
         return None if weights is None else weights.model
 
     @property
     def is_one_attention(self) -> bool:
         """True if the model is a single attention layer and nothing else; it then has `circuits`."""
         model = self._architecture
-        return model is not None and why_no_circuits(model) is None
+        return model is not None and model.one_attention
 
     @property
     def attention_only(self) -> bool:
@@ -120,33 +127,44 @@ class Predictor:
             raise ValueError(f"needs one layer of attention with nothing around it, got {got}.")
         return weights.circuits
 
-    @property
-    def _way(self) -> ByHooks:
-        """Choice of how to run: from the weights if they alone decide the predictions, else by hooks."""
-        weights = None if self.is_hooked() else self.own_weights()
+    def _fast(self, prompts: Prompts) -> tuple[Weights, Prompts] | None:
+        """Weights, if they alone decide the predictions, with the prompts on their device; None: run by hooks.
+
+        Raises:
+            ValueError: If the prompts have another d_x or d_y, or are too long.
+        """
+        weights = None if self.is_hooked else self.weights
         if weights is None:
-            return ByHooks(lambda: self.hooked)
-        return ByWeights(lambda: self.hooked, weights)
+            return None
+        tokens_of(prompts[:1], weights.model, d_x=weights.d_x, d_y=weights.d_y)
+        return weights, prompts.to(weights.device).to(weights.dtype)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query, in units of y, on the device of the prompts."""
-        found = self._once(("predict",), prompts, lambda: self._way.predict(prompts))
-        return found.to(prompts.x.device)
+        return self._once(("predict",), prompts, lambda: self._predict(prompts))
+
+    def _predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        if (fast := self._fast(prompts)) is None:
+            return hooks.predict(self.hooked, prompts)
+        return _masked_predictions(*fast, [[]])[0]
 
     def _once(
         self, what: tuple[object, ...], prompts: Prompts, compute: Callable[[], Tensor]
     ) -> Tensor:
-        """The result of `compute`; inside `predictions_kept` that of an earlier call for the same model and equal prompts."""
-        kept, weights = _KEPT.get(), self.own_weights()
-        if kept is None or self.is_hooked() or (weights is None and self.hooked.is_hooked):
-            return compute()
+        """The result of `compute` on the device of the prompts.
+
+        Inside `predictions_kept` that of an earlier call for the same model and equal prompts.
+        """
+        kept, weights = _KEPT.get(), self.weights
+        if kept is None or self.is_hooked:
+            return compute().to(prompts.x.device)
         owner = self.hooked if weights is None else weights
         parts = (prompts.x, prompts.y, prompts.x_query)
         read = (each.contiguous().numpy(force=True).tobytes() for each in parts)
         key = (id(owner), what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
         if key not in kept:
             kept[key] = owner, compute()  # the owner stays, so that no other object gets its id
-        return kept[key][1].clone()
+        return kept[key][1].clone().to(prompts.x.device)
 
     @torch.no_grad()
     def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
@@ -160,10 +178,15 @@ class Predictor:
                 self._checked["every"] = self._one_pass_is_enough(prompts[:4])
             except (TypeError, RuntimeError, ValueError, IndexError, AssertionError):
                 self._checked["every"] = False  # a module that takes prompts of one length only
-        return self._way.predict_at_every(prompts) if self._checked["every"] else None
+        return self._output_at_every(prompts) if self._checked["every"] else None
+
+    def _output_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
+        if (fast := self._fast(prompts)) is None:
+            return self.hooked.predict_at_every(prompts)
+        return general.predict_at_every(*fast) if fast[0].model.layout == "in_turn" else None
 
     def _one_pass_is_enough(self, prompts: Prompts) -> bool:
-        every = self._way.predict_at_every(prompts)
+        every = self._output_at_every(prompts)
         if every is None:
             return False
         longest = prompts.x.shape[1]
@@ -208,14 +231,16 @@ class Predictor:
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        predictions = self._once(
-            ("run", repr((masks, method, mlps, at))),
-            prompts,
-            lambda: self._way.run(
-                prompts, masks, method=method, progress=progress, mlps=mlps, at=at
-            ),
-        )
-        return predictions.to(prompts.x.device)
+        settings: dict[str, Any] = {"method": method, "progress": progress}
+
+        def compute() -> Tensor:
+            fast = self._fast(prompts)
+            if fast is None or mlps is not None or at is not None:
+                run = hooks.masked_predictions
+                return run(self.hooked, prompts, masks, mlps=mlps, at=at, **settings)
+            return _masked_predictions(*fast, masks, **settings)
+
+        return self._once(("run", repr((masks, method, mlps, at))), prompts, compute)
 
     @torch.no_grad()
     def streams(
@@ -231,15 +256,22 @@ class Predictor:
                 unknown, or positions other than the query's are given and the query is not last.
         """
         require_heads(heads, self.n_layers, self.n_heads)
-        what = ("streams", repr((heads, positions)))
-        found = self._once(what, prompts, lambda: self._way.streams(prompts, heads, positions))
-        return found.to(prompts.x.device)
+
+        def compute() -> Tensor:
+            fast = self._fast(prompts)
+            if fast is not None and fast[0].is_linear_map:
+                return linear.streams(*fast, heads=heads, positions=positions)
+            if fast is not None and tuple(positions) == (-1,):
+                return general.streams(*fast, heads=heads)
+            return hooks.streams(self.hooked, prompts, heads=heads, positions=positions)
+
+        return self._once(("streams", repr((heads, positions))), prompts, compute)
 
     @torch.no_grad()
     def stream(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Stream at every position after `layer` layers, without gradients."""
         self.require_layer(layer)
-        return self._way.stream(prompts, layer).to(prompts.x.device)
+        return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
     def query_position(self, prompts: Prompts, layer: int) -> int:
         """Position of the query in the stream after `layer` layers; -1 is the last position.
@@ -266,7 +298,14 @@ class Predictor:
         """
         self.require_layer(layer)
         require_heads(heads, self.n_layers, self.n_heads)
-        streams = self._way.query_streams(prompts, layer, heads, progress)
+        fast = self._fast(prompts)
+        if fast is not None and fast[0].is_linear_map:
+            streams = linear.query_streams(*fast, layer, heads=heads)
+        elif fast is not None and fast[0].model.queries_side_by_side:
+            streams = general.query_streams(*fast, layer, heads=heads)
+        else:
+            run = hooks.query_streams
+            streams = run(self.hooked, prompts, layer, heads=heads, progress=progress)
         return streams.to(prompts.x.device)
 
     @torch.no_grad()
@@ -276,12 +315,16 @@ class Predictor:
         Raises:
             ValueError: If the model has no hook on its patterns, or the query's position is unknown.
         """
-        return self._way.query_patterns(prompts).to(prompts.x.device)
+        fast = self._fast(prompts)
+        patterns = (
+            general.query_patterns(*fast) if fast else hooks.query_patterns(self.hooked, prompts)
+        )
+        return patterns.to(prompts.x.device)
 
     @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """Output of each head at the query, without gradients; None if W_O is unknown."""
-        written = self._way.query_writes(prompts)
+        written = hooks.query_writes(self.hooked, prompts)
         return None if written is None else written.to(prompts.x.device)
 
     @torch.no_grad()
@@ -289,7 +332,11 @@ class Predictor:
         self, stream: Float[Tensor, "batch d_model"], prompts: Prompts
     ) -> Float[Tensor, "batch d_y"]:
         """The model's own read-out of a stream at the query, last norm included, without gradients."""
-        return self._way.read_out(stream, prompts).to(prompts.x.device)
+        if (fast := self._fast(prompts)) is None:
+            read = hooks.read_out(self.hooked, stream, prompts)
+        else:
+            read = general.read_out(fast[0], stream[:, None].to(fast[0].device))[:, 0]
+        return read.to(prompts.x.device)
 
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers outside 0 to n_layers.
@@ -299,6 +346,73 @@ class Predictor:
         """
         if not 0 <= layer <= self.n_layers:
             raise ValueError(f"layer must lie in 0 to {self.n_layers}, got {layer}.")
+
+
+def _masked_predictions(
+    weights: Weights,
+    prompts: Prompts,
+    masks: Sequence[Sequence[Head]],
+    method: str = "zero",
+    progress: ProgressCallback = no_progress,
+) -> Float[Tensor, "mask batch d_y"]:
+    """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
+    if weights.model.one_attention:
+        run = one_layer.masked_predictions
+        return run(weights.circuits, prompts, masks, method=method, progress=progress)
+    if method == "zero" and weights.is_linear_map:
+        return linear.masked_predictions(weights, prompts, masks, progress=progress)
+    return general.masked_predictions(weights, prompts, masks, method=method, progress=progress)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WeightsPredictor(Predictor):
+    """Predictor of weights of this package; its hooked model is built on first use."""
+
+    own: Weights
+    task: TaskConfig
+
+    @property
+    def weights(self) -> Weights:
+        return self.own
+
+    @property
+    def n_layers(self) -> int:
+        return self.own.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        return self.own.n_heads
+
+    @cached_property
+    def hooked(self) -> HookedPredictor:
+        from mechinterp.models.hooked.transformer import ICLTransformer
+
+        return hooked_predictor(ICLTransformer.from_weights(self.own, task=self.task))
+
+    @property
+    def is_hooked(self) -> bool:
+        return "hooked" in vars(self) and self.hooked.is_hooked
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelPredictor(Predictor):
+    """Predictor of a hooked model."""
+
+    own: HookedPredictor
+    transformer: "ICLTransformer | None" = None
+    """The model if it is of this package, so that its weights decide the predictions while it has no hooks."""
+
+    @property
+    def hooked(self) -> HookedPredictor:
+        return self.own
+
+    @property
+    def weights(self) -> Weights | None:
+        return None if self.transformer is None else self.transformer.weights
+
+    @property
+    def is_hooked(self) -> bool:
+        return self.own.is_hooked
 
 
 Source = object
@@ -357,14 +471,6 @@ def predictions_after(
     return torch.stack([model(prompts.prefix(length)) for length in lengths], dim=1)
 
 
-@runtime_checkable
-class HasPredictor(Protocol):
-    """An object with a predictor: a checkpoint."""
-
-    @property
-    def predictor(self) -> Predictor: ...
-
-
 def predictor_of(source: Source) -> Predictor:
     """Predictor of a checkpoint, a hooked model, weights or a predictor.
 
@@ -377,43 +483,18 @@ def predictor_of(source: Source) -> Predictor:
         >>> predictor_of(zero_head(d_x=5)).n_heads
         1
     """
-    if isinstance(source, Predictor):
-        return source
+    for holder in (source, getattr(source, "predictor", None)):
+        if isinstance(holder, Predictor):
+            return holder
     if isinstance(source, AnyWeights):
-        return _of_weights(as_weights(source))
-    if isinstance(source, HasPredictor):
-        return source.predictor
+        weights = as_weights(source)
+        task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
+        return WeightsPredictor(own=weights, task=task)
     if isinstance(source, HookedPredictor):
-        return Predictor(source.n_layers, source.n_heads, lambda: source)
-    return _of_hooked_model(source)
-
-
-def _of_weights(weights: Weights) -> Predictor:
-    def build() -> HookedPredictor:
-        from mechinterp.models.hooked.transformer import ICLTransformer
-
-        return hooked_predictor(ICLTransformer.from_weights(weights, task=task))
-
-    task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
-    return Predictor(
-        n_layers=weights.n_layers,
-        n_heads=weights.n_heads,
-        build=build,
-        own_weights=lambda: weights,
-        task=task,
-    )
-
-
-def _of_hooked_model(model: object) -> Predictor:
-    hooked = hooked_predictor(model)  # type: ignore[arg-type]
-    return Predictor(
-        n_layers=hooked.n_layers,
-        n_heads=hooked.n_heads,
-        build=lambda: hooked,
-        own_weights=lambda: hooked.model.weights,  # type: ignore[arg-type, return-value]
-        is_hooked=lambda: hooked.is_hooked,
-        task=_assumed_task(hooked.model.cfg),  # type: ignore[arg-type]
-    )
+        return ModelPredictor(own=source)
+    hooked = hooked_predictor(source)
+    model = cast("ICLTransformer", hooked.model)
+    return ModelPredictor(own=hooked, transformer=model, task=_assumed_task(model.cfg))
 
 
 def _assumed_task(cfg: "HookedConfig") -> TaskConfig:
