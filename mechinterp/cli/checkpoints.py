@@ -52,7 +52,7 @@ def classify(
     checkpoints/*"""
     from mechinterp.analysis.registry import run_analysis
     from mechinterp.checkpoints.io.errors import NotUnderstoodError
-    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
     from mechinterp.report.to_json import to_json
@@ -102,7 +102,7 @@ def _steps(
 ) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
     """Model at each step of a run, with the step and its loss, for those paths that are steps of a
     run."""
-    from mechinterp.checkpoints.paths import steps_of
+    from mechinterp.checkpoints.load import steps_of
 
     steps = {}
     for group in groups:
@@ -217,7 +217,7 @@ def _written(
     asked: dict[str, Any],
 ) -> tuple[list[dict[str, str]], "Report"]:
     """JSON entries of all paths, and the report on one or several checkpoints."""
-    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.report.page import write_comparison, write_report
 
     all_paths = checkpoint_paths(paths)

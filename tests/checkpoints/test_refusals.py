@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import mechinterp
-from mechinterp.checkpoints.foreign.layout import TensorError
 from mechinterp.checkpoints.foreign.names import KNOWN
 from mechinterp.checkpoints.foreign.options import COLUMNS, Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
+from mechinterp.checkpoints.foreign.tensors import TensorError
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import FORMATS
 from mechinterp.checkpoints.native.exchange import hooked_state

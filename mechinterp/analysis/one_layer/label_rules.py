@@ -17,7 +17,7 @@ from mechinterp.analysis.one_layer.head_statistics import (
 )
 from mechinterp.analysis.one_layer.linear_components import LEARNED, Components
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.readings import Reading, not_understood
+from mechinterp.checkpoints.foreign.score import Reading, not_understood
 
 # At least one of these numbers must be beyond random weights for a model to be structured.
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.layout import (
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.tensors import (
     Layout,
     TensorError,
     layout_of,
     require_known_kind,
+    require_numbers,
     shown,
     unstacked,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.parsed import require_numbers
 from mechinterp.models.shapes import NAMES
 
 PREFIX = "blocks.0.attn."
@@ -45,11 +45,6 @@ LINEAR = (
     ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"),
 )
 TASK = {"beta_var": 1.0, "query_noise": False}
-
-
-def _softmax_papers(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the softmax paper, which is the default one."""
-    return {}
 
 
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
@@ -94,8 +89,8 @@ class Format:
     """True: queries of each head have the width of a token, which gives the number of heads."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values to try, by name, in an order other than that for unknown layers."""
-    task: Callable[[int, int, str], dict[str, object]] = _softmax_papers
-    """Task to assume, by d_x, d_y and score, where it differs from that of the softmax paper."""
+    task: Callable[[int, int, str], dict[str, object]] | None = None
+    """Fields of the task to assume, by d_x, d_y and score; None: the task of the softmax paper."""
     beside: Mapping[str, object] = field(default_factory=dict)
     """Further assumptions, by the name under which they are shown."""
 

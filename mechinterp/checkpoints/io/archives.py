@@ -45,22 +45,6 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
         yield opened
 
 
-def read_npz(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Arrays of an .npz archive by name, and its texts."""
-    tensors, texts = {}, {}
-    with archive(file) as opened:
-        for entry in opened.infolist():
-            name = entry.filename.removesuffix(".npy")
-            if name == entry.filename:
-                raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
-            array = npy_array(opened.read(entry), name)
-            if array.dtype.kind != "U":
-                tensors[name] = native_tensor(array, name)
-            elif array.ndim == 0:
-                texts[name] = str(array)
-    return tensors, texts
-
-
 def npy_array(data: bytes, name: str) -> np.ndarray:
     """Array of an .npy file, after its header is checked against the number of bytes."""
     stream = io.BytesIO(data)
