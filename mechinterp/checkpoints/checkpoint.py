@@ -17,13 +17,13 @@ from safetensors.torch import save as serialized
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.atomic import writing
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import (
     STEP,
     opened,
     read_steps,
-    require_finite,
     require_shapes,
 )
 from mechinterp.checkpoints.io.locks import claimed
@@ -93,10 +93,7 @@ def _require_tensors(
     floating-point dtype."""
     shapes = require_shapes({name: tuple(t.shape) for name, t in tensors.items()}, config)
     for name in shapes:
-        tensor = tensors[name]
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must hold floating-point numbers, got {tensor.dtype}.")
-        require_finite(name, int((~torch.isfinite(tensor)).sum()))
+        require_numbers(tensors[name], name)
     kinds = sorted({str(tensors[name].dtype) for name in shapes})
     if len(kinds) > 1:
         raise ValueError(f"the weights must have one dtype, got {', '.join(kinds)}.")

@@ -181,8 +181,6 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     if form is HOOKED:
         known, stated = hooked_layer(tensors)
         form = replace(form, settled={**form.settled, **stated})
-    elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in known):
-        known = _of_sequential(known)
     elif form is ONE_MATRIX:
         known = _of_one_matrix(known, hints)
     layout = layout_of(known)
@@ -242,31 +240,6 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
             if dotted and all(each in tensors for each in held):
                 return row.name != "arrays" or any(tensors[each].ndim == 3 for each in held)
     return False
-
-
-def _of_sequential(tensors: Tensors) -> dict[str, Tensor]:
-    """Tensors of an nn.Sequential (read-in, encoder layers, norm, read-out) under the names of
-    these parts."""
-    numbers = {int(name.partition(".")[0]) for name in tensors}
-    missing = set(range(len(numbers))) - numbers
-    if missing:
-        what = f"module {min(missing)} of the nn.Sequential has no weights"
-        raise ValueError(f"{what}, so the file does not show what it does.")
-    layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        number, _, rest = name.partition(".")
-        weight = tensors.get(f"{number}.weight")
-        place = "norm" if weight is not None and weight.ndim == 1 else "read_out"
-        if int(number) in layers:
-            place = f"layers.{layers.index(int(number))}"
-        elif int(number) < layers[0]:
-            place = "read_in"
-        if f"{place}.{rest}" in renamed:
-            rule = "is not among the tensors of an nn.Sequential of encoder layers"
-            raise TensorError(name, rule)
-        renamed[f"{place}.{rest}"] = tensor
-    return renamed
 
 
 def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:
