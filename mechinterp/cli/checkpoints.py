@@ -48,7 +48,7 @@ def classify(
     checkpoints/*"""
     from mechinterp.analysis.registry import run_analysis
     from mechinterp.checkpoints.io.errors import NotUnderstoodError
-    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
     from mechinterp.report.to_json import to_json
@@ -100,7 +100,7 @@ def _steps(
 ) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
     """Model at each step of a run, with the step and its loss, for those paths that are steps of a
     run."""
-    from mechinterp.checkpoints.paths import steps_of
+    from mechinterp.checkpoints.load import steps_of
 
     steps = {}
     for group in groups:
@@ -221,7 +221,7 @@ def _models_of(
 ) -> tuple["Checkpoint | list[Checkpoint]", list[dict[str, str]]]:
     """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
     error, if any."""
-    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.models.weights import why_no_circuits
 
     all_paths = checkpoint_paths(paths)

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mechinterp.checkpoints.checkpoint import fill_with_tensors
 from mechinterp.checkpoints.io.atomic import size_of, write_atomically
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
-from mechinterp.checkpoints.native.tensors import fill_with_tensors
 from mechinterp.config import ExperimentConfig, from_dict
 
 FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)

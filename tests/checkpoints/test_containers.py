@@ -11,8 +11,7 @@ import torch
 
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.io.torch_files import WRAPPERS
+from mechinterp.checkpoints.io.tensor_files import WRAPPERS, read_arrays
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from tests.checkpoints.files import assert_refused, loaded
 from tests.checkpoints.files import read as load

@@ -176,24 +176,23 @@ def test_an_encoder_with_ends_and_a_last_norm():
     assert torch.equal(checkpoint.weights.tensors["unembed.b_U"], state["_read_out.bias"])
 
 
-def sequential(*inside: nn.Module) -> nn.Sequential:
-    """A way in for d_x = 5, modules of width 8, and a way out."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *inside, nn.Linear(8, 1)).eval()
-
-
 def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
 
 
-@pytest.mark.slow
-def test_encoder_layers_in_an_nn_sequential():
-    model = sequential(encoder_layer(), encoder_layer(), nn.LayerNorm(8))
-    checkpoint = read(model.state_dict(), n_heads=2, model=RELU, attend_to_self=True)
+def test_numbered_modules_are_read_once_their_parts_are_stated():
+    torch.manual_seed(0)
+    inside = (encoder_layer(), encoder_layer(), nn.LayerNorm(8))
+    module = nn.Sequential(nn.Linear(6, 8), *inside, nn.Linear(8, 1)).eval()
+    with pytest.raises(CheckpointError, match=r"0\.weight, .* state its part by --map"):
+        read(module.state_dict(), n_heads=2)
+    parts = ["0=read_in", "3=final_norm", "4=read_out"]
+    hints = {"n_heads": 2, "model": RELU, "attend_to_self": True, "map": parts}
+    checkpoint = read(module.state_dict(), **hints)
     assert (checkpoint.task.d_x, checkpoint.weights.n_layers) == (5, 2)
     prompts = sample_prompts(checkpoint.task, 4, seed=0)
     with torch.no_grad():
-        expected = model(prompts.tokens)[:, -1]
+        expected = module(prompts.tokens)[:, -1]
     torch.testing.assert_close(checkpoint.model.predict(prompts), expected, atol=1e-5, rtol=1e-5)
 
 

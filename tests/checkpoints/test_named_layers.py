@@ -12,12 +12,11 @@ from torch.nn.functional import pad
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import ROWS, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.parsed import parts_of
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.foreign.settings import settled
+from mechinterp.checkpoints.foreign.tensors import layout_of, parts_of
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign import case, interpret
+from mechinterp.checkpoints.foreign import candidates as cases
+from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.read import MOST_SHOWN
-from mechinterp.checkpoints.foreign.readings import ranked, tied
+from mechinterp.checkpoints.foreign.score import ranked, tied
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.models.heads import AttentionWeights
@@ -155,10 +156,10 @@ def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
 ):
     """Four prompts leave open what 256 tell."""
     file = as_circuits(shipped("softmax-h1-s0").weights.circuits, tmp_path / "x.npz")
-    monkeypatch.setattr(case, "N_PROMPTS", 4)
-    monkeypatch.setattr(case, "LEAST_PROMPTS", 4)
+    monkeypatch.setattr(cases, "N_PROMPTS", 4)
+    monkeypatch.setattr(cases, "LEAST_PROMPTS", 4)
     for again, clear in ((1, False), (64, True)):
-        monkeypatch.setattr(interpret, "AGAIN", again)
+        monkeypatch.setattr(score, "AGAIN", again)
         readings = load(file, score="softmax").readings
         assert min(each.loss for each in readings) < 0.95
         assert any(each.predicts for each in readings) is clear

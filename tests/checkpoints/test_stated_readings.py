@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mechinterp.analysis.one_layer.classify import agreed_label, classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign import case
-from mechinterp.checkpoints.foreign.readings import Reading, advice, ranked
+from mechinterp.checkpoints.foreign import candidates
+from mechinterp.checkpoints.foreign.score import Reading, advice, ranked
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.cli.commands import app
@@ -119,7 +119,7 @@ def test_readings_are_compared_on_as_many_prompts_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
-    monkeypatch.setattr(case, "N_PRODUCTS", 2**24)
+    monkeypatch.setattr(candidates, "N_PRODUCTS", 2**24)
     generator = torch.Generator().manual_seed(0)
     shapes = {
         f"attn.heads.{h}.{x}.weight": (8, 3) for h in range(2) for x in ("key", "query", "value")

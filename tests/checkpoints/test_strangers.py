@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mechinterp.analysis.ablation.single import ablate
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign import doubts
-from mechinterp.checkpoints.foreign.copies import copies_in
+from mechinterp.checkpoints.foreign import score
+from mechinterp.checkpoints.foreign.names import copies_in
 from mechinterp.checkpoints.foreign.settings import settled
 from mechinterp.checkpoints.io.errors import NotUnderstoodError
 from mechinterp.checkpoints.load import load
@@ -124,8 +124,8 @@ def test_a_reading_that_training_would_have_bettered_is_doubted(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        (Kind(2, 4, beside="alibi", norm="layer", mlp=True), doubts._slanted),
-        (Kind(2, beside="sink", norm="layer", mlp=True, layout="in_turn"), doubts._with_a_logit),
+        (Kind(2, 4, beside="alibi", norm="layer", mlp=True), score._slanted),
+        (Kind(2, beside="sink", norm="layer", mlp=True, layout="in_turn"), score._with_a_logit),
     ],
 )
 def test_other_kinds_of_attention_are_the_strangers_own_function(tmp_path: Path, kind: Kind, way: Attend):  # fmt: skip

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.checkpoints.foreign.layout import layout_of
-from mechinterp.checkpoints.foreign.parsed import attention_matrices
+from mechinterp.checkpoints.foreign.tensors import attention_matrices, layout_of
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved

@@ -40,7 +40,7 @@ from mechinterp.analysis.one_layer.linear_components import Components, componen
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.readings import Reading, not_understood
+from mechinterp.checkpoints.foreign.score import Reading, not_understood
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts

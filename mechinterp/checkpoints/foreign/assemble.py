@@ -1,20 +1,31 @@
 """Models from the parts of a file, combined as a reading states."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.names import Tensors
-from mechinterp.checkpoints.foreign.parsed import Parts
-from mechinterp.checkpoints.foreign.readings import Said
+from mechinterp.checkpoints.foreign.tensors import Parts
 from mechinterp.config import ModelConfig
 from mechinterp.fields import build
 from mechinterp.models.weights import Weights
 
+Said = Mapping[str, str | float | bool | None]
+"""Choices of a reading, by the name of the argument of `load`."""
 TOKEN, ATTENTION, MLP = range(3)
+"""Parts of the stream, side by side if outputs are not added to it."""
+IN_STREAM = {
+    **{f"attn.W_{x}": (1, TOKEN) for x in "QKV"},
+    **{"attn.W_O": (2, ATTENTION), "attn.b_O": (0, ATTENTION)},
+    **{"mlp.W_in": (0, ATTENTION), "mlp.W_out": (1, MLP), "mlp.b_out": (0, MLP)},
+    **{"pos_embed.W_pos": (1, TOKEN), "W_in": (1, TOKEN), "b_in": (0, TOKEN)},
+}
+"""Axis of a tensor that has the stream's width, and the part of the stream that it reads or writes.
+"""
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions; prompts of more tokens are not possible."""
 JOINED = (
@@ -44,51 +55,49 @@ def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Columns:
     return inputs, list(range(start, start + d_y))
 
 
-def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Weights:
+def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], model: ModelConfig) -> Weights:
     """Model of one reading, with weights rescaled so that scores have the factor 1/sqrt(d_head).
 
     Args:
         sizes: d_x and d_y.
+        model: The `architecture` of the reading.
     Raises:
-        ValueError: If there is no such model.
+        ValueError: If the weights are not finite under the scale.
     """
-    model, parts = architecture(parts, chosen, sizes), parts.normed(chosen)
+    parts = parts.normed(chosen)
     at = columns(parts, chosen, sizes)
     sign = -1 if chosen["sign"] == "minus" else 1
     d_head = model.head_width(*sizes)
-    apart = parts.width if model.d_model == 3 * parts.width else None
     named: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers * _passes(chosen)):
         heads = _heads(parts, layer, chosen.get("scale"), d_head, at[1])
         if model.one_attention:
             inside = _one_layer(heads, model, at, sizes[0], sign)
         else:
-            inside = _joined(layer, heads, model, apart)
+            inside = _joined(layer, heads, model)
         named |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
         named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
     if model.n_positions is not None:
-        table = parts.ends.get("positions.weight", _table(model.n_positions, parts.width, chosen))
-        named["pos_embed.W_pos"] = _placed(table, 1, TOKEN, apart)
+        table = _table(model.n_positions, parts.width, chosen)
+        named["pos_embed.W_pos"] = parts.ends.get("positions.weight", table)
     if model.d_model is not None:
-        named |= _ways(parts, model, at, apart, sign)
+        named |= _ways(parts, model, at, sign)
+    if model.d_model == 3 * parts.width:
+        places = IN_STREAM | {"unembed.W_U": (0, ATTENTION if model.d_mlp is None else MLP)}
+        for name, tensor in named.items():
+            if (place := places.get(re.sub(r"^blocks\.\d+\.", "", name))) is not None:
+                named[name] = _placed(tensor, *place, parts.width)
     dtype = parts.layers[0]["query.weight"].dtype
     kept = [name for name in named if model.biases or ".b_" not in f".{name}"]
     tensors = {name: named[name].to(dtype).contiguous().clone() for name in kept}
     return Weights.of_names(model, *sizes, tensors)
 
 
-def _placed(tensor: Tensor, axis: int, block: int, apart: int | None) -> Tensor:
-    """A tensor with its axis of the stream's width in one of three parts of the stream (token,
-    attention, MLP), which lie side by side if their outputs are not added.
-
-    Args:
-        apart: Width of each of the three parts; None: there is one stream, to which all is added.
-    """
-    if apart is None:
-        return tensor
-    behind = (3 - block) * apart - tensor.shape[axis]
-    return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [block * apart, behind])
+def _placed(tensor: Tensor, axis: int, part: int, width: int) -> Tensor:
+    """A tensor whose axis of the stream lies in one of three parts of this width; zeros elsewhere."""
+    behind = (3 - part) * width - tensor.shape[axis]
+    return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [part * width, behind])
 
 
 def architecture(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> ModelConfig:
@@ -194,30 +203,22 @@ def _one_layer(
     return tensors | {"attn.b_O": pad(sign * heads["b_O"][outputs], (d_x, 0))}
 
 
-def _joined(
-    layer: Tensors, heads: Tensors, model: ModelConfig, apart: int | None
-) -> dict[str, Tensor]:
+def _joined(layer: Tensors, heads: Tensors, model: ModelConfig) -> dict[str, Tensor]:
     """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
-    tensors = {f"attn.W_{x}": _placed(heads[f"W_{x}"], 1, TOKEN, apart) for x in "QKV"}
-    tensors["attn.W_O"] = _placed(heads["W_O"], 2, ATTENTION, apart)
-    tensors |= {f"attn.b_{x}": heads[f"b_{x}"] for x in "QKV"}
-    tensors["attn.b_O"] = _placed(heads["b_O"], 0, ATTENTION, apart)
+    tensors = {f"attn.{name}": tensor for name, tensor in heads.items()}
     for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
         if f"{name}.weight" in layer:
             tensors |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
     if model.d_mlp is not None:
         W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
         more = model.d_mlp - W_in.shape[1]
-        tensors["mlp.W_in"] = _placed(pad(W_in, (0, more)), 0, ATTENTION, apart)
-        tensors["mlp.W_out"] = _placed(pad(W_out, (0, 0, 0, more)), 1, MLP, apart)
-        tensors["mlp.b_in"] = pad(layer["mlp_in.bias"], (0, more))
-        tensors["mlp.b_out"] = _placed(layer["mlp_out.bias"], 0, MLP, apart)
+        tensors |= {"mlp.W_in": pad(W_in, (0, more)), "mlp.W_out": pad(W_out, (0, 0, 0, more))}
+        b_in, b_out = pad(layer["mlp_in.bias"], (0, more)), layer["mlp_out.bias"]
+        tensors |= {"mlp.b_in": b_in, "mlp.b_out": b_out}
     return tensors
 
 
-def _ways(
-    parts: Parts, model: ModelConfig, at: Columns, apart: int | None, sign: int
-) -> dict[str, Tensor]:
+def _ways(parts: Parts, model: ModelConfig, at: Columns, sign: int) -> dict[str, Tensor]:
     """Read-in and read-out; if the file has none, selections of the columns of x and y and of the
     prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
@@ -227,11 +228,10 @@ def _ways(
     read_out = ends.get("read_out.weight", torch.eye(parts.written).to(query)[:, outputs])
     b_in = ends.get("read_in.bias", query.new_zeros(width))
     b_U = ends.get("read_out.bias", query.new_zeros(read_out.shape[1]))
-    last = MLP if model.d_mlp is not None else ATTENTION
     tensors = {
-        "W_in": _placed(read_in if model.d_read_in else first, 1, TOKEN, apart),
-        "b_in": _placed(b_in, 0, TOKEN, apart),
-        "unembed.W_U": sign * _placed(read_out, 0, last, apart),
+        "W_in": read_in if model.d_read_in else first,
+        "b_in": b_in,
+        "unembed.W_U": sign * read_out,
         "unembed.b_U": sign * b_U,
     }
     read = {"W_read": first, "b_read": ends.get("read_mlp.bias", b_in)}

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.layout import (
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.tensors import (
     Layout,
     TensorError,
     layout_of,
     require_known_kind,
+    require_numbers,
     shown,
     unstacked,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.parsed import require_numbers
 from mechinterp.models.shapes import NAMES
 
 PREFIX = "blocks.0.attn."
@@ -45,11 +45,6 @@ LINEAR = (
     ("q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight"),
 )
 TASK = {"beta_var": 1.0, "query_noise": False}
-
-
-def _softmax_papers(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the softmax paper, which is the default one."""
-    return {}
 
 
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
@@ -94,8 +89,8 @@ class Format:
     """True: queries of each head have the width of a token, which gives the number of heads."""
     tries: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values to try, by name, in an order other than that for unknown layers."""
-    task: Callable[[int, int, str], dict[str, object]] = _softmax_papers
-    """Task to assume, by d_x, d_y and score, where it differs from that of the softmax paper."""
+    task: Callable[[int, int, str], dict[str, object]] | None = None
+    """Fields of the task to assume, by d_x, d_y and score; None: the task of the softmax paper."""
     beside: Mapping[str, object] = field(default_factory=dict)
     """Further assumptions, by the name under which they are shown."""
 
@@ -186,8 +181,6 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     if form is HOOKED:
         known, stated = hooked_layer(tensors)
         form = replace(form, settled={**form.settled, **stated})
-    elif form.name == "torch-encoder" and all(re.match(r"\d+\.", name) for name in known):
-        known = _of_sequential(known)
     elif form is ONE_MATRIX:
         known = _of_one_matrix(known, hints)
     layout = layout_of(known)
@@ -247,31 +240,6 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
             if dotted and all(each in tensors for each in held):
                 return row.name != "arrays" or any(tensors[each].ndim == 3 for each in held)
     return False
-
-
-def _of_sequential(tensors: Tensors) -> dict[str, Tensor]:
-    """Tensors of an nn.Sequential (read-in, encoder layers, norm, read-out) under the names of
-    these parts."""
-    numbers = {int(name.partition(".")[0]) for name in tensors}
-    missing = set(range(len(numbers))) - numbers
-    if missing:
-        what = f"module {min(missing)} of the nn.Sequential has no weights"
-        raise ValueError(f"{what}, so the file does not show what it does.")
-    layers = sorted(n for n in numbers if f"{n}.self_attn.in_proj_weight" in tensors)
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        number, _, rest = name.partition(".")
-        weight = tensors.get(f"{number}.weight")
-        place = "norm" if weight is not None and weight.ndim == 1 else "read_out"
-        if int(number) in layers:
-            place = f"layers.{layers.index(int(number))}"
-        elif int(number) < layers[0]:
-            place = "read_in"
-        if f"{place}.{rest}" in renamed:
-            rule = "is not among the tensors of an nn.Sequential of encoder layers"
-            raise TensorError(name, rule)
-        renamed[f"{place}.{rest}"] = tensor
-    return renamed
 
 
 def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:

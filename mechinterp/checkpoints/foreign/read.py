@@ -10,23 +10,29 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.case import Case, Source, case_of
-from mechinterp.checkpoints.foreign.choices import (
+from mechinterp.checkpoints.foreign.candidates import (
+    Case,
+    Source,
+    case_of,
     choices_of,
     combinations,
     given_choices,
     refinements,
     rotary_of,
 )
-from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.interpret import Tried, tried
-from mechinterp.checkpoints.foreign.layout import Layout, mapped, of_file
 from mechinterp.checkpoints.foreign.names import Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
-from mechinterp.checkpoints.foreign.parsed import Parts, parts_of
-from mechinterp.checkpoints.foreign.readings import Said, not_understood, tied
+from mechinterp.checkpoints.foreign.score import (
+    Reading,
+    Said,
+    doubt_of,
+    not_understood,
+    tied,
+    tried,
+)
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
+from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 
@@ -39,10 +45,6 @@ NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
 """Assumption about terms of the scores that a file does not show."""
 MOST_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
-
-
-Recognised = tuple[Format, Layout, dict[str, Tensor]]
-"""Result of `recognised`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,10 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
 
 def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     last = run[-1]
-    known_files = _recognised_files(run, hints)
+    known_files = []
+    for each in run:
+        with of_file(each.file):
+            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
     # A setting such as norm_first is left over in a model without norms.
@@ -116,28 +121,22 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
                 faults.append(error)
     if not cases:
         raise faults[0]
-    found = tried(cases)
-    checkpoint = _checkpoint(last, found)
+    case, readings, names = tried(cases)
+    checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
-    kept, axes = {}, str(found.case.said["orientation"])
+    kept, axes = {}, str(case.said["orientation"])
     for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
         with of_file(each.file):
-            kept[each.step] = replace(found.case, parts=parts).weights()
+            kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
 
 
-def _recognised_files(run: Sequence[Stored], hints: Hints) -> list[Recognised]:
-    """Formats and parts of all files of a run, by their names."""
-    known_files = []
-    for each in run:
-        with of_file(each.file):
-            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
-    return known_files
-
-
 def _parts_of_run(
-    run: Sequence[Stored], known_files: Sequence[Recognised], axes: str, hints: Hints
+    run: Sequence[Stored],
+    known_files: Sequence[tuple[Format, Layout, dict[str, Tensor]]],
+    axes: str,
+    hints: Hints,
 ) -> list[Parts]:
     """Parts of every file of a run; all have biases if any file has nonzero ones."""
     every = []
@@ -160,15 +159,16 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     return OWN_LAYERS if "out.weight" in parts.layers[0] else BARE
 
 
-def _checkpoint(stored: Stored, found: Tried) -> Checkpoint:
+def _checkpoint(
+    stored: Stored, case: Case, readings: tuple[Reading, ...], names: Sequence[str]
+) -> Checkpoint:
     """Checkpoint of the chosen reading, with what was assumed."""
-    case, readings = found.case, found.readings
     weights, form, closed = case.weights(), case.source.form, case.source.closed
     config = ExperimentConfig(task=case.task, model=weights.model)
     kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
     values = flatten(config.to_dict()).items()
     assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
-    names = [*form.usual, *found.names]
+    names = [*form.usual, *names]
     if case.said["positions"] == "rotary":
         names += OF_POSITIONS
     names += [n for n in PLAIN_SAID if n in _without_trace(case)]
@@ -189,7 +189,7 @@ def _checkpoint(stored: Stored, found: Tried) -> Checkpoint:
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
     if open_between := tied(readings):
         assumed["undetermined"] = open_between
-    if not found.understood:
+    if readings and not readings[0].predicts:
         assumed |= {"understood": False, "doubt": not_understood(readings)}
     elif doubt := doubt_of(case):
         assumed["doubt"] = doubt

@@ -4,21 +4,373 @@
 Nothing in a file is run as code. Claimed sizes are checked against the size of the file before
 memory is allocated. Every fault becomes a CheckpointError."""
 
+import io
 import json
-from collections.abc import Mapping
+import math
+import re
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.copies import chosen_names
-from mechinterp.checkpoints.io.archives import MAX_ENTRIES, native_tensor, npy_array, read_npz
+from mechinterp.checkpoints.foreign.names import chosen_names, piece_of
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import reading, require_header
-from mechinterp.checkpoints.io.torch_files import Read, arrays_among, read_torch, settings_among
-from mechinterp.checkpoints.io.unpickler import STORAGES, ArrayType, StoredArray
+from mechinterp.checkpoints.io.unpickler import (
+    MAX_BYTES,
+    STORAGES,
+    ArrayType,
+    Storage,
+    StoredArray,
+    StoredTensor,
+    Unread,
+    read_pickle,
+)
+
+MAX_UNPACKED = 2**26
+"""Largest unpacked size of a small archive; torch.save and numpy.savez do not compress."""
+MAX_ENTRIES = 30_000
+CHUNK = 2**22
+
+
+@contextmanager
+def archive(file: Path) -> Iterator[zipfile.ZipFile]:
+    """A zip archive with a bounded number of entries and a bounded unpacked size."""
+    with file.open("rb") as stream:
+        # Counted before zipfile makes an object for each entry.
+        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(CHUNK), b""))
+    if entries > MAX_ENTRIES:
+        raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
+    with zipfile.ZipFile(file) as opened:
+        listed, size = opened.infolist(), file.stat().st_size
+        unpacked, most = sum(entry.file_size for entry in listed), max(size, MAX_UNPACKED)
+        packed = max((entry.compress_size for entry in listed), default=0)
+        if unpacked > most:
+            raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
+        if packed > size:  # zipfile would allocate this much
+            rule = f"must have at most the file's {size} bytes"
+            raise CheckpointError(f"an entry {rule}, it claims {packed}.")
+        if len({entry.filename.lower() for entry in listed}) < len(listed):
+            raise CheckpointError("must hold each entry once, got some twice.")
+        for entry in listed:
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                got = f"got compression {entry.compress_type}"
+                raise CheckpointError(f"{entry.filename} must be stored or deflated, {got}.")
+        yield opened
+
+
+def npy_array(data: bytes, name: str) -> np.ndarray:
+    """Array of an .npy file, after its header is checked against the number of bytes."""
+    stream = io.BytesIO(data)
+    version, headers = np.lib.format.read_magic(stream), np.lib.format
+    read = {(1, 0): headers.read_array_header_1_0, (2, 0): headers.read_array_header_2_0}
+    if version not in read:
+        raise CheckpointError(f"{name} must have .npy version 1.0 or 2.0, got {version}.")
+    shape, columns_first, dtype = read[version](stream)
+    if dtype.hasobject or dtype.fields or dtype.subdtype:
+        raise CheckpointError(f"{name} must hold plain numbers, got {dtype}.")
+    return array_of(memoryview(data)[stream.tell() :], dtype, shape, columns_first, name)
+
+
+def array_of(
+    data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...], by_columns: bool, name: str
+) -> np.ndarray:
+    """Numbers in a shape, which must need exactly the bytes that are there.
+
+    Raises:
+        CheckpointError: If it needs more or fewer bytes.
+    """
+    claimed, held = math.prod(shape) * dtype.itemsize, len(data)
+    if claimed != held or min(shape, default=0) < 0:
+        raise CheckpointError(f"{name} of shape {shape} must lie in {claimed} bytes, got {held}.")
+    numbers = np.frombuffer(data, dtype) if held else np.empty(0, dtype)
+    return numbers.reshape(shape, order="F" if by_columns else "C")
+
+
+def native_tensor(array: np.ndarray, name: str) -> Tensor:
+    """Copy of an array of numbers in native byte order, row by row."""
+    if array.dtype.kind not in "fiubc":
+        raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+MAX_AXES, MAX_ARRAY_AXES = 64, 32
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+READABLE = "must hold tensors that can be read without running code"
+
+WRAPPERS = (
+    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
+    *("params", "weights", "state", "module"),
+)
+"""Names under which runs store the weights."""
+OPTIMISER = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng).*", re.IGNORECASE)
+BESIDE = re.compile(rf"{OPTIMISER.pattern}|ema.*", re.IGNORECASE)
+"""Names of values beside the weights: optimiser state, random states, averaged weights."""
+SKIPPED = re.compile(
+    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
+    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
+)
+"""Classes whose values beside the weights are ignored; a file with any other class is refused, and
+the class named."""
+MAX_DEPTH, MAX_VISITS = 8, 300_000
+MAX_ARRAY_BYTES = 24_000_000
+"""Largest number of bytes of all arrays together; twice the limit of a pickle, as an array may have
+two names."""
+KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
+
+Place = StoredTensor | StoredArray
+
+
+Read = tuple[dict[str, Tensor], dict[str, object]]
+"""Tensors of a file by name, and the settings stored with them."""
+
+
+def read_torch(file: Path, weights: str | None = None) -> Read:
+    """Tensors of a torch.save file by name, and the settings stored with them.
+
+    Args:
+        weights: Name of the state dict, if there are several.
+
+    Raises:
+        CheckpointError: If it has the format before PyTorch 1.6, contains code, or is another file.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(len(OLD_TORCH))
+    if start == OLD_TORCH:
+        raise CheckpointError(
+            "written by PyTorch before 1.6 or in its old format; save it again with PyTorch >= 1.6: "
+            "torch.save(torch.load(FILE), FILE)."
+        )
+    if start.startswith(b"\x80"):
+        return _read_plain_pickle(file, weights)
+    if not start.startswith(b"PK"):
+        got = "another file" if start else "an empty file"
+        raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
+    with archive(file) as opened:
+        entries = opened.namelist()
+        names = [name for name in entries if name.endswith("/data.pkl")]
+        if any(name.endswith("/constants.pkl") for name in entries):
+            raise CheckpointError(
+                "a TorchScript archive, which holds code; where it runs, write "
+                "torch.save(torch.jit.load(FILE).state_dict(), FILE)."
+            )
+        if len(names) != 1:
+            got = f"an archive with {len(names)} pickles"
+            raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
+        root = read_pickle(opened.read(names[0]))
+        return tensors_among(root, weights, _Storages(opened, names[0].removesuffix("data.pkl")))
+
+
+def _read_plain_pickle(file: Path, weights: str | None) -> Read:
+    """numpy arrays in a plain pickle, as runs of haiku and flax are stored."""
+    if file.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"a pickle must be at most {MAX_BYTES} bytes.")
+    try:
+        return tensors_among(read_pickle(file.read_bytes()), weights)
+    except CheckpointError as error:
+        what = "a plain pickle, from which only numpy arrays are read"
+        raise CheckpointError(f"{what}: {error}") from None
+
+
+class _Storages:
+    """Entries of a torch archive with numbers, each read once."""
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
+        self.archive, self.folder = archive, folder
+        self.read = cache(self._read)
+        self.kinds: dict[str, torch.dtype] = {}
+        stated = f"{folder}byteorder" in archive.namelist()
+        order = archive.read(f"{folder}byteorder").decode() if stated else sys.byteorder
+        self.swapped = order != sys.byteorder
+
+    def tensor(self, name: str, place: StoredTensor) -> Tensor:
+        """A tensor whose numbers are all in the file."""
+        storage, shape, strides = self.read(place.storage), place.shape, place.strides
+        if len(shape) != len(strides) or len(shape) > MAX_AXES:
+            rule = f"must have at most {MAX_AXES} axes, a stride each"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)} and {len(strides)} strides.")
+        if min((place.offset, *shape, *strides)) < 0:
+            raise CheckpointError(f"{name} must lie behind the start of its numbers.")
+        claimed, held = math.prod(shape) * storage.dtype.itemsize, storage.nbytes
+        if claimed > held:
+            what = f"{name} of shape {shape}"
+            raise CheckpointError(f"{what} must lie in {claimed} bytes, got {held}.")
+        end = place.offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if 0 not in shape and end > len(storage):
+            rule = f"must end within its {len(storage)} numbers"
+            raise CheckpointError(f"{name} {rule}, it goes to number {end}.")
+        return storage.as_strided(shape, strides, place.offset)
+
+    def _read(self, storage: Storage) -> Tensor:
+        """All numbers of an entry."""
+        entry = f"data/{storage.key}"
+        if self.kinds.setdefault(storage.key, storage.dtype) != storage.dtype:
+            raise CheckpointError(f"the entry {entry} must hold numbers of one kind.")
+        data = bytearray(self.archive.read(self.folder + entry))
+        claimed = storage.size * storage.dtype.itemsize
+        if claimed != len(data):
+            raise CheckpointError(f"the entry {entry} must have {claimed} bytes, got {len(data)}.")
+        if not data:
+            return torch.empty(0, dtype=storage.dtype, device="cpu")
+        numbers = torch.frombuffer(data, dtype=storage.dtype)
+        if self.swapped:
+            numbers.untyped_storage().byteswap(storage.dtype)
+        return numbers
+
+
+def tensors_among(
+    root: object, weights: str | None = None, storages: _Storages | None = None
+) -> Read:
+    """Weights by name and the settings stored with them: torch tensors or, without them, numpy
+    arrays; other values are ignored.
+
+    Args:
+        weights: Name of the state dict, if there are several.
+        storages: Numbers of torch tensors; None: a pickle or msgpack, which has arrays only.
+    Raises:
+        CheckpointError: If there are no weights, several state dicts and none is named, or torch
+            tensors without storages.
+    """
+    places = dict(_places(root))
+    names = chosen_names({name: place.shape for name, place in places.items()}, weights)
+    if weights is None:
+        document = _unwrapped(root)
+        places = dict(_places(document, BESIDE))
+        classes = _needed_classes(document)
+        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in classes):
+            raise CheckpointError(_no_weights(root, classes))
+    else:
+        places = {short: places[name] for name, short in names.items()}
+    torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
+    if torches and storages is None:
+        raise CheckpointError("torch tensors must be written by torch.save, got a plain pickle.")
+    if torches and storages is not None:
+        read = {name: storages.tensor(name, each) for name, each in torches.items()}
+        return read, settings_among(root)
+    arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
+    if not arrays:
+        raise CheckpointError(_no_weights(root, _needed_classes(root)))
+    return array_tensors(arrays), settings_among(root)
+
+
+def settings_among(root: object) -> dict[str, object]:
+    """Numbers, texts and booleans in a run's dictionaries and objects, by their last name.
+
+    A name with two different values gets None."""
+    settings: dict[str, object] = {}
+    for (*_, name), value in _entries(root, objects=True):
+        if isinstance(name, str) and isinstance(value, bool | int | float | str):
+            other = settings.setdefault(name, value)
+            settings[name] = value if other == value else None
+    return settings
+
+
+def _needed_classes(root: object) -> list[str]:
+    """Classes and functions that values beside the weights need."""
+    values = list(root.values()) if isinstance(root, dict) else [root]
+    return [value.name for value in values if isinstance(value, Unread) and value.name]
+
+
+def _unwrapped(document: object, depth: int = 0) -> object:
+    """State dict of a run, found under one of a few names, unless parts of the model lie beside it."""
+    if not isinstance(document, dict) or depth == MAX_DEPTH:
+        return document
+    for name in WRAPPERS:
+        inner = document.get(name)
+        if isinstance(inner, dict) and any(_places(inner)):
+            others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
+            beside = (piece_of(each) for each, _ in _places(others, BESIDE))
+            return document if any(beside) else _unwrapped(inner, depth + 1)
+    return document
+
+
+def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
+    """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
+    for path, value in _entries(root):
+        named = isinstance(path[-1], str) and None not in path
+        if isinstance(value, Place) and named and not skipped.fullmatch(str(path[0])):
+            yield ".".join(map(str, path)), value
+
+
+def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, object]]:
+    """Values in nested dictionaries, each with its path, the keys from the outermost on.
+
+    Args:
+        objects: True: the attributes of objects count, too.
+    """
+    waiting: list[tuple[tuple, object]] = [((), root)]
+    visits = 0
+    while waiting:
+        path, values = waiting.pop()
+        values = values.state if objects and isinstance(values, Unread) else values
+        if not isinstance(values, dict) or len(path) > MAX_DEPTH:
+            continue
+        visits += len(values)
+        if visits > MAX_VISITS:
+            raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
+        inner = [((*path, key), value) for key, value in values.items()]
+        yield from inner
+        waiting += (each for each in reversed(inner) if isinstance(each[1], dict | Unread))
+
+
+def _no_weights(root: object, classes: list[str]) -> str:
+    """Message on a file without weights: its content, and what to do."""
+    for name in ([name for name in classes if not SKIPPED.fullmatch(name)] or classes)[:1]:
+        got = f"it needs {name}, and no code of a file is run: where that class is installed, write torch.save(model.state_dict(), FILE)"
+        return f"must hold a state dict, names with a tensor each; {got}."
+    if isinstance(root, dict):
+        keys = [str(key)[:40] for key in root][:8]
+        got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
+    elif isinstance(root, StoredTensor | StoredArray):
+        got = f"one tensor of shape {list(root.shape)}"
+    elif isinstance(root, Unread):
+        got = "a list or the like"
+    else:
+        got = f"a {type(root).__name__}"
+    wrappers = ", ".join(WRAPPERS)
+    return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
+
+
+def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
+    """numpy arrays as tensors, after their claimed sizes are checked against their bytes.
+
+    Raises:
+        CheckpointError: If an array claims more or fewer bytes than it has, or has no plain
+            numbers.
+    """
+    tensors, left = {}, MAX_ARRAY_BYTES
+    for name, place in places.items():
+        kind, shape = _kind(place, name), place.shape
+        if len(shape) > MAX_ARRAY_AXES:
+            rule = f"must have at most {MAX_ARRAY_AXES} axes"
+            raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
+        # Protocol 2 stores bytes as texts, and empty bytes as a call.
+        data = place.data.encode("latin1") if isinstance(place.data, str) else place.data
+        data = data if isinstance(data, bytes) else b""
+        array = array_of(data, kind, shape, place.by_columns is True, name)
+        left -= len(data)
+        if left < 0:
+            raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
+        tensors[name] = native_tensor(array, name)
+    return tensors
+
+
+def _kind(place: StoredArray, name: str) -> np.dtype:
+    kind = place.kind
+    if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
+        return np.dtype(kind.code).newbyteorder(">" if kind.order == ">" else "|")
+    got = kind.code if isinstance(kind, ArrayType) else "no dtype"
+    raise CheckpointError(f"{name} must hold plain numbers, got {got}.")
+
 
 SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
@@ -113,10 +465,23 @@ def _document(text: str) -> object:
 
 
 def _read_npz(file: Path, weights: str | None) -> Read:
-    tensors, texts = read_npz(file)
-    numbers = {name: t.item() for name, t in tensors.items() if t.ndim == 0}
-    arrays = {name: t for name, t in tensors.items() if name not in numbers}
-    return _chosen(arrays, weights), settings_among({**texts, **numbers})
+    tensors: dict[str, Tensor] = {}
+    settings: dict[str, object] = {}
+    with archive(file) as opened:
+        for entry in opened.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name == entry.filename:
+                raise CheckpointError(f"must hold .npy arrays, got {entry.filename}.")
+            array = npy_array(opened.read(entry), name)
+            if array.dtype.kind == "U" and array.ndim == 0:
+                settings[name] = str(array)
+            elif array.dtype.kind != "U":
+                tensor = native_tensor(array, name)
+                if tensor.ndim:
+                    tensors[name] = tensor
+                else:
+                    settings[name] = tensor.item()
+    return _chosen(tensors, weights), settings_among(settings)
 
 
 def _read_npy(file: Path, weights: str | None) -> Read:
@@ -147,7 +512,7 @@ def _read_msgpack(file: Path, weights: str | None) -> Read:
         return StoredArray(ArrayType(kind.decode("latin1")), tuple(shape), False, numbers)
 
     tree = msgpack.unpackb(file.read_bytes(), ext_hook=array, strict_map_key=False)
-    return arrays_among(tree, weights)
+    return tensors_among(tree, weights)
 
 
 def folder_file(path: Path, weights: str | None = None) -> tuple[Path, Read]:

@@ -18,19 +18,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.checkpoint import (
+    PREFIX,
+    Checkpoint,
+    fill_with_tensors,
+    state_dict,
+    weights_from,
+)
 from mechinterp.checkpoints.foreign.formats import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.atomic import write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError, naming, one_line
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
-from mechinterp.checkpoints.native.tensors import (
-    PREFIX,
-    fill_with_tensors,
-    state_dict,
-    weights_from,
-)
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.shapes import BIASES, tensor_shapes

@@ -1,0 +1,536 @@
+"""Readings of a file that leaves settings open, and which of them predict on prompts of the task.
+
+The loss decides on the scale, the columns and how parts are combined, as training has adapted to
+them. It does not decide on the score: a model trained with softmax scores can predict better with
+linear ones. So the best reading of every score is kept, unless it predicts nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from mechinterp.checkpoints.foreign.assemble import Said
+from mechinterp.checkpoints.foreign.candidates import (
+    AGAIN,
+    DOUBTED,
+    N_OF_LAYERS,
+    REFINED_NAMES,
+    Case,
+    Errors,
+    Look,
+    looked_at,
+    n_prompts_for,
+    near_values,
+)
+from mechinterp.checkpoints.foreign.options import option, stated_option
+from mechinterp.config import ModelConfig
+from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.general import (
+    AVERAGE,
+    Keys,
+    Queries,
+    attend,
+    predictions,
+    scores_of,
+)
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.scores import attention_pattern
+from mechinterp.models.weights import Weights
+
+ROUNDING = 1e-12
+"""Standard errors below this count as 0."""
+MARGIN, ERRORS = 0.05, 3.0
+"""A loss is below another if it is lower by more than this fraction and this many standard errors,
+else they tie.
+
+Larger values make more readings tie.
+"""
+
+MOST_SHOWN = 2
+LEFT_TO_SAY = ("--score", "--scale", "--output-scale", "--model", "--task")
+"""Options that may make a file understood, whatever was tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One possible meaning of a file's tensors."""
+
+    said: Said
+    build: Callable[[], AttentionWeights | Weights]
+    """Makes the weights on first use, as all readings together are many times as large as the file.
+    """
+    loss: float
+    """Mean squared error relative to that of predicting 0, on prompts of the assumed task."""
+    loss_sem: float
+    predicts: bool
+    """True if the loss is clearly below that of predicting 0."""
+    ties: bool
+    """True if no reading predicts clearly better, and this one predicts if any does."""
+    stands: bool
+    """False if another reading predicts clearly better, and has the same score or this one does not
+    predict."""
+
+    @cached_property
+    def weights(self) -> AttentionWeights | Weights:
+        """Weights under this reading."""
+        return self.build()
+
+    def to_document(self) -> dict[str, object]:
+        """Its choices, its loss, and the flag `stands`."""
+        numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
+        return {**self.said, **numbers}
+
+    def __repr__(self) -> str:
+        named = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.said.items()
+        )
+        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
+        return f"{named or 'as it is'}: {self.loss:.3g}{error}"
+
+
+def ranked(
+    candidates: Sequence[tuple[Said, Callable[[], AttentionWeights | Weights]]],
+    errors: Sequence[Errors],
+) -> list[Reading]:
+    """Readings, the best first; those that tie with the best keep the given order, as all do if
+    none predicts.
+
+    Args:
+        errors: Errors per reading, on the same number of prompts; differences are paired, which is
+            exact for the same prompts.
+    """
+    best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
+    any_predicts = below(best, zero)
+    rivals: dict[object, Tensor] = {}
+    for (said, _), (error, _) in zip(candidates, errors, strict=True):
+        score = said.get("score")
+        if score not in rivals or error.mean() < rivals[score].mean():
+            rivals[score] = error
+    readings, alike = [], []
+    for (said, build), (error, zero) in zip(candidates, errors, strict=True):
+        loss, predicts = float(error.mean()), below(error, zero)
+        # The standard error of heavy tails is large: a reading that may be no better than 0 does
+        # not tie with one that predicts.
+        ties = not below(best, error) and (predicts or not any_predicts)
+        first_of_score = loss < 1 - MARGIN and not below(rivals[said.get("score")], error)
+        reading = Reading(
+            said=said,
+            build=build,
+            loss=loss,
+            loss_sem=float((error - loss * zero).std() / len(zero) ** 0.5),
+            predicts=predicts,
+            ties=ties,
+            stands=not any_predicts or ties or first_of_score,
+        )
+        readings.append(reading)
+        alike.append(ties and not below(best, error, margin=0.0))
+    if not any(each.predicts for each in readings):
+        return readings
+    rows = range(len(readings))
+    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
+    return [readings[i] for i in order]
+
+
+def not_understood(readings: Sequence[Reading]) -> str:
+    """Message that a file was not understood, with options to try."""
+    if any(each.predicts for each in readings):
+        what = f"read as its format states, it predicts no better than 0 ({readings[0]!r})"
+        return f"this file was not understood: {what}; {advice(readings)}"
+    best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
+    losses = "; ".join(map(repr, best))
+    named = [*map(option, readings[0].said), *LEFT_TO_SAY]
+    *first, last = dict.fromkeys(named)
+    return (
+        "this file was not understood: no reading predicts better than 0 on prompts of the task (loss over that of 0: "
+        f"{losses}); try {', '.join(first)} or {last}"
+    )
+
+
+def tied(readings: Sequence[Reading]) -> str:
+    """Message that other readings predict as well as the first, with the options that decide; empty
+    if none does."""
+    alike = [each.said for each in readings[1:] if each.ties and each.predicts]
+    named = [n for n in (readings[0].said if alike else ()) if any(said.get(n) != readings[0].said[n] for said in alike)]  # fmt: skip
+    if not named:
+        return ""
+    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
+
+
+def advice(readings: Sequence[Reading]) -> str:
+    """Options under which a file predicts, although it does not as its format states."""
+    settled, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
+    best = min(predicting, key=lambda each: each.loss)
+    changed = {n: v for n, v in best.said.items() if v != settled.get(n)}
+    named = ", ".join(f"{name} {value}" for name, value in changed.items())
+    options = " ".join(stated_option(name, value) for name, value in changed.items())
+    n_more = len(predicting) - 1
+    more = ["", "; so does another reading"][n_more] if n_more < 2 else f"; so do {n_more} others"
+    return f"{named} predicts ({best.loss:.3g}): {options}{more}"
+
+
+def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
+    """True if the mean of `error` is clearly below that of `other`; False if it is not finite."""
+    if not torch.isfinite(error).all():
+        return False
+    gap = (other - error).nan_to_num(torch.inf)
+    if not torch.isfinite(gap).all():
+        return True
+    clear = gap.mean() > ERRORS * gap.std() / len(gap) ** 0.5
+    return bool(clear and gap.mean() > margin * other.mean())
+
+
+MAX_READINGS = 64
+MOST_REFINED = 24
+"""Number of best readings whose refinements are tried.
+
+Raised from 8 after files of trained test models had been read, whose correct reading ranked lower
+without its refinement. No other file confirms 24. A larger number only costs time.
+"""
+N_REFINED = 512
+"""Number of prompts for the first comparison of refinements.
+
+Set after trained test models had been read: with 256 one of eight files was not understood. More prompts only cost time.
+"""
+ROUNDS = 3
+"""Most steps from a refined reading, each of which changes one choice for the better; more steps
+only cost time."""
+MOST_NEAR = 4
+"""Number of readings of each score and mask in the second comparison.
+
+Set after readings of trained test models had been seen, to limit the time. A larger number only
+costs time.
+"""
+MUCH_BETTER = 1.5
+"""The most common mask is chosen unless the other's loss is lower by more than this factor.
+
+Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
+times as large. A larger value keeps the common mask more often.
+"""
+REFINED_MARGIN = 0.01
+"""A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
+mistake gets worse, but a wrong task can make it better by a little."""
+
+
+def tried(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
+    """The case that predicts best, the readings, and the names of the choices in which they differ.
+
+    The chosen reading comes first. There are no readings if only one is possible and it predicts.
+    If none predicts, readings that predict against a convention of the format follow.
+
+    Raises:
+        ValueError: If too much is left open, or both orientations predict for another d_x.
+    """
+    open_ones = open_choices(cases)
+    if len(cases) > MAX_READINGS:
+        rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
+        raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
+    better: list[Case] = []
+    look = looked_at(cases, n_prompts_for(cases, 1))
+    (order,) = look.groups().values()
+    if refined := [each for i in order[:MOST_REFINED] for each in look.cases[i].refined()]:
+        every = [*look.cases, *refined]
+        look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
+    every = list(look.cases)
+    for start in _starts(look):
+        if look.losses[start] < 1 - MARGIN:
+            better += _improved(look.cases[start], every, look.count)
+    look = looked_at([*every, *better], look.count) if better else look
+    names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
+    readings = _ranked(look, names)
+    rest: list[Reading] = []
+    hopeful = any(each.loss < 1 - MARGIN for each in readings)
+    if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
+        near = _near_the_best(look, cases)
+        rest = [each for each in readings if each.build not in {case.shown for case in near}]
+        near += look.best.refined()
+        look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
+    look, other = _of_usual_mask(look, cases)
+    look = _without_idle_refinements(look, cases)
+    readings = _ranked(look, names)
+    first = next(case for case in look.cases if case.shown == readings[0].build)
+    if any(each.predicts for each in readings):
+        _require_one_size(look.cases, readings)
+        rest = [replace(each, stands=False, ties=False) for each in rest]
+        if other.cases:
+            rival = _ranked(other, names)[0]
+            readings.append(replace(rival, stands=False, ties=rival.predicts))
+        several = len(cases) > 1 or len(readings) > 1 or not readings[0].predicts
+        return first, (*readings, *rest) if several else (), names
+    doubts = looked_at([first, *_doubts(cases, names)], look.count)
+    names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
+    if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
+        told = {n: first.told(n) for n in names}
+        readings = [replace(readings[0], stands=True, said=told), *working]
+    return first, (*readings, *rest), names
+
+
+def _starts(look: Look) -> list[int]:
+    """Rows to improve: for each mask the best reading and the best one with softmax.
+
+    At first the latter can be worse than a reading with linear scores.
+    """
+    best = {rows[0] for rows in look.groups("context_only").values()}
+    by_score = [rows[0] for rows in look.groups("score", "context_only").values()]
+    return sorted(best | {i for i in by_score if look.cases[i].said.get("score") == "softmax"})
+
+
+def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
+    """Better readings found from a case by refinements and changes of one choice at a time.
+
+    The norm or activation that predicts best can depend on a refinement, and one refinement on another.
+    """
+    kept = ("rotary", "positions", "context_only")
+    names = [n for n in open_choices(cases) if n in case.said and not n.startswith(kept)]
+    values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
+    better: list[Case] = []
+    for _ in range(ROUNDS):
+        more = near_values(case.said, case.parts, case.source.closed)
+        tries = {n: dict.fromkeys((*values.get(n, ()), *more.get(n, ()))) for n in values | more}
+        changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.said[n]]
+        # A less usual value can need another value of a second choice.
+        less = [(n, v) for n, vs in more.items() for v in vs]
+        changes += [{n: v, **other} for n, v in less for other in changes if n not in other]
+        look = looked_at([case, *case.refined(), *case.changed(changes)], count)
+        if look.best is case:
+            break
+        case = look.best
+        better.append(case)
+    return better
+
+
+def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
+    """For each score and mask, the cases that may be its best with more prompts; also the best
+    unrefined case."""
+    plain = {id(case) for case in cases}
+    near: set[int] = set()
+    for rows in look.groups("context_only").values():
+        near |= {*[i for i in rows if id(look.cases[i]) in plain][:1]}
+    for rows in look.groups("score", "context_only").values():
+        best = look.errors[rows[0]][0]
+        near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
+    return [look.cases[i] for i in sorted(near)]
+
+
+def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
+    """The cases in the order of their choices, so that of tied refinements the most common comes
+    first."""
+    values = {n: list(dict.fromkeys(case.said[n] for case in cases)) for n in cases[0].said}
+
+    def rank(case: Case) -> list[int]:
+        orders = ((case.said.get(name), order) for name, order in values.items())
+        return [order.index(v) if v in order else len(order) for v, order in orders]
+
+    return sorted(near, key=rank)
+
+
+def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
+    """The cases without refinements, unless one predicts better than every unrefined case.
+
+    Then that refinement and those that predict as well are kept.
+    """
+    unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
+    plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
+    rows = sorted(range(len(plain)), key=look.losses.__getitem__)
+    best = look.errors[next(i for i in rows if plain[i])][0]
+    better = [i for i in rows if not plain[i] and below(*look.errors[i])]
+    better = [i for i in better if below(look.errors[i][0], best, REFINED_MARGIN)][:1]
+    kept = [
+        i
+        for i, (error, zero) in enumerate(look.errors)
+        if plain[i]
+        or (better and below(error, zero) and not below(look.errors[better[0]][0], error, 0.0))
+    ]
+    return look.of(_of_the_best_base(look, kept))
+
+
+def _of_the_best_base(look: Look, rows: Sequence[int]) -> list[int]:
+    """Rows without those that differ from a better one in the base of rotary positions only: near
+    bases predict almost alike, so that no base is named as open."""
+    best: dict[object, int] = {}
+    for row in sorted(rows, key=look.losses.__getitem__):
+        case = look.cases[row]
+        rest = frozenset((n, v) for n, v in case.said.items() if n != "rotary_base")
+        best.setdefault((id(case.parts), rest), row)
+    return sorted(best.values())
+
+
+def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
+    """Cases with the most common mask, and cases with the other mask.
+
+    If the other mask predicts much better: all cases, and none. A causal model that is read without
+    its mask can have a lower loss than with it, so a small advantage does not count.
+    """
+    usual = cases[0].said.get("context_only")
+    groups = look.groups("context_only")
+    own = groups.pop((usual,), [])
+    other = [i for rows in groups.values() for i in rows]
+    if not own or not other:
+        return look, look.of([])
+    own_loss, other_loss = (min(look.losses[i] for i in rows) for rows in (own, other))
+    if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
+        return look, look.of([])
+    return look.of(sorted(own)), look.of(sorted(other))
+
+
+def open_choices(cases: Sequence[Case]) -> list[str]:
+    """Choices in which the cases differ."""
+    return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
+
+
+def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
+    """Readings, ranked, with the choices in which they may differ."""
+    said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
+    return ranked(said, look.errors)
+
+
+def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
+    """Cases that differ from the format's code in one choice, for choices that are neither stated
+    nor among those that were compared."""
+    doubts: list[Case] = []
+    source = cases[0].source
+    # A format's mask is not doubted.
+    closed = {*compared, *source.given, *({"attend_to_self"} & source.form.settled.keys())}
+    for case, (name, values) in product(cases, DOUBTED.items()):
+        is_open = name not in closed and case.said.get(name) is not None
+        # Tokens in turn need a read-in, and have no order of columns.
+        fits = {
+            "columns": case.said.get("layout") != "in_turn",
+            "layout": case.parts.has("read_in.weight"),
+        }
+        if is_open and fits.get(name, True):
+            doubts += case.changed({name: v} for v in values if v != case.said[name])
+    return doubts if len(doubts) <= MAX_READINGS else doubts[: len(doubts) // len(cases)]
+
+
+def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> None:
+    """Refuse one layer of attention for which both orientations predict, with different d_x."""
+    if not all(case.parts.alone for case in cases):
+        return
+    tasks = {case.shown: case.task for case in cases}
+    sizes = {tasks[each.build].d_x for each in readings if each.predicts}
+    if len(sizes) > 1:
+        listed = " or ".join(f"d_x = {d_x}" for d_x in sorted(sizes))
+        raise ValueError(
+            f"the file does not state the orientation of its matrices, and {listed} both predict; give --d-x (d_x=) or "
+            "--orientation (orientation=)."
+        )
+
+
+REST = 0.85
+"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
+tensor.
+
+Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
+0.80 or less. A larger value doubts more correct readings.
+"""
+ALIBI = "ALiBi (a slope times the distance in the scores)"
+SOFTMAX1 = "softmax1 (one more logit, which is 0)"
+BETTER = {ALIBI: MARGIN, SOFTMAX1: 0.1}
+"""A file is doubted if this kind of attention lowers its loss by more than this fraction.
+
+Set after 25 trained test models had been read: the extra logit lowered the loss of correctly read models by up to 0.07,
+and that of models with it by 0.01 to 0.42; ALiBi never lowered the loss of correctly read models. Larger values doubt
+fewer files.
+"""
+STEP, LEAST_AT_REST = 0.02, 64
+"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
+
+
+def doubt_of(case: Case) -> str:
+    """Why the reading of a file is doubted although it predicts; empty if nothing suggests it."""
+    if not case.parts.alone and (left := left_by_factors(case)) < REST:
+        return (
+            f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
+            "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
+            "(mechinterp.hook_module)"
+        )
+    if better := better_with(case):
+        return (
+            f"how this file was read is in doubt: with {better[0]}, which leaves no trace in a file and is not read from one, its loss is "
+            f"{better[1]:.2f} times as large; if it has it, hook the module in memory (mechinterp.hook_module)"
+        )
+    return ""
+
+
+def better_with(case: Case) -> tuple[str, float] | None:
+    """Kind of attention without a trace in a file that predicts clearly better, and the fraction of
+    the loss that it leaves; None if there is none.
+
+    ALiBi takes 2^(-8 (h + 1) / H) times the distance of query and key from the scores of head h of H. Softmax1 has one
+    more logit, which is 0, so that a head can read nothing.
+
+    Source:
+        Press et al. 2022, arXiv 2108.12409, section 3; Miller 2023, "Attention is off by one".
+    """
+    weights, task = case.weights(), case.task
+    config = weights.model
+    if config.score != "softmax" or config.rotary_dim is not None:
+        return None
+    count = n_prompts_for([case] * 3, AGAIN)
+    if count < LEAST_AT_REST:
+        return None
+    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4)).to(weights.dtype)
+    errors = {}
+    for name, way in {"": attend, ALIBI: _slanted, SOFTMAX1: _with_a_logit}.items():
+        rest = predictions(weights, prompts, attend=way) - prompts.y_query
+        errors[name] = rest.double().square().mean(1)
+    plain = errors.pop("")
+    better = {n: e for n, e in errors.items() if below(e, plain, BETTER[n])}
+    left = {name: float(error.mean() / plain.mean()) for name, error in better.items()}
+    return min(left.items(), key=lambda each: each[1]) if left else None
+
+
+def _slanted(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Averages of the values under ALiBi."""
+    n_heads, n_pos = q.shape[2], k.shape[1]
+    slopes = 2.0 ** (-8 * torch.arange(1, n_heads + 1, device=q.device) / n_heads)
+    at = torch.arange(n_pos, device=q.device)
+    away = (at[rows, None] - at).abs()
+    scores = scores_of(q, k, model, rows) - slopes[:, None, None].to(q) * away
+    return einsum(attention_pattern(scores), v, AVERAGE)
+
+
+def _with_a_logit(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Averages of the values under softmax1."""
+    share = scores_of(q, k, model, rows).logsumexp(-1).sigmoid()
+    return attend(q, k, v, model, rows) * share.mT[..., None]
+
+
+def left_by_factors(case: Case) -> float:
+    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
+
+    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
+    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
+    for the fit and once for the loss.
+    """
+    weights, task = case.weights(), case.task
+    named = weights.by_name
+    scaled = [n for n, t in named.items() if t.any() and (t.ndim > 1 or n.endswith(".w"))]
+    count = n_prompts_for([case] * (4 * len(scaled) + 4), AGAIN)
+    if count < LEAST_AT_REST:
+        return 1.0
+    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4))
+
+    def predicted(changed: dict[str, Tensor]) -> Tensor:
+        other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
+        return predictor_of(other).predict(prompts.to(weights.dtype)).double().flatten()
+
+    base = predicted({})
+    error = prompts.y_query.double().flatten() - base
+    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
+    design, half = torch.stack(slopes, 1), len(error) // 2
+    if not torch.isfinite(design).all():
+        return 1.0
+    left = []
+    for fit, held in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        A = design[fit]
+        inverse = torch.linalg.pinv(A.T @ A, rtol=1e-3, hermitian=True)
+        rest = error[held] - design[held] @ (inverse @ (A.T @ error[fit]))
+        left.append(float(rest.square().sum() / error[held].square().sum().clamp(min=1e-300)))
+    return sum(left) / 2
