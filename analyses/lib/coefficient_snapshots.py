@@ -18,9 +18,9 @@ from mechinterp import figures
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
-    is_trained_on_moments,
     local_learning_coefficient,
 )
+from mechinterp.analysis.training.local_losses import is_trained_on_moments
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result, counted, frame_of

@@ -202,13 +202,13 @@ class Classification(Evidence, Classified):
                 ("learned part of each component", parts, ()),
                 ("share of E y² predicted off the components", cell(used.off_diagonal), ()),
             ]
-        told = [
+        table = [
             (name, text, *(bands or ("",)), TEXTS["evidence"][name]) for name, text, bands in rows
         ]
         least, how = 1 / self.n_random, "fraction of random models that reach it"
         p_values = self.p_values.items()
-        told += [(f"p of {name}", cell(p, "p_value", least), "", how) for name, p in p_values]
-        return pd.DataFrame(told, columns=["evidence", "value", "random_weights", "how"])
+        table += [(f"p of {name}", cell(p, "p_value", least), "", how) for name, p in p_values]
+        return pd.DataFrame(table, columns=["evidence", "value", "random_weights", "how"])
 
     def cards(self) -> list[Card]:
         """One card per head, with the ranges of heads with random weights."""

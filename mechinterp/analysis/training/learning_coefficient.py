@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeGuard
 
 import numpy as np
 import pandas as pd
@@ -19,16 +18,8 @@ from jaxtyping import Float
 from torch import nn
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.local_losses import (
-    ModuleLoss,
-    has_written_gradient,
-    module_loss,
-    population_loss,
-    predictor_loss,
-    prompts_loss,
-)
+from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss
 from mechinterp.analysis.training.sampler import (
     Chains,
     Langevin,
@@ -40,13 +31,10 @@ from mechinterp.analysis.training.sampler import (
     mean_error,
     r_hat,
 )
-from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.training.linear.trainer import task_moments
 
 N_BETA = 30_000.0
 LONG = 600.0
@@ -243,7 +231,15 @@ def local_learning_coefficient(
         >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
         (True, True)
     """
-    local = _local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
+    local = local_loss(
+        source,
+        prompts,
+        weights=weights,
+        loss=loss,
+        sampled_heads=sampled_heads,
+        n_prompts=n_prompts,
+        seed=seed,
+    )
     for name, value in (("n_beta", n_beta), ("localisation", localisation)):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be > 0, got {value}.")
@@ -258,47 +254,6 @@ def local_learning_coefficient(
         for each in (n_beta, *other_n_beta)
     )
     return replace(first, curve=tuple(curve))
-
-
-def _local_loss(
-    source: Source | nn.Module | LocalLoss,
-    prompts: Prompts | None,
-    weights: str | Sequence[str] | None,
-    loss: ModuleLoss | None,
-    sampled_heads: Sequence[int] | None,
-    n_prompts: int,
-    seed: int,
-) -> LocalLoss:
-    """The loss around the weights: a given one, that of the population if it is known, or that on
-    prompts."""
-    if isinstance(source, LocalLoss):
-        return source
-    if loss is not None:
-        if not isinstance(source, nn.Module):
-            raise ValueError(f"loss needs a PyTorch module, got a {type(source).__name__}.")
-        other = {"prompts": prompts, "sampled_heads": sampled_heads}
-        if unused := [name for name, value in other.items() if value is not None]:
-            raise ValueError(f"loss must stand without {', '.join(unused)}, which it does not use.")
-        return module_loss(source, loss, weights=weights or "*")
-    if weights is None and prompts is None and is_trained_on_moments(source):
-        heads, task = heads_of_linear(source.weights), source.task
-        return population_loss(heads, task_moments(task), sampled_heads=sampled_heads, task=task)
-    if sampled_heads is not None:
-        raise ValueError(
-            "sampled_heads needs linear attention trained on moments, got another model, prompts or weights."
-        )
-    drawn = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    if weights is None and has_written_gradient(source):
-        return prompts_loss(source, drawn)
-    return predictor_loss(source, drawn, weights=weights or "*")
-
-
-def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
-    """True for one layer of linear attention with no parameters but v, K and Q (or U)."""
-    if not isinstance(source, Checkpoint):
-        return False
-    model, train = source.config.model, source.config.train
-    return model.score == "linear/L" and model.one_attention and train.optimizer != "adam"
 
 
 def _estimate(
