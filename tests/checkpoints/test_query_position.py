@@ -20,6 +20,7 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
+from mechinterp.analysis.ablation.pruning import best_head_first
 from mechinterp.models.hooked.query_position import query_positions
 from tests.checkpoints.test_plain_modules import Split
 
@@ -317,7 +318,7 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module,
     assert not streams[1, :, 0, 1:].any()
     probes = probe_layers(hooked, prompts, target=own_prediction(hooked))
     assert probes.r2[1, 0] > 1 - 1e-6 > probes.r2[0, 0]
-    assert prune(hooked, prompts).refit_risk > 0
+    assert prune(hooked, prompts, rule=best_head_first).refit_risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
 
 
@@ -326,7 +327,7 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module,
 def test_a_report_of_them_is_written(tmp_path, module):
     hooked = split() if module is Split else hook_module(made(module), task=TASK)
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
-    assert {"probes.csv", "pruning.csv"} <= {file.name for file in report.tables}
+    assert {"probes.csv", "ablation.csv"} <= {file.name for file in report.tables}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
