@@ -115,12 +115,12 @@ def test_noise_has_the_size_asked_for():
 
 
 def test_bad_arguments():
-    message = r"^etas and gammas must hold one number per layer, got 2 and 1\.$"
+    message = r"^etas and gammas must have one number per layer, got 2 and 1\.$"
     with pytest.raises(ValueError, match=message):
         gd_plus_plus_model([0.1, 0.2], [0.1], d_x=3)
-    with pytest.raises(ValueError, match=r"must hold one number per layer, got 0 and 0\.$"):
+    with pytest.raises(ValueError, match=r"must have one number per layer, got 0 and 0\.$"):
         gradient_descent_model([], d_x=3)
-    message = r"^etas and cs must hold one number per layer, got 1 and 2\.$"
+    message = r"^etas and cs must have one number per layer, got 1 and 2\.$"
     with pytest.raises(ValueError, match=message):
         preconditioned_gd_model([0.1], [0.1, 0.2], covariance=SIGMA)
     with pytest.raises(ValueError, match=r"^relative must be >= 0, got -0\.1\.$"):

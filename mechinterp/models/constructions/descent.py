@@ -49,7 +49,7 @@ def gd_plus_plus_model(etas: Sequence[float], gammas: Sequence[float], *, d_x: i
     Source:
         von Oswald et al. 2023, arXiv 2212.07677.
     """
-    _require_as_many(etas, gammas=gammas)
+    _require_as_many(etas, "gammas", gammas)
     identity = torch.eye(d_x, dtype=torch.float64, device="cpu")
     return _descending([identity] * len(etas), etas, gammas)
 
@@ -68,12 +68,9 @@ def preconditioned_gd_model(
     Source:
         Ahn et al. 2023, arXiv 2306.00297, with this form of the matrices.
     """
-    _require_as_many(etas, cs=cs)
-    Sigma, identity = (
-        covariance.double(),
-        torch.eye(len(covariance), dtype=torch.float64, device="cpu"),
-    )
-    inverses = [torch.linalg.inv(Sigma + c * identity) for c in cs]
+    _require_as_many(etas, "cs", cs)
+    identity = torch.eye(len(covariance), dtype=torch.float64, device="cpu")
+    inverses = [torch.linalg.inv(covariance.double() + c * identity) for c in cs]
     return _descending(inverses, etas, [0.0] * len(etas))
 
 
@@ -113,12 +110,11 @@ def with_noise(weights: Weights, relative: float, *, seed: int) -> Weights:
     return weights.with_tensors(noisy)
 
 
-def _require_as_many(etas: Sequence[float], **others: Sequence[float]) -> None:
-    for name, values in others.items():
-        if not etas or len(etas) != len(values):
-            raise ValueError(
-                f"etas and {name} must hold one number per layer, got {len(etas)} and {len(values)}."
-            )
+def _require_as_many(etas: Sequence[float], name: str, values: Sequence[float]) -> None:
+    if not etas or len(etas) != len(values):
+        raise ValueError(
+            f"etas and {name} must have one number per layer, got {len(etas)} and {len(values)}."
+        )
 
 
 def _descending(
@@ -134,9 +130,8 @@ def _descending(
     W_Q[:, 0, :d_x, :d_x] = torch.stack(list(preconditioners)) * width**0.5
     W_K[:, :, :d_x, :d_x] = identity[:d_x, :d_x]
     for layer, (eta, gamma) in enumerate(zip(etas, gammas, strict=True)):
-        W_O[layer, 0] = -torch.tensor(
-            [gamma] * d_x + [eta], dtype=torch.float64, device="cpu"
-        ).diag()
+        steps = [gamma] * d_x + [eta]
+        W_O[layer, 0] = -torch.tensor(steps, dtype=torch.float64, device="cpu").diag()
     W_V = identity.expand_as(W_Q).clone()
     settings = {"scale": width**-0.5, "reading": (identity, -identity[:, d_x:])}
     return stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, score="linear/L", **settings)

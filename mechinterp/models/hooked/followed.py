@@ -116,17 +116,19 @@ class Following(TorchFunctionMode):
     ) -> Any:
         """Result of the call, or of the same computation through the hook points."""
         heads, kwargs = self.running.heads, kwargs or {}
-        if heads is not None and func is F.multi_head_attention_forward:
+        if heads is None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(heads, *args, **kwargs)
+        if func in SOFTMAX:
+            return _softmax(heads, partial(func, **kwargs), *args)
+        if func is F.multi_head_attention_forward:
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.apply_defaults()
             if (output := _multihead(heads, **bound.arguments)) is not None:
                 return output
-        if heads is not None and func is F.scaled_dot_product_attention:
-            return _attention(heads, *args, **kwargs)
-        if heads is not None and func in SOFTMAX:
-            return _softmax(heads, partial(func, **kwargs), *args)
         result = func(*args, **kwargs)
-        return _written_by_hand(heads, result) if heads is not None and func in BY_HAND else result
+        return _written_by_hand(heads, result) if func in BY_HAND else result
 
 
 def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tensor:
@@ -138,14 +140,14 @@ def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tenso
     queries = heads.n_heads * heads.d_head if "q" in part else 0
     widths = [queries, (width - queries) // 2, (width - queries) // 2][-len(part) :]
     if len(part) == 1:
-        widths = [width]
-    elif sum(widths) != width:
+        return _by_head(heads, f"hook_{part}", output, turned)
+    if sum(widths) != width:
         return output
     pieces = [
         _by_head(heads, f"hook_{each}", values, turned)
         for each, values in zip(part, output.split(widths, dim=-1), strict=True)
     ]
-    return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    return torch.cat(pieces, dim=-1)
 
 
 def _by_head(heads: Heads, name: str, values: Tensor, turned: bool) -> Tensor:

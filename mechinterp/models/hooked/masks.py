@@ -65,13 +65,8 @@ def mask_mlps(
     layers: Sequence[int], *, values: Values | None = None, at: int | None = None
 ) -> Hooks:
     """Forward hooks that replace the outputs of MLPs at hook_mlp_out by zeros or by values, [layer, pos, d_model]."""
-    return [
-        (
-            mlp_name(layer),
-            partial(_mask_mlp, value=None if values is None else values[layer], at=at),
-        )
-        for layer in layers
-    ]
+    by_layer = {layer: None if values is None else values[layer] for layer in layers}
+    return [(mlp_name(n), partial(_mask_mlp, value=value, at=at)) for n, value in by_layer.items()]
 
 
 def _mask_mlp(out: Tensor, hook: object, *, value: Tensor | None, at: int | None) -> Tensor:

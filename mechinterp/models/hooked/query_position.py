@@ -61,7 +61,7 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
 def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> None:
     """Refuse a module whose prediction does not follow from the output of its last layer.
 
-    Other inputs with the last layer's output fixed must give the same prediction. They do not if a residual sum stands
+    Other inputs with the last layer's output fixed must give the same prediction. They do not if a residual sum lies
     outside the modules that count as layers.
 
     Raises:
@@ -69,9 +69,9 @@ def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> N
     """
     others = inputs + _noise_like(inputs, inputs.shape)
     name = hooked.stream_name(hooked.n_layers)
-    held: Hooks = [(name, lambda values, hook: stream)]
+    fixed: Hooks = [(name, lambda values, hook: stream)]
     own = hooked.read(hooked.model(inputs))
-    kept = hooked.read(hooked.model.run_with_hooks(others, fwd_hooks=held))
+    kept = hooked.read(hooked.model.run_with_hooks(others, fwd_hooks=fixed))
     moved = (hooked.read(hooked.model(others)) - own).abs().max()
     if (kept - own).abs().max() > PASSED * moved:
         raise NoStreamError(
