@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from mechinterp import classify, load, override, preset, train
+from tests.checkpoints.files import saved
+from tests.models.test_layered_models import garg
 
 PACKAGE = str(Path(__file__).parents[1] / "mechinterp")
 ROWS = "{:<34}{:>6}{:>10}"
@@ -38,10 +40,11 @@ def main() -> None:
     one, stack = load("checkpoints/softmax-h2-s0"), load("checkpoints/pool-linear-m16-s0")
     short = override(preset("softmax-h2"), "train.steps=20", "train.n_eval_prompts=64")
     with tempfile.TemporaryDirectory() as folder:
-        runs = iter(range(2))
+        runs, gpt2 = iter(range(2)), saved(Path(folder), garg().state_dict())
         calls: dict[str, Callable[[], object]] = {
             "classify, one layer": lambda: classify(one),
             "classify, a stack": lambda: classify(stack),
+            "load, a GPT-2 file": lambda: load(gpt2, n_heads=4, anyway=True),
             "load, garg-gpt2": lambda: load("checkpoints/garg-gpt2"),
             "train, 20 steps of softmax-h2": lambda: train(short, out=f"{folder}/{next(runs)}"),
         }

@@ -314,7 +314,7 @@ class Checkpoint(Run):
 
     def under(self, reading: Reading) -> "Checkpoint":
         """The same file with the weights and settings of one of its readings."""
-        weights = as_weights(reading.weights)
+        weights = reading.weights
         task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
         config = replace(self.config, model=weights.model, task=task)
         return replace(self, config=config, weights=weights, readings=(), kept={})
@@ -351,7 +351,7 @@ class Checkpoint(Run):
         any, and the model card README.md.
 
         Args:
-                card: Text of the card; None: that of `model_card`; empty: no card is written.
+            card: Text of the card; None: that of `model_card`; empty: no card is written.
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
         """
@@ -378,7 +378,7 @@ def checkpoint_of(source: object, purpose: str) -> Checkpoint:
     """The source as a checkpoint.
 
     Args:
-            purpose: What needs the checkpoint; the message begins with it.
+        purpose: What needs the checkpoint; the message begins with it.
     Raises:
         ValueError: If it is another model.
     """
@@ -391,8 +391,8 @@ def load(path: str | Path) -> Checkpoint:
     """Load a checkpoint of this package from a folder.
 
     Raises:
-            CheckpointError: If the folder is no checkpoint, or its weights are missing, have a
-                wrong shape or are not finite.
+        CheckpointError: If the folder is no checkpoint, or its weights are missing, have a
+            wrong shape or are not finite.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
@@ -420,10 +420,10 @@ def save(
     """Write a checkpoint folder; config.json is written last, so that a folder with it is complete.
 
     Args:
-            shared: True: other files may be in the folder. False: it must be empty.
+        shared: True: other files may be in the folder. False: it must be empty.
     Raises:
-            CheckpointError: If a file would be overwritten, the folder cannot be written, or the
-                weights do not fit the config.
+        CheckpointError: If a file would be overwritten, the folder cannot be written, or the
+            weights do not fit the config.
     """
     path, weights = Path(path), as_weights(weights)
     require_fit(path, weights, config)

@@ -383,13 +383,6 @@ def test_a_block_of_another_kind_is_named_at_the_first_try(tmp_path: Path, more:
     assert "--map" not in refused
 
 
-def test_a_block_with_all_of_them_is_called_llama_like(tmp_path: Path):
-    more = LLAMA | {f"layers.0.attn.{x}_proj.weight": (4, 8) for x in "kv"}
-    refused = assert_refused("a Llama-like block", read, saved(tmp_path, block(**more)))
-    for words in ("gated MLP", "8 rows of queries, 4 of keys", "RMSNorm"):
-        assert words in refused
-
-
 def test_outputs_that_are_classes_are_named_at_the_first_try(tmp_path: Path):
     state = Stranger(Kind()).state_dict()
     state["read_out.weight"], state["read_out.bias"] = torch.randn(57, 16), torch.zeros(57)

@@ -107,7 +107,7 @@ def standing(file: Path, name: str) -> list[tuple[str, bool, Tensor, Tensor]]:
     """Score, self-attention and circuits of the readings on which the label rests."""
     weights, _ = known(name)
     checkpoint = load(file, n_heads=weights.n_heads, d_y=weights.d_y)
-    heads = [each.weights for each in checkpoint.readings if each.stands]
+    heads = [each.weights.circuits for each in checkpoint.readings if each.stands]
     return [(w.score, w.attend_to_self, w.QK, w.OV) for w in heads]
 
 

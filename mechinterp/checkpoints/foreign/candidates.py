@@ -19,7 +19,6 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS, NORMS
 from mechinterp.fields import build, flatten
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
@@ -94,7 +93,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     fixed.
 
     Raises:
-            ValueError: If the user contradicts what the format fixes.
+        ValueError: If the user contradicts what the format fixes.
     """
     tries = _of_attention(form) if parts.alone else _of_layers(parts, form)
     tries["score_slope"] = (hints.score_slope or 1.0,)
@@ -104,14 +103,14 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
         column = hints.output_column
         raise ValueError(f"output_column needs a file without a read-out, got {column}.")
     tries |= {n: values for n, values in form.tries.items() if n in tries and len(tries[n]) > 1}
-    closed = {**form.usual, **form.settled}.items()
+    closed = {**form.assumed, **form.fixed}.items()
     tries |= {n: (value,) for n, value in closed if n in tries or n == "norm_eps"}
     if given.get("positions") == "rotary":
         tries |= {"rotary_adjacent_pairs": (False,), "rotary_base": (ROTARY_BASE,)}
     for name, value in given.items():
         if name not in (*tries, "norm_eps"):
             continue
-        fixed = form.settled.get(name, value)
+        fixed = form.fixed.get(name, value)
         if name == "scale" and fixed is None:
             fixed = parts.d_head**-0.5
         if name not in DOUBTED or name == "attend_to_self":
@@ -185,7 +184,7 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
     """Changes of a reading to rotary positions, several runs through the layers, or RMS norms.
 
     Args:
-            closed: Names of choices that the file or the user states.
+        closed: Names of choices that the file or the user states.
     """
     turns = form.turns and not parts.merged and not parts.has("positions.weight")
     again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
@@ -278,7 +277,7 @@ class Source:
     @property
     def closed(self) -> Mapping[str, object]:
         """Choices that are stated, or that the format fixes."""
-        return {**self.form.settled, **self.given}
+        return {**self.form.fixed, **self.given}
 
     def stated(self, name: str) -> int | None:
         """d_x or d_y, if the user or the file states it."""
@@ -315,7 +314,7 @@ class Source:
             wide = f"tokens of x are {n} wide" if in_turn else f"tokens are d_x + d_y = {n} wide"
             raise ValueError(f"d_y must lie in 1 to {n - room}, as {wide}, got {d_y}.")
         d_x = n - room * d_y
-        exact = "output_column" in self.form.settled or in_turn
+        exact = "output_column" in self.form.fixed or in_turn
         if stated_d_x is not None and stated_d_y is not None and not exact:
             d_x = min(d_x, stated_d_x)
         for label, values in (("task.", self.hints.task or {}), ("", self.hints.given)):
@@ -357,7 +356,7 @@ class Case:
         """Predictions for the evaluation prompts of its task, in double precision.
 
         Raises:
-                ValueError: If the weights are not finite.
+            ValueError: If the weights are not finite.
         """
         count = len(prompts)
         if count not in self._predicted:
@@ -378,7 +377,7 @@ class Case:
         scale = self.said["scale"]
         return self.parts.d_head**-0.5 if scale is None else float(scale)
 
-    def told(self, name: str) -> str | float | bool | None:
+    def value_of(self, name: str) -> str | float | bool | None:
         """Value of a choice; the default scale and the entry of y are given as numbers."""
         if name == "scale":
             return self.scale
@@ -386,17 +385,12 @@ class Case:
             return columns(self.parts, self.said, (self.task.d_x, self.task.d_y))[1][0]
         return self.said.get(name)
 
-    def shown(self) -> AttentionWeights | Weights:
-        """Weights of this reading; for one layer of attention, its circuits."""
-        weights = self.weights()
-        return weights.circuits if weights.model.one_attention else weights
-
 
 def case_of(source: Source, parts: Parts, said: Said) -> Case:
     """The parts under one reading, with the sizes of the task.
 
     Raises:
-            ValueError: If no model or task has these sizes.
+        ValueError: If no model or task has these sizes.
     """
     sizes, stated = source.sizes(parts, said), dict(source.hints.task or {})
     model = architecture(parts, said, sizes)

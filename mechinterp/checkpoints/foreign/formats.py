@@ -74,14 +74,14 @@ class Format:
     format."""
     parts: tuple[str, ...] | None = None
     """All parts that a file of this format may hold; None: any."""
-    only_said: bool = False
+    only_stated: bool = False
     """True: other files have the same names, so the format must be stated (--format)."""
-    tells: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
     """For formats without `marks`: patterns, each of which must match at least one name."""
-    settled: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that the format's code fixes, by name; a scale of None is 1/sqrt(d_head).
     """
-    usual: Mapping[str, object] = field(default_factory=dict)
+    assumed: Mapping[str, object] = field(default_factory=dict)
     """Values of choices that are assumed without trying others, by name."""
     turns: bool = False
     """True: rotary positions are possible and tried, as a file has no trace of them."""
@@ -107,57 +107,55 @@ FORMATS = (
         "softmax-paper",
         (HEADS,),
         ATTENTION,
-        settled={**SOFTMAX, **X_FIRST, "attend_to_self": False},
+        fixed={**SOFTMAX, **X_FIRST, "attend_to_self": False},
         wide_heads=True,
         task=_several,
     ),
     Format(
         "torch-attention",
         (PACKED, UNPACKED),
-        settled={**SOFTMAX, "sign": "plus", "output_column": None},
-        usual={"attend_to_self": False},
+        fixed={**SOFTMAX, "sign": "plus", "output_column": None},
+        assumed={"attend_to_self": False},
     ),
-    Format("linear-paper", (MERGED,), ATTENTION, settled=PUBLISHED, task=_eigenvalues),
-    Format("arrays", (NAMES,), ATTENTION, settled=IN_OUT, turns=True),
-    Format("arrays", (("QK", "OV"),), ATTENTION, settled={**IN_OUT, "scale": 1.0}, turns=True),
+    Format("linear-paper", (MERGED,), ATTENTION, fixed=PUBLISHED, task=_eigenvalues),
+    Format("arrays", (NAMES,), ATTENTION, fixed=IN_OUT, turns=True),
+    Format("arrays", (("QK", "OV"),), ATTENTION, fixed={**IN_OUT, "scale": 1.0}, turns=True),
     Format(
         "gpt2",
-        tells=(
+        patterns=(
             *(r"attn\.c_attn\.weight$", r"\.ln_1\.weight$", r"\.c_attn\.bias$"),
             *(r"wpe\.weight$", r"ln_f\.weight$", r"read_in\.weight$"),
         ),
-        settled={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
-        usual={"activation": "gelu_new", "norm_eps": 1e-5},
+        fixed={**SOFTMAX, **X_FIRST, **IN_TURN, **CAUSAL},
+        assumed={"activation": "gelu_new", "norm_eps": 1e-5},
         task=_points,
         beside={"model.tokens": f"x_1, y_1, ..., x_L, y_L, x_query; {PADDED}"},
     ),
     Format(
         "torch-encoder",
-        tells=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
-        settled={**SOFTMAX, **X_FIRST, "residual": True},
-        usual={"norm_eps": 1e-5, "attend_to_self": True},
+        patterns=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
+        fixed={**SOFTMAX, **X_FIRST, "residual": True},
+        assumed={"norm_eps": 1e-5, "attend_to_self": True},
         tries={"norm": ("after", "before"), "context_only": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
     Format(
-        "linear-paper", (SEPARATE,), ATTENTION, only_said=True, settled=PUBLISHED, task=_eigenvalues
+        "linear-paper", (SEPARATE,), ATTENTION, only_stated=True, fixed=PUBLISHED, task=_eigenvalues
     ),
-    Format("torch-attention", LINEAR, only_said=True, turns=True),
+    Format("torch-attention", LINEAR, only_stated=True, turns=True),
 )
 OWN_LAYERS = FORMATS[-1]
 HOOKED = Format(
     "transformer-lens",
     parts=ATTENTION,
-    tells=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
-    settled={**X_FIRST, **IN_OUT},
-    usual={**SOFTMAX, "attend_to_self": False},
+    patterns=(r"^blocks\.\d+\.attn\.W_[QKVO]$",),
+    fixed={**X_FIRST, **IN_OUT},
+    assumed={**SOFTMAX, "attend_to_self": False},
     beside={"normalization": None},
 )
 BARE = Format("linear-paper", task=_eigenvalues, turns=True)
 LAYERED = Format("named-layers", turns=True)
-ONE_MATRIX = Format(
-    "one-matrix", settled={**PUBLISHED, "score": "linear/L", "attend_to_self": False}
-)
+ONE_MATRIX = Format("one-matrix", fixed={**PUBLISHED, "score": "linear/L", "attend_to_self": False})
 """Merged step y_l x_l W x: a single square matrix."""
 OTHERS = {
     "gpt2": "h.0.attn.c_attn.weight",
@@ -180,7 +178,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     form = _row(known, hints)
     if form is HOOKED:
         known, stated = hooked_layer(tensors)
-        form = replace(form, settled={**form.settled, **stated})
+        form = replace(form, fixed={**form.fixed, **stated})
     elif form is ONE_MATRIX:
         known = _of_one_matrix(known, hints)
     layout = layout_of(known)
@@ -203,7 +201,7 @@ def _row(tensors: Tensors, hints: Hints) -> Format:
     wanted = hints.format
     # A stack of encoder layers holds modules of attention, so rows without marks come first.
     rows = [HOOKED, *sorted(FORMATS, key=lambda row: bool(row.marks))]
-    rows = [row for row in rows if (row.name == wanted if wanted else not row.only_said)]
+    rows = [row for row in rows if (row.name == wanted if wanted else not row.only_stated)]
     for row in rows:
         if _matches(row, tensors, stated=wanted is not None):
             return LAYERED if row is OWN_LAYERS else row
@@ -225,8 +223,8 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
         stated: True: the user states this format; a GPT-2 may then lack some tensors of Hugging
             Face's GPT-2.
     """
-    if row.tells:
-        fits = [any(re.search(each, name) for name in tensors) for each in row.tells]
+    if row.patterns:
+        fits = [any(re.search(each, name) for name in tensors) for each in row.patterns]
         if row.name != "gpt2":
             return all(fits) or (stated and row is HOOKED)
         shapes = [t.shape for name, t in tensors.items() if name.endswith("attn.c_attn.weight")]
@@ -273,9 +271,9 @@ def hooked_layer(
     Args:
         d_y: Number of responses; None: the width of the read-out.
     Raises:
-            ValueError: If the tensors are not a causal one-layer model that predicts the y entries,
-                without positions,
-        norms and MLP.
+        ValueError: If the tensors are not a causal one-layer model that predicts the y entries,
+            without positions,
+    norms and MLP.
     """
     layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
     _require_attention_alone(layout, tensors)

@@ -48,11 +48,11 @@ KINDS: dict[str, tuple[str, str | None]] = {
     for word in words.split()
 }
 """Last word of a name: the kind of tensor, and the order of a matrix's axes."""
-HARMLESS, ROTARY, GATED = (
+HARMLESS, ROTARY = (
     re.compile(TABLE[name].replace("\n", ""), re.IGNORECASE)
-    for name in ("harmless", "rotary_tables", "gated")
+    for name in ("harmless", "rotary_tables")
 )
-"""Names of buffers and logs, of tables of rotary positions, and of the gate of an MLP."""
+"""Names of buffers and logs, and of tables of rotary positions."""
 
 
 INNER = ("q", "k", "v", "qkv", "kv", "qk")
@@ -186,10 +186,10 @@ def chosen_names(shapes: Shapes, weights: str | None) -> dict[str, str]:
     """Names of the tensors of one state dict, by their names in the file.
 
     Args:
-            weights: Name of the state dict, if a file holds several.
+        weights: Name of the state dict, if a file holds several.
     Raises:
-            CheckpointError: If no state dict has this name, or if there are several and none is
-                named.
+        CheckpointError: If no state dict has this name, or if there are several and none is
+            named.
     """
     if weights is None:
         if copies := copies_in(shapes):

@@ -64,8 +64,8 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     same way.
 
     Raises:
-            CheckpointError: If the tensors fit no format, are not those of a known model, or leave
-                too much open.
+        CheckpointError: If the tensors fit no format, are not those of a known model, or leave
+            too much open.
     Example:
         >>> import torch
         >>> state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
@@ -101,7 +101,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     if not any("norm" in piece.part for piece in layout.pieces):
         settings.pop("norm", None)
     given = rotary_of(last.tensors) | given_choices(hints, settings)
-    stated_axes = form.settled.get("orientation", hints.orientation)
+    stated_axes = form.fixed.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
     cases: list[Case] = []
     faults: list[ValueError] = []
@@ -168,19 +168,19 @@ def _checkpoint(
     kinds = ("task.", "train.", "seed") if case.parts.alone else ("task.",)
     values = flatten(config.to_dict()).items()
     assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
-    names = [*form.usual, *names]
+    names = [*form.assumed, *names]
     if case.said["positions"] == "rotary":
         names += OF_POSITIONS
     names += [n for n in PLAIN_SAID if n in _without_trace(case)]
     unsaid = [n for n in dict.fromkeys(names) if n not in closed and n in case.said]
-    assumed |= {f"model.{name}": case.told(name) for name in unsaid if name != "scale"}
+    assumed |= {f"model.{name}": case.value_of(name) for name in unsaid if name != "scale"}
     if assumed.get("model.positions") == "none":
         assumed["model.positions"] = UNTRACED
     if base := assumed.get("model.rotary_base"):
         assumed["model.rotary_base"] = f"{base:g} (the loss hardly shows which)"
     if form.turns and case.said["score"] == "softmax":
         assumed["model.attention_biases"] = NO_BIASES
-    if "score" in form.usual and "score" not in closed:
+    if "score" in form.assumed and "score" not in closed:
         assumed["model.score_slope"] = 1.0
     if "scale" not in closed:
         assumed["attn_scale"] = 1 / case.scale

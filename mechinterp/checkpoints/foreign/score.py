@@ -28,7 +28,6 @@ from mechinterp.checkpoints.foreign.candidates import (
 )
 from mechinterp.checkpoints.foreign.options import option, stated_option
 from mechinterp.config import ModelConfig
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.general import (
     AVERAGE,
@@ -61,7 +60,7 @@ class Reading:
     """One possible meaning of a file's tensors."""
 
     said: Said
-    build: Callable[[], AttentionWeights | Weights]
+    build: Callable[[], Weights]
     """Makes the weights on first use, as all readings together are many times as large as the file.
     """
     loss: float
@@ -76,7 +75,7 @@ class Reading:
     predict."""
 
     @cached_property
-    def weights(self) -> AttentionWeights | Weights:
+    def weights(self) -> Weights:
         """Weights under this reading."""
         return self.build()
 
@@ -95,7 +94,7 @@ class Reading:
 
 
 def ranked(
-    candidates: Sequence[tuple[Said, Callable[[], AttentionWeights | Weights]]],
+    candidates: Sequence[tuple[Said, Callable[[], Weights]]],
     errors: Sequence[Errors],
 ) -> list[Reading]:
     """Readings, the best first; those that tie with the best keep the given order, as all do if
@@ -164,9 +163,9 @@ def tied(readings: Sequence[Reading]) -> str:
 
 def advice(readings: Sequence[Reading]) -> str:
     """Options under which a file predicts, although it does not as its format states."""
-    settled, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
+    fixed, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
     best = min(predicting, key=lambda each: each.loss)
-    changed = {n: v for n, v in best.said.items() if v != settled.get(n)}
+    changed = {n: v for n, v in best.said.items() if v != fixed.get(n)}
     named = ", ".join(f"{name} {value}" for name, value in changed.items())
     options = " ".join(stated_option(name, value) for name, value in changed.items())
     n_more = len(predicting) - 1
@@ -247,13 +246,13 @@ def tried(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
     hopeful = any(each.loss < 1 - MARGIN for each in readings)
     if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
         near = _near_the_best(look, cases)
-        rest = [each for each in readings if each.build not in {case.shown for case in near}]
+        rest = [each for each in readings if each.build not in {case.weights for case in near}]
         near += look.best.refined()
         look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
     look, other = _of_usual_mask(look, cases)
     look = _without_idle_refinements(look, cases)
     readings = _ranked(look, names)
-    first = next(case for case in look.cases if case.shown == readings[0].build)
+    first = next(case for case in look.cases if case.weights == readings[0].build)
     if any(each.predicts for each in readings):
         _require_one_size(look.cases, readings)
         rest = [replace(each, stands=False, ties=False) for each in rest]
@@ -265,7 +264,7 @@ def tried(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
     doubts = looked_at([first, *_doubts(cases, names)], look.count)
     names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
-        told = {n: first.told(n) for n in names}
+        told = {n: first.value_of(n) for n in names}
         readings = [replace(readings[0], stands=True, said=told), *working]
     return first, (*readings, *rest), names
 
@@ -385,7 +384,7 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
 
 def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
     """Readings, ranked, with the choices in which they may differ."""
-    said = [({n: case.told(n) for n in names}, case.shown) for case in look.cases]
+    said = [({n: case.value_of(n) for n in names}, case.weights) for case in look.cases]
     return ranked(said, look.errors)
 
 
@@ -395,7 +394,7 @@ def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
     doubts: list[Case] = []
     source = cases[0].source
     # A format's mask is not doubted.
-    closed = {*compared, *source.given, *({"attend_to_self"} & source.form.settled.keys())}
+    closed = {*compared, *source.given, *({"attend_to_self"} & source.form.fixed.keys())}
     for case, (name, values) in product(cases, DOUBTED.items()):
         is_open = name not in closed and case.said.get(name) is not None
         # Tokens in turn need a read-in, and have no order of columns.
@@ -412,7 +411,7 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
     """Refuse one layer of attention for which both orientations predict, with different d_x."""
     if not all(case.parts.alone for case in cases):
         return
-    tasks = {case.shown: case.task for case in cases}
+    tasks = {case.weights: case.task for case in cases}
     sizes = {tasks[each.build].d_x for each in readings if each.predicts}
     if len(sizes) > 1:
         listed = " or ".join(f"d_x = {d_x}" for d_x in sorted(sizes))

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config.model import SCORES
 
 TASK_KEY = "mechinterp_task"
-"""Key of the task's fields in folders of an earlier version."""
+"""Key of the task's fields, in the config.json that a `Monitor` writes."""
 COUNTS, WORDS, FLAGS, NUMBERS = (
     {name: spellings.split() for name, spellings in TABLE[kind].items()}
     for kind in ("counts", "words", "flags", "numbers")
@@ -37,9 +37,9 @@ def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
     """Settings that a file of weights, and config.json or config.yaml beside it, state.
 
     Args:
-            inside: Settings in the file, under any name.
+        inside: Settings in the file, under any name.
     Raises:
-            CheckpointError: If a value is not possible, or the file and its config differ.
+        CheckpointError: If a value is not possible, or the file and its config differ.
     """
     stated: dict[str, object] = {}
     for file, raw in ((path, inside), *_beside(path)):
@@ -57,7 +57,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     If a file states several numbers of heads, they are listed in `several_heads`, a text.
 
     Raises:
-            ValueError: If a value is not possible, or makes another model.
+        ValueError: If a value is not possible, or makes another model.
     Example:
         >>> settled({"n_head": 4, "use_rope": True, "lr": 0.1})
         {'n_heads': 4, 'positions': 'rotary'}

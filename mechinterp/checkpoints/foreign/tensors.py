@@ -18,7 +18,6 @@ from mechinterp.checkpoints.foreign.names import (
     ATTENTION,
     COMPLETE,
     ENDS,
-    GATED,
     INNER,
     KINDS,
     KNOWN,
@@ -99,8 +98,8 @@ def _part_of(piece: Piece, tensors: Tensors, widths: Collection[int]) -> str:
     """Part that a name stands for; shapes decide if the name alone does not.
 
     Args:
-            widths: Sizes of the matrices of queries, keys and values, including the width of the
-                stream.
+        widths: Sizes of the matrices of queries, keys and values, including the width of the
+            stream.
     """
     stem, _, _ = piece.name.rpartition(".")
     weight = tensors.get(f"{stem}.weight", tensors.get(f"{stem}.kernel", tensors[piece.name]))
@@ -135,18 +134,11 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     """Refuse models of other kinds, as names and shapes show them.
 
     Raises:
-            ValueError: If it is a model of words, or has relative positions, gates, grouped keys or
-                the like.
+        ValueError: If it is a model of words, or has relative positions, gates, grouped keys or
+            the like.
     """
-    gated = next(filter(GATED.search, tensors), None)
-    grouped = _grouped(tensors, layout)
-    if gated is not None or grouped:
-        what = [] if gated is None else [f"a gated MLP ({shown(gated)})"]
-        what += [f"grouped keys ({grouped})"] if grouped else []
-        norms = {p.kind for p in layout.pieces if "norm" in p.part}
-        what += ["norms without biases (RMSNorm)"] if norms == {"weight"} else []
-        kind = "a Llama-like block" if len(what) > 1 else "a model"
-        raise ValueError(f"{kind} with {', '.join(what)}, which is not read from a file; {HOOK}.")
+    if grouped := _grouped(tensors, layout):
+        raise ValueError(f"grouped keys ({grouped}) are not read from a file; {HOOK}.")
     for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
@@ -215,7 +207,7 @@ def mapped(tensors: Tensors, rows: Iterable[str]) -> dict[str, Tensor]:
     ending, such as weight or kernel, stays too, unless both sides end in such a word.
 
     Raises:
-            ValueError: If a row matches no name, or gives two tensors the same name.
+        ValueError: If a row matches no name, or gives two tensors the same name.
     Example:
         >>> import torch
         >>> list(mapped({"block.final.kernel": torch.zeros(1)}, ["block.final=o_proj"]))
@@ -389,11 +381,11 @@ def parts_of(
     """The tensors of a file, sorted by parts and checked against each other.
 
     Args:
-            axes: One of ORIENTATIONS, for matrices whose names do not show it.
-            wide_heads: True: the queries of each head are as wide as a token.
+        axes: One of ORIENTATIONS, for matrices whose names do not show it.
+        wide_heads: True: the queries of each head are as wide as a token.
     Raises:
-            ValueError: If shapes do not fit together, a part is not possible here, or the number of
-                heads is not known.
+        ValueError: If shapes do not fit together, a part is not possible here, or the number of
+            heads is not known.
     """
     for piece in layout.pieces:
         require_numbers(tensors[piece.name], piece.name)
