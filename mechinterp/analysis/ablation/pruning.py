@@ -207,8 +207,7 @@ def fine_tune(
         learning_rate: Learning rate of the first step; None means that of the training.
         progress: Optional progress callback.
     Raises:
-        ValueError: If this package has not trained the model, no head is kept, or steps or learning_rate
-            are out of range.
+        ValueError: If no head is kept, or steps or learning_rate are out of range.
     Source:
         A choice made here; the full model is trained as long, as a control.
     See also:
@@ -222,10 +221,6 @@ def fine_tune(
         True
     """
     checkpoint = checkpoint_of(checkpoint, "fine_tune")
-    if checkpoint.format != "native":
-        raise ValueError(
-            f"fine_tune needs a model that this package trained, got one of format {checkpoint.format}."
-        )
     train, every = checkpoint.config.train, max(1, steps // (ROWS - 1))
     train = replace(
         train,
@@ -575,7 +570,12 @@ def prune(
     costs = _costs(predictor, prompts, single[:, 0], choices, progress)
     tuned = None
     if fine_tune_steps is not None:
-        checkpoint = checkpoint_of(source, "fine_tune")
+        checkpoint = checkpoint_of(source, "fine_tune_steps")
+        if checkpoint.format != "native":
+            raise ValueError(
+                "fine_tune_steps needs a model that this package trained, got one of format "
+                f"{checkpoint.format}."
+            )
         others = evaluation_prompts(source, n_prompts=n_prompts, seed=seed + 1)
         tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps, progress=progress)
     if out is not None and tuned is not None:
