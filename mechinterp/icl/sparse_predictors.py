@@ -6,7 +6,7 @@ the smallest excess risk.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from einops import einsum
@@ -36,17 +36,6 @@ def ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         True
     """
     return ridge(prompts, penalty=0.0)
-
-
-def oracle_ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Least squares on the true support, the nonzero entries of each task vector."""
-    outputs = []
-    for response in range(prompts.y.shape[2]):
-        live = prompts.task_vectors("oracle_ols")[:, :, response] != 0
-        masked = replace(prompts, x=prompts.x * live[:, None], x_query=prompts.x_query * live)
-        # Zero columns get zero weights: the least squares solution of minimal norm.
-        outputs.append(ols(masked)[:, response, None])
-    return torch.cat(outputs, dim=1)
 
 
 def averaging(prompts: Prompts) -> Float[Tensor, "batch d_y"]:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from mechinterp.icl.sparse_predictors import (
     excess_risk,
     gradient_descent,
     ols,
-    oracle_ols,
     preprocess_then_optimise,
     tuned,
 )
@@ -114,15 +112,6 @@ def test_preprocessing_reweights_by_the_correlations(sparse: Prompts):
             expected = gradient_descent(reweighted, steps=6, eta=eta)[..., response]
             found = preprocess_then_optimise(sparse, steps=6, eta=eta)[..., response]
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_oracle_is_least_squares_on_the_support(sparse: Prompts):
-    found = oracle_ols(sparse)
-    for prompt, response in np.ndindex(5, 2):
-        live = sparse.beta[prompt, :, response].nonzero()[:, 0]
-        X, y = sparse.x[prompt][:, live], sparse.y[prompt, :, response]
-        expected = torch.linalg.lstsq(X, y[:, None]).solution[:, 0] @ sparse.x_query[prompt, live]
-        assert found[prompt, response].item() == pytest.approx(expected.item(), abs=1e-10)
 
 
 def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
