@@ -13,8 +13,8 @@ from analyses.lib.theory import linear_jumps as bounds
 from analyses.lib.theory.linear import conserved, fixed_point, fixed_point_loss, moment_ratio
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_exceptions import claims_not_applying
 from mechinterp.theory.linear_heads import SeparateHeads, merged_heads, separate_heads
+from mechinterp.theory.linear_jumps import claims_not_applying
 from tests.conftest import sampled
 
 EIGENVALUES = np.array([0.4, 0.3, 0.2, 0.1])
