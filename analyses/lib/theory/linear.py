@@ -37,6 +37,7 @@ def fixed_point(directions: Modes, subset: Collection[int]) -> Float[np.ndarray,
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 4.2; all D directions give M* of eq. (11).
     Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
         >>> np.diag(fixed_point(directions, [1])).round(3).tolist()
         [0.0, 4.493]
@@ -54,6 +55,7 @@ def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the first m directions; for any subset derived here.
     Example:
+        >>> from mechinterp.theory.linear import modes, population_moments
         >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
         >>> round(fixed_point_loss(directions, [0, 1]), 4) == round(float(directions.levels[-1]), 4)
         True
