@@ -2,7 +2,7 @@
 
 Runs larger than CHUNK_BYTES are split into chunks. The size of a chunk follows from the model and the prompts alone, so
 that results do not depend on the machine. A run whose smallest chunk does not fit is refused with both numbers. Training
-estimates the memory of its snapshots and packs itself (`training.jobs`, `training.batches`).
+estimates the memory of its snapshots and packs itself (`training.train`, `training.run`).
 """
 
 import os

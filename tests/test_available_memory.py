@@ -18,8 +18,8 @@ from mechinterp.icl.prompts import prompt_chunks, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import tokens_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.jobs import PackJob, train_job
 from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.train import train_job
 from tests.conftest import Run, assert_close_to_rounding, python
 
 HEADS = ModelConfig(n_heads=3)
@@ -92,7 +92,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a step on 256 prompts of 5 pairs", lambda: DeepRun({"x": experiment(DEEP)})),
         ("a step on 256 prompts of 5 pairs", lambda: DeepRun({"x": experiment(NORMED)})),
         ("x.safetensors: training 1 models",
-         lambda: train_job(PackJob(Path("x.safetensors"), {"x": experiment(HEADS)}))),
+         lambda: train_job(Path("x.safetensors"), {"x": experiment(HEADS)})),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(words: str, asks: Callable[[], object]):

@@ -289,22 +289,22 @@ REFUSED = {
     'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 2]}': (
         "task.covariance.eigenvalues must have d_x = 5 numbers, got 2."
     ),
-    "task.supports=[]": "task.supports must have one list for each of 1 responses, got 0.",
-    "task.supports=[[]]": "task.supports must list each coordinate once and at least one, got [].",
-    "task.supports=[[1, 1]]": "task.supports must list each coordinate once and at least one, got [1, 1].",
-    "task.supports=[[0, 5]]": "task.supports must contain coordinates from 0 to 4, got [0, 5].",
+    "task.supports=[]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [].",
+    "task.supports=[[]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [()].",
+    "task.supports=[[1, 1]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [(1, 1)].",
+    "task.supports=[[0, 5]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [(0, 5)].",
     "task.sparsity=6": "task.sparsity must lie between 1 and d_x = 5, got 6.",
     "task.sparsity=0": "task.sparsity must lie between 1 and d_x = 5, got 0.",
     'task={"sparsity": 1, "supports": [[0]]}': (
         "task.sparsity cannot be combined with task.supports, got 1."
     ),
     "task.nonzeros=cauchy": "task.nonzeros must be one of gaussian, signs, got 'cauchy'.",
-    "task.nonzeros=signs": "task.nonzeros 'signs' needs a task.sparsity, got null.",
+    "task.nonzeros=signs": "task.nonzeros needs a task.sparsity, got 'signs'.",
     'task={"sparsity": 1, "nonzeros": "signs", "beta_var": 1}': (
         "task.beta_var must be null if task.nonzeros is 'signs' (it is then 1/sparsity), got 1.0."
     ),
     "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
-    "task.task_seed=3": "task.task_seed needs a task.n_tasks, got 3 and null.",
+    "task.task_seed=3": "task.task_seed needs a task.n_tasks, got 3.",
     "task.n_tasks=1048577": "task.n_tasks must be <= 1048576, got 1048577.",
     "model.norm=batch": "model.norm must be one of before, after, null, got 'batch'.",
     "model.activation=step": (
@@ -340,8 +340,8 @@ REFUSED = {
     "train.data_seed=-1": "train.data_seed must be >= 0, got -1.",
     "train.learning_rate=0": "train.learning_rate must be > 0, got 0.0.",
     "train.optimizer=sgd": "train.optimizer must be one of adam, gradient_descent, gradient_flow, got 'sgd'.",
-    "train.init_std=0": "train.init_std must be > 0, got 0.0: zero weights never move.",
-    "train.init_std=-1": "train.init_std must be > 0, got -1.0: zero weights never move.",
+    "train.init_std=0": "train.init_std must be > 0, got 0.0.",
+    "train.init_std=-1": "train.init_std must be > 0, got -1.0.",
     "train.init_std=0.1": "train.init_std is not used by train.optimizer 'adam', got 0.1.",
     'model={"merged_qk": true, "d_head": 3}': (
         "model.d_head must be d_model = 6 if merged_qk is true, got 3."

@@ -9,10 +9,10 @@ from analyses.algorithms import families as make
 from analyses.algorithms import near_descents as near
 from analyses.algorithms.families import Descent, Drawn, Family, Random, dense, noisy, sparse
 from analyses.algorithms.learners import GD, GDPP, NEWTON, law_of
-from analyses.lib.theory.learners import lasso, pcr
+from analyses.lib.theory.learners import lasso, nearest_neighbours, pcr
 from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import nadaraya_watson, nearest_neighbours, ridge
+from mechinterp.icl.predictors import nadaraya_watson, ridge
 from mechinterp.icl.prompts import task_pool
 
 

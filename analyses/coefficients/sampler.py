@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint
+from analyses.lib.theory.linear import fixed_point
 from mechinterp.analysis.training.learning_coefficient import (
     LearningCoefficient,
     local_learning_coefficient,
 )
 from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.analysis.training.sampler import Chains, Langevin
-from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
+from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
 SPECTRA = ("distinct", "equal")

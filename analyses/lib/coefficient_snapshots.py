@@ -14,6 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Bool, Float, Int
 
+from analyses.lib.theory.linear import level_coefficients
 from mechinterp import figures
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import (
@@ -26,7 +27,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result, counted, frame_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
-from mechinterp.theory.learning_coefficient import level_coefficients
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments

@@ -12,10 +12,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
+from analyses.lib.theory.linear import fixed_point
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.training.local_losses import taken
 from mechinterp.display import Result, frame_of
-from mechinterp.theory.linear import Modes, Moments, fixed_point, modes
+from mechinterp.theory.linear import Modes, Moments, modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.theory.linear_jumps import Jumps, predict_jumps
 from mechinterp.training.linear.flow import Flow

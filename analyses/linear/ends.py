@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, records
+from analyses.lib.theory.linear import conserved
 from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from mechinterp.training.linear.flow import flow
@@ -43,8 +44,8 @@ def measure(quick: bool) -> Measured:
     seeds = range(1 if quick else 5)
     merged = [trained(merged_heads(8, 4, std=1e-2, seed=seed)) for seed in seeds]
     drifts = {
-        "merged": [drift([one.heads.conserved()]) for one in merged],
-        "separate": [drift(separate(1e-2, seed)[0].heads.conserved()) for seed in seeds],
+        "merged": [drift(conserved(one.heads)) for one in merged],
+        "separate": [drift(conserved(separate(1e-2, seed)[0].heads)) for seed in seeds],
     }
     data = pd.DataFrame([row for seed in seeds for row in ends(seed)])
     data["off"] = (data.loss - data.level).abs()

@@ -6,6 +6,8 @@ code, rate 0.02 without 1/N and value weights of 0.01. The numbered claims and t
 use flows from N(0, init^2).
 Run: python -m analyses linear/figure_3_drops (seconds; --quick 2 seeds)"""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -54,8 +56,9 @@ def measure(quick: bool) -> Measured:
         ]
         claims += drop_records(init, [one for _, one in every])
         claims += growth_records(init, np.array(errors))
-    law = {"std": 1e-2 * at.FACTOR, "constant_v": True}
-    starts = [separate_heads(5, 4, seed=seed, **law) for seed in range(2 * len(seeds))]
+    std = 1e-2 * at.FACTOR
+    drawn = [separate_heads(5, 4, std=std, seed=seed) for seed in range(2 * len(seeds))]
+    starts = [replace(heads, v=np.full(5, std)) for heads in drawn]
     runs = [flow(heads, at.MOMENTS, duration=20_000.0, tau=at.TAU) for heads in starts]
     jumps = np.median([crossings(one, at.FOUND.levels)[:3] for one in runs], axis=0)
     places = [(step - low) / (high - low) for step, (low, high) in zip(jumps, READ, strict=True)]

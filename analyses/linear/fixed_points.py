@@ -12,8 +12,9 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from analyses.lib import Measured, records
+from analyses.lib.theory.linear import fixed_point, fixed_point_loss
 from analyses.linear.setting import LENGTH, NORMS, TURNED
-from mechinterp.theory.linear import fixed_point, fixed_point_loss, modes, population_moments
+from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import SeparateHeads
 
 SHAPES = ((2, 3, 1), (2, 2, 2), (3, 4, 1))  # D (eigenvalues D/5 to 1/5), number of heads, rank

@@ -10,8 +10,8 @@ import pandas as pd
 
 from analyses.lib import Measured, records
 from analyses.lib.plateaus import plateaus
+from analyses.lib.theory.linear import fixed_point
 from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, named, set_moments
-from mechinterp.theory.linear import fixed_point
 from mechinterp.theory.linear_heads import separate_heads
 from mechinterp.training.linear.descent import full_batch_descent
 from mechinterp.training.linear.flow import Flow

@@ -12,11 +12,11 @@ import torch
 
 from analyses.lib import SETTING, Measured, Record, checkpoint, record, records
 from analyses.lib.shared_losses import shared_losses
+from analyses.lib.theory.softmax import manifold_mu
 from analyses.softmax.setting import BOTH_SIGNS, active, ends, gamma, label, paired, several, single
 from mechinterp import TaskConfig, circuits
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.heads import predict
-from mechinterp.theory.softmax import manifold_mu
 
 
 def head_rows(name: str) -> pd.DataFrame:

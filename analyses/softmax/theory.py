@@ -11,12 +11,12 @@ import pandas as pd
 from analyses.lib import SETTING, Measured, record
 from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
+from analyses.lib.theory.softmax import manifold_mu
 from mechinterp import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.models.heads import predict
-from mechinterp.theory.softmax import manifold_mu
 
 GAMMAS = (0.02, 0.04, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 

@@ -16,7 +16,7 @@ from mechinterp.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from mechinterp.training.jobs import Engine
+    from mechinterp.training.train import Engine
 
 
 MemoryOption = Annotated[
@@ -171,7 +171,7 @@ def _engine(name: str, address: str | None, device: DeviceOption, memory: str | 
         raise ValueError(f"--address is used by --engine ray only, got {address!r}.")
     import torch
 
-    from mechinterp.training.jobs import train_here
+    from mechinterp.training.train import train_here
 
     # The tensors of a step are small: a second thread gains nothing, and waits if cores are shared.
     torch.set_num_threads(1)

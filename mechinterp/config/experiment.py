@@ -25,6 +25,11 @@ LATER_FIELDS = {
         *("curriculum_every", "curriculum_d_x", "curriculum_length"),
     ),
 }
+UNUSED_BY_ONE_LAYER = (
+    *("shortest_context", "schedule", "clip_norm", "warm_up", "weight_decay"),
+    "curriculum_every",
+)
+"""Settings of training that one layer of plain attention does not use."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +60,40 @@ class ExperimentConfig:
     def _check_model(self) -> None:
         """Refuse sizes that do not fit together, and settings that training this model does not
         use."""
-        model, task = self.model, self.task
+        model, task, train, length = self.model, self.task, self.train, self.task.context_length
+        of_model, of_task, of_train = (
+            Rules("model", model),
+            Rules("task", task),
+            Rules("train", train),
+        )
         rule = f"must be d_model = {self.d_model} if merged_qk is true"
         merges = not model.merged_qk or self.d_head == self.d_model
         Rules("model", self).require("d_head", merges, rule)
-        divides = not model.context_only or not self.d_model % model.n_heads
         rule = f"must be at most the width {self.d_head} of a head"
         fits = model.rotary_dim is None or model.rotary_dim <= self.d_head
-        Rules("model", model).require("rotary_dim", fits, rule)
+        of_model.require("rotary_dim", fits, rule)
         rule = f"must divide the width {self.d_model} if d_head is null"
-        Rules("model", model).require("n_heads", model.d_head is not None or divides, rule)
+        divides = not model.context_only or not self.d_model % model.n_heads
+        of_model.require("n_heads", model.d_head is not None or divides, rule)
         rule = f"must be <= d_x = {task.d_x} if model.layout is 'in_turn'"
-        Rules("task", task).require("d_y", model.layout == "pairs" or task.d_y <= task.d_x, rule)
-        most, length = model.longest_context, task.context_length
+        of_task.require("d_y", model.layout == "pairs" or task.d_y <= task.d_x, rule)
+        most = model.longest_context
         rule = f"must be <= {most}, the most that {model.n_positions} positions allow"
-        Rules("task", task).require("context_length", most is None or length <= most, rule)
+        of_task.require("context_length", most is None or length <= most, rule)
         causal = model.layout == "in_turn" and not model.context_only
         rule = "must be 'query' for a model that is not causal with tokens in turn (model.layout"
         rule += f" {model.layout!r}, context_only {json.dumps(model.context_only)})"
-        Rules("train", self.train).require("loss", causal or self.train.loss == "query", rule)
-        for name, most in (("d_x", task.d_x), ("length", task.context_length)):
-            start = getattr(self.train, f"curriculum_{name}")
-            rule = f"must be at most the task's {most}"
-            Rules("train", self.train).require(
-                f"curriculum_{name}", start is None or start <= most, rule
-            )
+        of_train.require("loss", causal or train.loss == "query", rule)
         if self.trains_compiled:
-            self._check_unused()
-        shortest = self.train.shortest_context
-        rule = f"must be <= task.context_length = {length}"
-        fits = shortest is None or shortest <= length
-        Rules("train", self.train).require("shortest_context", fits, rule)
-
-    def _check_unused(self) -> None:
-        """Refuse settings that training one layer of plain attention does not use."""
-        rule = "is not used in training one layer of plain attention"
-        names = ("shortest_context", "schedule", "clip_norm", "warm_up", "weight_decay")
-        for name in (*names, "curriculum_every"):
-            Rules("train", self.train).require(name, getattr(self.train, name) is None, rule)
+            rule = "is not used in training one layer of plain attention"
+            for name in UNUSED_BY_ONE_LAYER:
+                of_train.require(name, getattr(train, name) is None, rule)
+        for name, most in {"d_x": task.d_x, "length": length}.items():
+            start = getattr(train, f"curriculum_{name}")
+            rule = f"must be at most the task's {most}"
+            of_train.require(f"curriculum_{name}", start is None or start <= most, rule)
+        fits = train.shortest_context is None or train.shortest_context <= length
+        of_train.require("shortest_context", fits, f"must be <= task.context_length = {length}")
 
     def _check_linear(self) -> None:
         """Refuse settings that training on moments (in closed form) does not support."""

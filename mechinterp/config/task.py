@@ -178,44 +178,30 @@ class TaskConfig:
             raise ValueError(
                 f"task.covariance.{kind} must have d_x = {self.d_x} {what}, got {size}."
             )
-        self._check_supports()
-        self._check_sparsity(rules)
         rules.at_least(1, "n_sequences", "n_tasks")
         rules.at_least(0, "task_seed")
         rules.at_most(MAX_SIZE, "n_tasks")
-        if self.task_seed and self.n_tasks is None:
-            raise ValueError(f"task.task_seed needs a task.n_tasks, got {self.task_seed} and null.")
-
-    def _check_supports(self) -> None:
-        if self.supports is None:
-            return
-        if len(self.supports) != self.d_y:
-            raise ValueError(
-                f"task.supports must have one list for each of {self.d_y} responses, got {len(self.supports)}."
-            )
-        for support in self.supports:
-            if not support or len(set(support)) < len(support):
-                raise ValueError(
-                    f"task.supports must list each coordinate once and at least one, got {list(support)}."
-                )
-            if not all(0 <= coordinate < self.d_x for coordinate in support):
-                raise ValueError(
-                    f"task.supports must contain coordinates from 0 to {self.d_x - 1}, got {list(support)}."
-                )
+        pooled = not self.task_seed or self.n_tasks is not None
+        rules.require("task_seed", pooled, "needs a task.n_tasks")
+        self._check_sparsity(rules)
 
     def _check_sparsity(self, rules: Rules) -> None:
+        """Refuse supports and laws of nonzero entries that no prompt can have."""
+        rule = f"must list coordinates from 0 to {self.d_x - 1}, each once, for each of {self.d_y} responses"
+        supports, known = self.supports or (), set(range(self.d_x))
+        listed = all(
+            support and set(support) <= known and len(set(support)) == len(support)
+            for support in supports
+        )
+        holds = self.supports is None or (listed and len(supports) == self.d_y)
+        rules.require("supports", holds, rule)
         rules.one_of("nonzeros", NONZEROS)
-        if self.sparsity is None:
-            if self.nonzeros != "gaussian":
-                raise ValueError(
-                    f"task.nonzeros {self.nonzeros!r} needs a task.sparsity, got null."
-                )
-            return
-        signs = self.nonzeros == "signs"
-        within = 1 <= self.sparsity <= self.d_x
+        sparse, signs = self.sparsity is not None, self.nonzeros == "signs"
+        rules.require("nonzeros", sparse or not signs, "needs a task.sparsity")
+        within = self.sparsity is None or 1 <= self.sparsity <= self.d_x
         rules.require("sparsity", within, f"must lie between 1 and d_x = {self.d_x}")
-        rule = "cannot be combined with task.supports"
-        rules.require("sparsity", self.supports is None, rule)
+        apart = not sparse or self.supports is None
+        rules.require("sparsity", apart, "cannot be combined with task.supports")
         rule = "must be null if task.nonzeros is 'signs' (it is then 1/sparsity)"
         rules.require("beta_var", self.beta_var is None or not signs, rule)
 

@@ -76,15 +76,11 @@ class TrainConfig:
         rules.one_of("optimizer", OPTIMIZERS)
         rules.one_of("loss", LOSSES)
         rules.one_of("schedule", SCHEDULES)
-        if self.init_std is not None and self.init_std <= 0:
-            raise ValueError(
-                f"train.init_std must be > 0, got {self.init_std}: zero weights never move."
-            )
         rules.at_least(1, "steps", "batch_size", "log_every", "n_eval_prompts")
         rules.at_least(0, "data_seed")
         rules.at_least(1, "snapshot_every", "shortest_context", "warm_up")
         rules.at_least(1, "curriculum_every", "curriculum_d_x", "curriculum_length")
-        rules.positive("learning_rate", "clip_norm", "weight_decay")
+        rules.positive("learning_rate", "clip_norm", "weight_decay", "init_std")
         at_query = self.loss == "query"
         rules.require("first_position", self.first_position or not at_query, "needs loss 'every'")
         rule = "is not used by loss 'every', which has all lengths"

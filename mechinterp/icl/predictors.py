@@ -151,26 +151,5 @@ def nadaraya_watson(
     return mu * _read(prompts, torch.softmax(scores, dim=1))
 
 
-def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch d_y"]:
-    """Mean response of the `count` pairs whose x is nearest to the query, or of all pairs if there are fewer.
-
-    Raises:
-        ValueError: If count is below 1.
-    Source:
-        Garg et al. 2022, arXiv 2208.01066; their baseline has count = 3.
-    Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
-        >>> torch.allclose(nearest_neighbours(prompts, count=40), prompts.y.mean(1))
-        True
-    """
-    if count < 1:
-        raise ValueError(f"count must be >= 1, got {count}.")
-    distance = (prompts.x - prompts.x_query[:, None]).square().sum(-1)
-    nearest = distance.topk(min(count, prompts.x.shape[1]), largest=False).indices
-    return prompts.y.take_along_dim(nearest[..., None], dim=1).mean(1)
-
-
 def _read(prompts: Prompts, weight: Tensor) -> Tensor:
     return einsum(prompts.y, weight, "batch context d_y, batch context -> batch d_y")

@@ -5,33 +5,9 @@ from functools import cached_property
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, covariance_matrix
-
-
-class _Product(torch.autograd.Function):
-    """A w with a fixed A; mapping over many w (as derivatives do) becomes one matrix product."""
-
-    @staticmethod
-    def forward(A: Tensor, w: Tensor) -> Tensor:
-        return A @ w
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, outer: Tensor) -> tuple[None, Tensor]:
-        (A,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, _Product.apply(A.mT, outer)
-
-    @staticmethod
-    def vmap(info: object, in_dims: tuple[None, int], A: Tensor, w: Tensor) -> tuple[Tensor, int]:
-        columns = w.movedim(in_dims[1], -1)
-        product = _Product.apply(A, columns.flatten(-2))
-        return product.unflatten(-1, columns.shape[-2:]), columns.ndim - 1
 
 
 class PromptMoments:
@@ -48,11 +24,8 @@ class PromptMoments:
     def times(self, factor: float) -> "PromptMoments":
         """Moments with S and b times a factor; with factor L / L_0 they are sums over pairs divided by a fixed L_0."""
         scaled, (values, vectors) = PromptMoments(self.prompts, self.task), self._eigh
-        scaled.S, scaled.b, scaled._eigh = (
-            factor * self.S,
-            factor * self.b,
-            (factor * values, vectors),
-        )
+        scaled.S, scaled.b = factor * self.S, factor * self.b
+        scaled._eigh = (factor * values, vectors)
         return scaled
 
     @property
@@ -75,8 +48,8 @@ class PromptMoments:
         return self.prompts.x.mT @ self.prompts.y / self.context_length
 
     def gradient(self, w: Float[Tensor, "batch d_x d_y"]) -> Float[Tensor, "batch d_x d_y"]:
-        """Negative gradient b - S w, which has a fast derivative with respect to w."""
-        return self.b - _Product.apply(self.S, w)
+        """Negative gradient b - S w."""
+        return self.b - self.S @ w
 
     @property
     def eigenvalues(self) -> Float[Tensor, "batch d_x"]:

@@ -5,9 +5,6 @@ Each takes prompts with one or several responses and gives predictions [batch, d
 the smallest excess risk.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
 import torch
 from einops import einsum
 from jaxtyping import Float
@@ -36,26 +33,6 @@ def ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         True
     """
     return ridge(prompts, penalty=0.0)
-
-
-def oracle_ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Least squares on the true support, the nonzero entries of each task vector."""
-    outputs = []
-    for response in range(prompts.y.shape[2]):
-        live = prompts.task_vectors("oracle_ols")[:, :, response] != 0
-        masked = replace(prompts, x=prompts.x * live[:, None], x_query=prompts.x_query * live)
-        # Zero columns get zero weights: the least squares solution of minimal norm.
-        outputs.append(ols(masked)[:, response, None])
-    return torch.cat(outputs, dim=1)
-
-
-def averaging(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """<r, x_query> with r = (1/L) sum_l x_l y_l: one gradient step of size 1 from zero.
-
-    Source:
-        Garg et al. 2022, arXiv 2208.01066; their averaging baseline.
-    """
-    return einsum(_correlations(prompts), prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 
 def gradient_descent(
@@ -143,47 +120,6 @@ def descend(
         u = u - rate * ((gram @ u[..., None])[..., 0] - moment)
         predictions.append(einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y"))
     return torch.stack(predictions)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Tuned:
-    """Best value of a learner's setting, by mean excess risk."""
-
-    value: float
-    risk: float
-    """Mean excess risk over the prompts, unit y^2."""
-    risk_sem: float
-    """Standard error of `risk` over the prompts."""
-
-    def __repr__(self) -> str:
-        return f"Tuned({self.value:.4g}: risk {self.risk:.4g} +- {self.risk_sem:.2g})"
-
-
-def tuned(
-    learner: Callable[[float], Float[Tensor, "batch d_y"]],
-    values: Sequence[float],
-    prompts: Prompts,
-) -> Tuned:
-    """Value with the smallest excess risk of a learner on these prompts.
-
-    Args:
-        learner: Function from a value to predictions on the prompts.
-    Raises:
-        ValueError: If there are no values.
-    Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
-        >>> tuned(lambda penalty: ridge(prompts, penalty=penalty), [0.01, 0.5, 50.0], prompts).value
-        0.5
-    """
-    if not values:
-        raise ValueError("values must hold at least one value, got none.")
-    risks = [excess_risk(learner(value), prompts).double() for value in values]
-    best = min(range(len(values)), key=lambda index: risks[index].mean().item())
-    chosen = risks[best]
-    sem = chosen.std().item() / len(chosen) ** 0.5
-    return Tuned(float(values[best]), chosen.mean().item(), sem)
 
 
 def _correlations(prompts: Prompts) -> Float[Tensor, "batch d_x d_y"]:

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.io.errors import printable
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback
-from mechinterp.training.trained import Progress
+from mechinterp.training.run import Progress
 
 
 @contextmanager

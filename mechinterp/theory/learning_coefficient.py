@@ -102,21 +102,6 @@ def whitened_singular_values(moments: Moments) -> Float[np.ndarray, " mode"]:
     return np.linalg.svd(whitened, compute_uv=False)
 
 
-def level_coefficients(moments: Moments) -> Float[np.ndarray, " level"]:
-    """lambda at the minimum over matrices of rank <= m, for m = 0 ... d: the staircase of the linear paper.
-
-    Raises:
-        ValueError: As in `learning_coefficient`.
-    Example:
-        >>> from mechinterp.theory.linear import population_moments
-        >>> level_coefficients(population_moments(np.ones(3), context_length=31)).tolist()
-        [0.0, 1.5, 3.0, 4.5]
-    """
-    counts = range(1, len(moments.yz) + 1)
-    coefficients = [learning_coefficient(moments, n_heads=count, rank=1) for count in counts]
-    return np.array([0.0, *coefficients])
-
-
 def jacobian(heads: Heads) -> Float[np.ndarray, "entry weight"]:
     """dM/dw of heads without a time axis: one row per entry of M, weights in the order v, K, Q (or v, U)."""
     d = heads.M.shape[-1]

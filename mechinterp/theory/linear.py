@@ -5,7 +5,7 @@ moments determine it. This module gives the moments of a Gaussian task, the fixe
 these points.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,24 +107,6 @@ def population_moments(
     return Moments(yy=variance, yz=ratio.mean() * signal, zz=zz)
 
 
-def moment_ratio(
-    eigenvalues: Float[np.ndarray, " mode"], *, context_length: int
-) -> Float[np.ndarray, " mode"]:
-    """a_d = 1 + (1 + tr(Lambda) / lambda_d) / N: E[Lhat^2] has the eigenvalues lambda_d^2 a_d.
-
-    Raises:
-        ValueError: If an eigenvalue is not positive or context_length is below 1.
-    Source:
-        Zhang et al. 2025, arXiv 2501.16265, eq. (15).
-    Example:
-        >>> moment_ratio(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31).round(6).tolist()
-        [1.112903, 1.139785, 1.193548, 1.354839]
-    """
-    values = require_eigenvalues(eigenvalues)
-    length = float(_lengths(context_length)[0])
-    return 1 + (1 + values.sum() / values) / length
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Modes:
     """Directions that training learns, in the order in which small initial weights learn them."""
@@ -197,38 +179,6 @@ def modes(moments: Moments) -> Modes:
     )
 
 
-def fixed_point(directions: Modes, subset: Collection[int]) -> Float[np.ndarray, "d_x d_x"]:
-    """M(S) = sum_{d in S} m_d e_d e_d^T, at which the gradient on every head is zero.
-
-    Raises:
-        ValueError: If a member of the subset is not a direction or occurs twice.
-    Source:
-        Zhang et al. 2025, arXiv 2501.16265, section 4.2; all D directions give M* of eq. (11).
-    Example:
-        >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
-        >>> np.diag(fixed_point(directions, [1])).round(3).tolist()
-        [0.0, 4.493]
-    """
-    rows = _subset(directions, subset)
-    vectors = directions.vectors[:, rows]
-    return (vectors * directions.targets[rows]) @ vectors.T
-
-
-def fixed_point_loss(directions: Modes, subset: Collection[int]) -> float:
-    """L(M(S)) = E y^2 - sum_{d in S} lambda_d / a_d, unit y^2.
-
-    Raises:
-        ValueError: If a member of the subset is not a direction or occurs twice.
-    Source:
-        Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the first m directions; for any subset derived here.
-    Example:
-        >>> directions = modes(population_moments(np.array([0.3, 0.2]), context_length=31))
-        >>> round(fixed_point_loss(directions, [0, 1]), 4) == round(float(directions.levels[-1]), 4)
-        True
-    """
-    return float(directions.variance - directions.gains[_subset(directions, subset)].sum())
-
-
 def require_positive(**values: float) -> None:
     """Refuses numbers, given by name, that are not above 0.
 
@@ -259,15 +209,6 @@ def _inner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """<A, B> over the last two axes."""
     flat = (each.reshape(*each.shape[:-2], -1) for each in (one, other))
     return np.asarray(np.vecdot(*flat))
-
-
-def _subset(directions: Modes, subset: Collection[int]) -> list[int]:
-    rows, n_modes = sorted(subset), len(directions.rates)
-    if len(set(rows)) < len(rows) or not set(rows) <= set(range(n_modes)):
-        raise ValueError(
-            f"subset must hold directions from 0 to {n_modes - 1}, each once, got {rows}."
-        )
-    return rows
 
 
 def require_eigenvalues(

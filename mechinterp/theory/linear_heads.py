@@ -1,7 +1,7 @@
 """Weights of linear-attention heads, merged or separate, and the function that they compute together.
 
 A head adds v_i b^T U_i x_query to the prediction; U_i is its own matrix or K_i^T Q_i of rank R. This module computes M
-from the heads, their motion under a force on M, and the quantities that this motion conserves.
+from the heads, and their motion under a force on M.
 """
 
 from collections.abc import Callable
@@ -44,15 +44,6 @@ class MergedHeads:
         v, U = merged_motion(self.v, U, lambda M: force.reshape(*self.v.shape[:-1], -1))
         return MergedHeads(v=v, U=U.reshape(*self.v.shape, d_x, d_x))
 
-    def conserved(self) -> Float[np.ndarray, "*stack head head"]:
-        """v_i v_j - tr(U_i^T U_j), constant under gradient flow.
-
-        Source:
-            Derived here: the two terms of d/dt cancel for every pair of heads.
-        """
-        outer = self.v[..., :, None] * self.v[..., None, :]
-        return outer - np.einsum("...aij,...bij->...ab", self.U, self.U)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeparateHeads:
@@ -91,18 +82,6 @@ class SeparateHeads:
             v=read.reshape(by_head).sum(-1), K=K.reshape(self.K.shape), Q=Q.reshape(self.K.shape)
         )
 
-    def conserved(
-        self,
-    ) -> tuple[Float[np.ndarray, "*stack head rank rank"], Float[np.ndarray, "*stack head"]]:
-        """K_i K_i^T - Q_i Q_i^T and v_i^2 - tr(K_i K_i^T), constant under gradient flow.
-
-        Source:
-            Zhang et al. 2025, arXiv 2501.16265, appendix E.8, names their consequence; derived here.
-        """
-        difference = np.einsum("...ri,...si->...rs", self.K, self.K)
-        difference -= np.einsum("...ri,...si->...rs", self.Q, self.Q)
-        return difference, self.v**2 - np.square(self.K).sum((-2, -1))
-
 
 Heads = MergedHeads | SeparateHeads
 
@@ -128,42 +107,36 @@ def separate_motion(
     return np.vecdot(K, key), v * key, weighted @ G
 
 
-def merged_heads(
-    n_heads: int, d_x: int, *, std: float, seed: int, constant_v: bool = False
-) -> MergedHeads:
+def merged_heads(n_heads: int, d_x: int, *, std: float, seed: int) -> MergedHeads:
     """Random merged heads with entries from N(0, std^2).
 
-    Args:
-        constant_v: True: every v_i is +std.
     Raises:
         ValueError: If std is not positive: zero weights never move.
     Example:
         >>> merged_heads(2, 3, std=0.1, seed=0).U.shape
         (2, 3, 3)
     """
-    v, U = _draw(n_heads, (d_x, d_x), 1, std, seed, constant_v)
+    v, U = _draw(n_heads, (d_x, d_x), 1, std, seed)
     return MergedHeads(v=v, U=U[0])
 
 
 def separate_heads(
-    n_heads: int, d_x: int, *, std: float, seed: int, rank: int = 1, constant_v: bool = False
+    n_heads: int, d_x: int, *, std: float, seed: int, rank: int = 1
 ) -> SeparateHeads:
     """Random heads of rank `rank` with entries from N(0, std^2).
 
-    Args:
-        constant_v: True: every v_i is +std.
     Raises:
         ValueError: If std is not positive: zero weights never move.
     Example:
-        >>> separate_heads(2, 3, std=0.1, seed=0, constant_v=True).v.tolist()
-        [0.1, 0.1]
+        >>> separate_heads(2, 3, std=0.1, seed=0, rank=2).K.shape
+        (2, 2, 3)
     """
-    v, (K, Q) = _draw(n_heads, (rank, d_x), 2, std, seed, constant_v)
+    v, (K, Q) = _draw(n_heads, (rank, d_x), 2, std, seed)
     return SeparateHeads(v=v, K=K, Q=Q)
 
 
 def _draw(
-    n_heads: int, shape: tuple[int, int], copies: int, std: float, seed: int, constant_v: bool
+    n_heads: int, shape: tuple[int, int], copies: int, std: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     if std <= 0:
         raise ValueError(f"std must be > 0, got {std}: zero weights never move.")
@@ -171,4 +144,4 @@ def _draw(
     rng = np.random.default_rng(seed)
     v = std * rng.standard_normal(n_heads)
     matrices = std * rng.standard_normal((copies, n_heads, *shape))
-    return (np.full(n_heads, std) if constant_v else v), matrices
+    return v, matrices

@@ -1,4 +1,4 @@
-"""Growth of separate linear-attention heads one after another, and the times of their jumps.
+"""Growth of separate linear-attention heads one after another, the times of their jumps, and exceptions to this theory.
 
 The flow is tau dW/dt = -(1/2) dL/dW; times are in units of tau. This module gives the growth of a head along its
 eigenvector, the head that learns each direction and when, and the resulting loss.
@@ -10,7 +10,13 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.integrate import solve_ivp
 
-from mechinterp.theory.linear import Modes, require_positive
+from mechinterp.theory.linear import (
+    REPEATED,
+    Modes,
+    require_counts,
+    require_eigenvalues,
+    require_positive,
+)
 from mechinterp.theory.linear_heads import SeparateHeads
 
 # v / v_inf in the middle of a drop in loss, where (1 - (v / v_inf)^3)^2 = 1/2.
@@ -211,3 +217,40 @@ def _clock(u: np.ndarray | np.floating, log_rest: np.ndarray | np.floating) -> n
     """F of growth_time divided by s, given u and ln(1 - u)."""
     arc = np.arctan((2 * u + 1) / 3**0.5) / 3**0.5
     return np.asarray(-1 / u - log_rest / 3 + np.log1p(u + u**2) / 6 - arc)
+
+
+def claims_not_applying(
+    eigenvalues: Float[np.ndarray, " mode"], *, rank: int, n_heads: int
+) -> tuple[str, ...]:
+    """Sentences on claims of the theory that fail for these eigenvalues or heads.
+
+    Args:
+        rank: Rank R of a head's key and query.
+    Raises:
+        ValueError: If an eigenvalue is not positive, or rank or n_heads is below 1.
+    Source:
+        Zhang et al. 2025, arXiv 2501.16265, section 4.2 (R H >= D); repeated eigenvalues derived here.
+    Example:
+        >>> claims_not_applying(np.array([0.4, 0.3]), rank=1, n_heads=1)
+        ('1 head(s) of rank 1 learn at most 1 of 2 directions: training ends at the level of 1.',)
+    """
+    values = np.sort(require_eigenvalues(eigenvalues))[::-1]
+    require_counts(rank=rank, n_heads=n_heads)
+    sentences = []
+    if np.any(values[:-1] - values[1:] < REPEATED * values[:-1]):
+        sentences.append(
+            "Eigenvalues repeat: fixed points form a continuum instead of 2^D functions, and which direction "
+            "of a shared eigenspace is learned first is not determined; the levels of the loss still hold."
+        )
+    if n_heads * rank < len(values):
+        reach = n_heads * rank
+        sentences.append(
+            f"{n_heads} head(s) of rank {rank} learn at most {reach} of {len(values)} directions: "
+            f"training ends at the level of {reach}."
+        )
+    if rank > 1:
+        sentences.append(
+            f"Heads have rank {rank}: only levels whose number of learned directions divides by {rank} last "
+            "longer in proportion to 1/init; the others are short, and the one-head equation does not hold."
+        )
+    return tuple(sentences)

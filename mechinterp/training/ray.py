@@ -8,16 +8,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError, one_line
-from mechinterp.training.jobs import OnLog, Outcome, PackJob, train_job
-from mechinterp.training.trained import Progress
+from mechinterp.training.run import Progress
+from mechinterp.training.train import Jobs, Models, OnLog, TrainingSummary, train_job
 
 # Ray replaces these names by the machine's own network address, but not other loopback addresses.
 REPLACED = ("localhost", "127.0.0.1", "::1")
@@ -27,13 +27,13 @@ RETRIES = 8
 
 
 def train_on_ray(
-    jobs: Sequence[PackJob],
+    jobs: Jobs,
     on_log: OnLog | None = None,
     *,
     address: str | None = None,
     device: str = "auto",
     memory: int | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[TrainingSummary]:
     """Train packs as Ray tasks with one CPU each, and one GPU if GPUs are used; yields outcomes as they finish.
 
     Args:
@@ -47,7 +47,7 @@ def train_on_ray(
     """
     if not jobs:
         return
-    total = sum(map(_updates, jobs))
+    total = sum(map(_updates, jobs.values()))
     with _cluster(address) as ray:
         kind = _device(device, ray.cluster_resources().get("GPU", 0))
         gpus = 1 if kind == "cuda" else 0
@@ -56,30 +56,33 @@ def train_on_ray(
         given = device if kind == "cuda" else kind
         # Absolute but not resolved: a link may have another target on another machine.
         tasks = {
-            task.remote(replace(job, file=job.file.absolute()), given, memory): job for job in jobs
+            task.remote(file.absolute(), models, given, memory): file
+            for file, models in jobs.items()
         }
         start, done = time.monotonic(), 0
-        for job, outcome in _as_they_come(ray, tasks):
-            done += _updates(job)
+        for file, pack in _as_they_come(ray, tasks):
+            done += _updates(jobs[file])
             if on_log is not None:
-                rate, lost = done / (time.monotonic() - start), tuple(outcome.diverged)
-                on_log(Progress(done, total, len(job.models), outcome.loss, rate, lost))
-            yield outcome
+                rate, lost = done / (time.monotonic() - start), tuple(pack.diverged)
+                on_log(Progress(done, total, len(jobs[file]), pack.loss, rate, lost))
+            yield pack
 
 
-def train_anywhere(job: PackJob, device: str, memory: int | None = None) -> Outcome:
+def train_anywhere(
+    file: Path, models: Models, device: str, memory: int | None = None
+) -> TrainingSummary:
     """`train_job` in a Ray worker.
 
     Raises:
         CheckpointError: If this machine cannot access the run folder.
     """
-    folder = job.file.parent
+    folder = file.parent
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: not there on every machine; a run folder must lie on storage that all machines share."
         )
     torch.set_num_threads(1)
-    return train_job(job, device=device, memory=memory, wait=True)
+    return train_job(file, models, device=device, memory=memory, wait=True)
 
 
 def _device(device: str, n_gpus: float) -> str:
@@ -88,8 +91,8 @@ def _device(device: str, n_gpus: float) -> str:
     return "cuda" if device != "cpu" and n_gpus else "cpu"
 
 
-def _updates(job: PackJob) -> int:
-    return next(iter(job.models.values())).train.steps
+def _updates(models: Models) -> int:
+    return next(iter(models.values())).train.steps
 
 
 @contextmanager
@@ -142,18 +145,18 @@ def _require_listener(ray: ModuleType, address: str) -> None:
 
 
 def _as_they_come(
-    ray: ModuleType, tasks: dict[object, PackJob]
-) -> Iterator[tuple[PackJob, Outcome]]:
-    """Jobs with their outcomes, in the order in which they finish."""
+    ray: ModuleType, tasks: dict[object, Path]
+) -> Iterator[tuple[Path, TrainingSummary]]:
+    """State files of the jobs with their summaries, in the order in which they finish."""
     while tasks:
         (done, *_), _ = ray.wait(list(tasks))
-        job = tasks.pop(done)
+        file = tasks.pop(done)
         try:
-            yield job, ray.get(done)
+            yield file, ray.get(done)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
-                f"{job.file}: lost more than {RETRIES} times ({reason}); go on with --resume."
+                f"{file}: lost more than {RETRIES} times ({reason}); go on with --resume."
             ) from None

@@ -1,32 +1,99 @@
 """Training runs: weights as one flat tensor with Adam's moments, resumable from one file.
 
 The file contains weights, moments, the rows logged so far and the snapshots, and is written atomically. A run that was
-killed and resumed ends with the same bits as an uninterrupted run.
+killed and resumed ends with the same bits as an uninterrupted run. Large batches are drawn and used chunk by chunk; the
+chunk size follows from the task alone, so that results do not depend on the machine.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
+from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
-from mechinterp.training.batches import batch_chunks, narrowed
-from mechinterp.training.flat import Form, flattened, require_like, views
-from mechinterp.training.state import State, read_state, resumable, write_state
-from mechinterp.training.trained import Progress, TrainedModel, history_of
+from mechinterp.training.state import named, read_state, resumable, write_state
 
 SAVE_SECONDS = 30.0
+"""Seconds between two writes of the state file."""
 ROUNDED_UP_TO = 64
+CHUNK_BYTES = 2**24
+"""Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
 LOSSES = ("loss", "eval_loss")
 """First parts of the names of the history's losses; each has one number per model."""
 Batch = tuple[Prompts, ...]
 """One set of prompts per task of a run, with the same covariates and noise."""
+
+
+@runtime_checkable
+class NamedTensors(Protocol):
+    """Weights by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Copy with these tensors."""
+
+
+Form = TypeVar("Form", bound=NamedTensors)
+"""Type of the trained weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Progress of a pack, reported at every logged step."""
+
+    step: int
+    steps: int
+    n_models: int
+    loss: float
+    """Mean training loss since the last logged step, over the models that have not diverged; unit y^2."""
+    steps_per_second: float
+    """Updates of the whole pack per second since training began or was resumed."""
+    diverged: tuple[str, ...] = ()
+    """Models whose divergence was noticed at this row."""
+
+    @property
+    def seconds_left(self) -> float:
+        return (self.steps - self.step) / self.steps_per_second
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """A trained model, ready to be saved as a checkpoint."""
+
+    config: ExperimentConfig
+    weights: Weights
+    step: int
+    history: pd.DataFrame
+    snapshots: dict[int, Weights]
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint, beside other files of its run.
+
+        Raises:
+            CheckpointError: If a file with the same name exists, or the folder cannot be written.
+        """
+        save(
+            folder,
+            self.config,
+            self.weights,
+            step=self.step,
+            history=self.history,
+            snapshots=self.snapshots,
+            shared=True,
+        )
 
 
 class Run(ABC, Generic[Form]):
@@ -93,10 +160,10 @@ class Run(ABC, Generic[Form]):
         Raises:
             CheckpointError: If the file is truncated or was not written by `save`.
         """
-        state = read_state(file)
+        models, step, tensors = read_state(file)
         with resumable(file):
-            run = cls(state.models, device=device)  # type: ignore[call-arg]
-            run._resume(state)
+            run = cls(models, device=device)  # type: ignore[call-arg]
+            run._resume(step, tensors)
         return run
 
     @abstractmethod
@@ -173,8 +240,14 @@ class Run(ABC, Generic[Form]):
         Raises:
             CheckpointError: If the file cannot be written; an earlier state is kept.
         """
-        parts = (self.models, self.step, self.flat, self.moments, self.rows, self.snapshots)
-        write_state(file, State(*parts))
+        write_state(file, self.models, self.step, self._stored())
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Tensors of the state file, by name."""
+        stored = {"flat": self.flat}
+        stored |= {f"moment.{name}": moment for name, moment in self.moments.items()}
+        stored |= {f"row.{name}": rows for name, rows in self.rows.items()}
+        return stored | {f"snapshot.{step}": flat for step, flat in self.snapshots.items()}
 
     def results(self) -> dict[str, TrainedModel]:
         """Weights, history and snapshots of every model, by name; later steps do not change them."""
@@ -259,24 +332,25 @@ class Run(ABC, Generic[Form]):
         """One of the losses in the history, [row, model]."""
         return self.rows[name].reshape(len(self.rows[name]), -1)
 
-    def _resume(self, state: State) -> None:
+    def _resume(self, step: int, stored: Mapping[str, Tensor]) -> None:
         """Restore a state of the same models into a new run.
 
         Raises:
             ValueError: If the shapes in the state differ from those of this run.
         """
-        require_like("weights", state.flat, self.flat)
-        if state.rows.keys() != self.rows.keys():
-            raise ValueError(f"rows must be of {', '.join(self.rows)}, got {', '.join(state.rows)}")
-        for name, rows in state.rows.items():
-            require_like(f"rows of {name}", rows[0], self.rows[name][0])
-        for name, moment in self.moments.items():
-            require_like(name, state.moments[name], moment)
-            moment.copy_(state.moments[name])
-        self.flat.copy_(state.flat)
-        self._n_updates.fill_(state.step)
-        self.step, self.rows = state.step, state.rows
-        self.snapshots = {step: flat.to(self.device) for step, flat in state.snapshots.items()}
+        rows, snapshots = named(stored, "row."), named(stored, "snapshot.")
+        if rows.keys() != self.rows.keys():
+            raise ValueError(f"rows must be of {', '.join(self.rows)}, got {', '.join(rows)}")
+        for name, row in rows.items():
+            _require_like(f"rows of {name}", row[0], self.rows[name][0])
+        own = {"weights": ("flat", self.flat)}
+        own |= {name: (f"moment.{name}", moment) for name, moment in self.moments.items()}
+        for label, (name, tensor) in own.items():
+            _require_like(label, stored[name], tensor)
+            tensor.copy_(stored[name])
+        self._n_updates.fill_(step)
+        self.step, self.rows = step, rows
+        self.snapshots = {int(at): flat.to(self.device) for at, flat in snapshots.items()}
 
     def _record(self, n_steps: int = 0) -> float:
         """Append a row to the history; returns the mean loss since the last row, over models with a finite loss."""
@@ -315,3 +389,95 @@ def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None
             run.save(file)
             saved = time.monotonic()
     return time.monotonic() - start
+
+
+def history_of(
+    steps: Tensor, losses: Mapping[str, Tensor], measured: Mapping[str, Tensor]
+) -> pd.DataFrame:
+    """One row per logged step, layer (if it is an axis) and head.
+
+    Args:
+        losses: One number per step, by name.
+        measured: Arrays [step, head] or [step, layer, head], by name.
+    """
+    row, *axes = (each.ravel() for each in np.indices(next(iter(measured.values())).shape))
+    columns = {"step": steps.numpy()[row]}
+    columns |= dict(zip(("layer", "head")[-len(axes) :], axes, strict=True))
+    columns |= {name: values.numpy()[row] for name, values in losses.items()}
+    columns |= {name: values.flatten().numpy() for name, values in measured.items()}
+    return pd.DataFrame(columns)
+
+
+def batch_chunks(
+    task: TaskConfig,
+    n_prompts: int,
+    *,
+    generator: torch.Generator,
+    context_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Prompts]:
+    """Fresh prompts of a batch, in chunks of at most CHUNK_BYTES.
+
+    Args:
+        context_length: Pairs per prompt; None: the task's own.
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for
+        >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
+        [16710, 3290]
+    """
+    size = largest_chunk(task)
+    for start in range(0, n_prompts, size):
+        n = min(size, n_prompts - start)
+        yield sample_prompts(
+            task, n, generator=generator, context_length=context_length, dtype=dtype
+        )
+
+
+def largest_chunk(task: TaskConfig) -> int:
+    """Largest number of prompts of a batch that are drawn at once."""
+    return max(1, CHUNK_BYTES // prompt_bytes(task))
+
+
+def narrowed(prompts: Prompts, d_x: int) -> Prompts:
+    """Prompts whose coordinates of x beyond the first `d_x` are 0, and whose y no longer depends on them.
+
+    Example:
+        >>> from mechinterp.icl.prompts import generator_for
+        >>> prompts = sample_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
+        >>> narrow = narrowed(prompts, 2)
+        >>> torch.allclose(narrow.y, prompts.x[..., :2] @ prompts.beta[:, :2], atol=1e-6)
+        True
+    """
+    beta = prompts.task_vectors("A curriculum")[:, d_x:]
+    gone = prompts.x[..., d_x:] @ beta
+    at_query = (prompts.x_query[:, None, d_x:] @ beta)[:, 0]
+    x, x_query = prompts.x.clone(), prompts.x_query.clone()
+    x[..., d_x:], x_query[..., d_x:] = 0, 0
+    changed = {name: getattr(prompts, name) - at_query for name in ("y_query", "y_query_clean")}
+    return replace(prompts, x=x, y=prompts.y - gone, x_query=x_query, **changed)
+
+
+def flattened(weights: NamedTensors) -> Tensor:
+    """All weights, concatenated."""
+    return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
+
+
+def views(flat: Tensor, like: Form) -> Form:
+    """Weights that are views of a flat tensor, with the names and shapes of `like`."""
+    shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    named_parts = zip(shapes.items(), parts, strict=True)
+    return like.with_tensors({name: part.view(shape) for (name, shape), part in named_parts})
+
+
+def own(weights: Form) -> Form:
+    """Copy of weights on the CPU, not changed by later steps."""
+    return weights.with_tensors({name: t.cpu().clone() for name, t in weights.tensors.items()})
+
+
+def _require_like(what: str, tensor: Tensor, expected: Tensor) -> None:
+    """Refuse a tensor of another dtype or shape."""
+    for name in ("dtype", "shape"):
+        given, wanted = getattr(tensor, name), getattr(expected, name)
+        if given != wanted:
+            raise ValueError(f"{what} must have {name} {wanted}, got {given}")

@@ -2,13 +2,18 @@
 
 A run folder contains one `training-<n>.safetensors` per pack in training and one checkpoint folder per finished model.
 Nothing in it is overwritten: without `resume` it must be free, with `resume` its configs must equal the requested ones.
-Only one process at a time may train there.
+Only one process at a time may train there. A job trains the models of one pack, from their state file if there is one.
+It can be started again at any time, in any process that can access the run folder.
 """
 
 import os
-from collections.abc import Callable, Mapping
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import nan
 from pathlib import Path
 
 import torch
@@ -25,29 +30,26 @@ from mechinterp.checkpoints.native.folder import (
     read_history,
 )
 from mechinterp.checkpoints.native.history import require_own_table
-from mechinterp.config import ExperimentConfig
-from mechinterp.training.jobs import (
-    LOCK_NAME,
-    STATE_NAME,
-    Engine,
-    delete_free_locks,
-    is_finished,
-    pack_jobs,
-    require_same,
-    state_files,
-    train_here,
-)
+from mechinterp.config import ExperimentConfig, differences
+from mechinterp.memory import peak_memory, require_memory
+from mechinterp.training.general.trainer import DeepRun
+from mechinterp.training.linear.trainer import moments_bytes, train_linear
+from mechinterp.training.one_layer.pack import Pack, pack_bytes, packs, shares_a_pack
+from mechinterp.training.run import Progress, train_run
 from mechinterp.training.state import stored_models
-from mechinterp.training.trained import Progress
 
 LOCK = ".lock"
 RESULTS = "results.parquet"
 """Name of a sweep's table in the run folder, written by `analysis.results`."""
+STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
+LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")
+FIRST_USE_BYTES = 96_000_000
+"""Memory that libraries allocate on their first call, in bytes."""
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """Summary of a training run."""
+    """Summary of the training of one pack, or of all packs of a run."""
 
     checkpoints: tuple[Path, ...]
     """Folders of the requested models, finished now or earlier."""
@@ -62,9 +64,81 @@ class TrainingSummary:
     without logged steps)."""
 
 
+Models = Mapping[str, ExperimentConfig]
+"""Configs by name of the model."""
+Jobs = Mapping[Path, Models]
+"""Models to train together, by the file with their training state."""
+OnLog = Callable[[Progress], None]
+Engine = Callable[[Jobs, OnLog | None], Iterator[TrainingSummary]]
+
+
+def train_here(
+    jobs: Jobs, on_log: OnLog | None = None, *, device: str = "cpu", memory: int | None = None
+) -> Iterator[TrainingSummary]:
+    """Train packs in this process, one after another.
+
+    Args:
+        device: "cpu", "cuda" or "auto".
+        memory: Upper limit on the memory of the process, in bytes; None: no limit.
+    Raises:
+        CheckpointError: If a pack would need more memory, or a file cannot be read or written.
+    """
+    for file, models in jobs.items():
+        yield train_job(file, models, on_log, device=device, memory=memory)
+
+
+def train_job(
+    file: Path,
+    models: Models,
+    on_log: OnLog | None = None,
+    *,
+    device: str = "cpu",
+    memory: int | None = None,
+    wait: bool = False,
+) -> TrainingSummary:
+    """Train a pack from its state file, if there is one, and save its models beside that file.
+
+    Args:
+        wait: True: wait while another process trains the pack; False: raise.
+    Raises:
+        CheckpointError: If another process trains it, it would need more memory, or a file cannot be read or
+            written.
+    """
+    # An earlier process may still be writing: a worker that outlived its run, or a machine that seemed lost.
+    with locked(file.with_name(f".{file.stem}.lock"), wait=wait):
+        delete_leftovers(file.parent, file.name.__eq__)
+        left = {n: each for n, each in models.items() if not is_finished(file.parent / n)}
+        # A repeated job may have nothing to do: its models are saved, only its summary was lost.
+        if not left:
+            file.unlink(missing_ok=True)
+            return TrainingSummary((), 0, 0.0, nan)
+        config = next(iter(left.values()))
+        device = _device(file, config, device)
+        _require_memory(file, models, memory)
+        if config.train.optimizer != "adam":
+            return _train_on_moments(file.parent, left, on_log)
+        kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
+        if file.exists():
+            run = kind.restore(file, device=device)
+        else:
+            run = kind(left, device=device)
+            run.save(file)
+        first_step = run.step
+        seconds = train_run(run, file, on_log=on_log)
+        saved = [name for name in left if name not in run.diverged]
+        for name, trained in run.results().items():
+            if name in saved:
+                trained.save(file.parent / name)
+        file.unlink()
+        losses = run.rows["eval_loss"][-1]
+        loss = losses[torch.isfinite(losses)].mean().item()
+        folders = tuple(file.parent / name for name in saved)
+        return TrainingSummary(folders, run.step - first_step, seconds, loss, run.diverged)
+
+
 @torch.inference_mode(False)
 def train_models(
-    models: Mapping[str, ExperimentConfig],
+    models: Models,
     run_folder: str | Path,
     *,
     resume: bool = False,
@@ -105,9 +179,9 @@ def train_models(
                 require_same(run_folder / name, trained, config)
         steps, seconds = 0, 0.0
         diverged: dict[str, int | None] = {}
-        for outcome in engine(pack_jobs(models, run_folder), on_log):
-            steps, seconds = steps + outcome.steps, seconds + outcome.seconds
-            diverged |= outcome.diverged
+        for pack in engine(pack_jobs(models, run_folder), on_log):
+            steps, seconds = steps + pack.steps, seconds + pack.seconds
+            diverged |= pack.diverged
         checkpoints = tuple(run_folder / name for name in models if name not in diverged)
         losses = [_final_loss(folder) for folder in checkpoints]
     loss = sum(losses) / len(losses) if losses else float("nan")
@@ -168,9 +242,7 @@ def train(
     return load(out)
 
 
-def require_finite(
-    models: Mapping[str, ExperimentConfig], run_folder: Path, summary: TrainingSummary
-) -> None:
+def require_finite(models: Models, run_folder: Path, summary: TrainingSummary) -> None:
     """Refuse a run in which models diverged.
 
     Raises:
@@ -189,7 +261,7 @@ def require_finite(
     )
 
 
-def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
+def _require_free(models: Models, run_folder: Path) -> None:
     table = run_folder / RESULTS
     states = [*state_files(run_folder), *([table] if os.path.lexists(table) else [])]
     targets = [run_folder / name for name in models]
@@ -200,7 +272,7 @@ def _require_free(models: Mapping[str, ExperimentConfig], run_folder: Path) -> N
         )
 
 
-def _require_resumable(models: Mapping[str, ExperimentConfig], run_folder: Path) -> None:
+def _require_resumable(models: Models, run_folder: Path) -> None:
     """Refuse to overwrite files that are not from this run; half-written checkpoints are deleted."""
     require_own_table(run_folder / RESULTS)
     started = {name for file in state_files(run_folder) for name in stored_models(file)}
@@ -231,3 +303,107 @@ def _final_loss(folder: Path) -> float:
     document, config = read_document(document_file(folder))
     history = read_history(folder, config, document["step"])
     return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
+
+
+def pack_jobs(models: Models, run_folder: Path) -> dict[Path, Models]:
+    """All unfinished jobs: interrupted packs first, then new ones.
+
+    Raises:
+        CheckpointError: If a state file cannot be read, or contains a model or config that is not requested.
+    """
+    jobs: dict[Path, Models] = {file: stored_models(file) for file in state_files(run_folder)}
+    for file, stored in jobs.items():
+        for name, config in stored.items():
+            if name not in models:
+                raise CheckpointError(f"{file}: holds {name!r}, which is not part of this run.")
+            require_same(file, config, models[name])
+    started = {name for stored in jobs.values() for name in stored}
+    number = max((int(file.stem.partition("-")[2]) for file in jobs), default=-1) + 1
+    for pack in packs(models):
+        names = [n for n in pack if n not in started and not is_finished(run_folder / n)]
+        if left := {name: pack[name] for name in names}:
+            jobs[run_folder / f"training-{number}.safetensors"] = left
+            number += 1
+    return jobs
+
+
+def state_files(run_folder: Path) -> list[Path]:
+    """State files of interrupted packs."""
+    files = run_folder.glob("training-*.safetensors")
+    return sorted(file for file in files if STATE_NAME.fullmatch(file.name))
+
+
+def is_finished(folder: Path) -> bool:
+    """True if the model is saved."""
+    return (folder / "config.json").exists()
+
+
+def require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) -> None:
+    """Refuse to resume with a config that differs from the stored one.
+
+    Raises:
+        CheckpointError: If they differ; the message names the first differing field.
+    """
+    changed = differences(there, here)
+    if changed:
+        name, (old, new) = next(iter(changed.items()))
+        raise CheckpointError(
+            f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here."
+        )
+
+
+def delete_free_locks(run_folder: Path) -> None:
+    """Delete the lock files of packs whose process was killed."""
+    for file in run_folder.glob(".training-*.lock"):
+        if LOCK_NAME.fullmatch(file.name):
+            with suppress(CheckpointError), locked(file):
+                pass
+
+
+def _device(file: Path, config: ExperimentConfig, device: str) -> str:
+    """Device to train on; "auto" is a GPU if PyTorch has one. Training on moments runs on the CPU only."""
+    if config.train.optimizer == "adam":
+        return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device not in ("auto", "cpu"):
+        raise CheckpointError(
+            f"{file}: --device must be auto or cpu where train.optimizer is {config.train.optimizer}, got {device}."
+        )
+    return "cpu"
+
+
+def _require_memory(file: Path, models: Models, limit: int | None) -> None:
+    """Refuse a pack that needs more memory than is available, or than the limit of the process."""
+    config = next(iter(models.values()))
+    if shares_a_pack(config):
+        needed = pack_bytes(models)
+        require_memory(needed, f"{file}: training {len(models)} models")
+    elif config.train.optimizer != "adam":
+        needed = moments_bytes(config)
+    elif limit is None:
+        return  # DeepRun compares its own estimate with the memory that is available
+    else:
+        raise CheckpointError(f"{file}: --memory is not for models of several layers.")
+    needed += peak_memory() + FIRST_USE_BYTES
+    if limit is not None and needed > limit:
+        raise CheckpointError(
+            f"{file}: may need {needed / 1e9:.2f} GB with {len(models)} models and "
+            f"{len(config.train.snapshot_steps)} snapshots of each; --memory allows {limit / 1e9:.2f} GB."
+        )
+
+
+def _train_on_moments(run_folder: Path, models: Models, on_log: OnLog | None) -> TrainingSummary:
+    """Train a model of linear attention on moments, which takes seconds and needs no state file."""
+    ((name, config),) = models.items()
+    start, steps = time.monotonic(), config.train.steps
+    try:
+        trained = train_linear(config)
+    except FloatingPointError:
+        return TrainingSummary((), 0, 0.0, nan, {name: None})
+    except RuntimeError as error:
+        raise CheckpointError(f"{run_folder / name}: {error}") from None
+    trained.save(run_folder / name)
+    seconds = time.monotonic() - start
+    final = trained.history.iloc[-1]
+    if on_log is not None:
+        on_log(Progress(steps, steps, 1, float(final["loss"]), steps / seconds))
+    return TrainingSummary((run_folder / name,), steps, seconds, float(final["eval_loss"]))

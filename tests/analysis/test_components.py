@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.linear import fixed_point
 from mechinterp import load
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.linear_components import components
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, linear_attention
 from mechinterp.report.to_json import to_json
-from mechinterp.theory.linear import fixed_point, modes
+from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments
 

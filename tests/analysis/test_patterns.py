@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.lib.theory.softmax import manifold_mu
 from mechinterp.analysis.one_layer.classify import Thresholds, classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.load import load
@@ -20,7 +21,7 @@ from mechinterp.models.constructions.one_layer import (
 )
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.models.weights import weights_of_layer
-from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from mechinterp.theory.softmax import debiased_step_size
 from mechinterp.training.one_layer.step import initial_weights
 from tests.analysis.test_labels import assert_undetermined
 

@@ -24,10 +24,9 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.report.page import write_page
 from mechinterp.report.to_csv import write_table
 from mechinterp.report.to_html import Section
-from mechinterp.training.jobs import pack_jobs
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.state import read_state
-from mechinterp.training.train import RESULTS, train_models
+from mechinterp.training.train import RESULTS, pack_jobs, train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.files import hugging_face
 from tests.checkpoints.files import read as load
@@ -105,10 +104,10 @@ def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
 
 def _stopped(folder: Path) -> None:
     """A run of one model that was stopped after two steps."""
-    (job,) = pack_jobs({"model": SHORT}, folder)
-    pack = Pack(job.models)
+    ((file, models),) = pack_jobs({"model": SHORT}, folder).items()
+    pack = Pack(models)
     pack.advance()
-    pack.save(job.file)
+    pack.save(file)
 
 
 def _mutates(folder: Path, random: Random) -> None:
@@ -132,7 +131,8 @@ def _reads_all(folder: Path) -> None:
 
 def _resumes(folder: Path) -> None:
     file = folder / "training-0.safetensors"
-    assert read_state(file).step <= SHORT.train.steps
+    _, step, _ = read_state(file)
+    assert step <= SHORT.train.steps
     Pack.restore(file)
 
 

@@ -20,10 +20,11 @@ from analyses.lib.plateaus import Plateaus, crossings, plateaus
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.lib.theory import linear_jumps as bounds
 from analyses.lib.theory.learners import one_step_pcr, pcr
+from analyses.lib.theory.linear import conserved, fixed_point
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory import linear_jumps as jumping
-from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
+from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import Heads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
 from mechinterp.training.linear.flow import Flow, flow
@@ -75,8 +76,8 @@ def test_05_separate_heads_drop_once_per_direction():
 
 
 def test_06_conserved_quantities_drift_less_than_1e_8():
-    merged = trained(merged_heads(8, 4, std=1e-2, seed=0)).heads.conserved()
-    difference, value = separate(1e-2, 0)[0].heads.conserved()
+    (merged,) = conserved(trained(merged_heads(8, 4, std=1e-2, seed=0)).heads)
+    difference, value = conserved(separate(1e-2, 0)[0].heads)
     for quantity in (merged, difference, value):
         assert np.abs(quantity - quantity[0]).max() < 1e-8
 

@@ -5,8 +5,9 @@ import plotly.graph_objects as go
 import pytest
 
 from analyses.lib.plateaus import crossings, drops, plateaus
+from analyses.lib.theory.linear import fixed_point
 from analyses.lib.theory.linear_jumps import first_jump_bound
-from mechinterp.theory.linear import fixed_point, modes, population_moments
+from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear.flow import Flow, flow
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
+from analyses.lib.theory.softmax import manifold_mu
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.models.heads import predict
-from mechinterp.theory.softmax import manifold_mu
 from mechinterp.theory.two_heads import two_head_flow
 
 pytestmark = pytest.mark.slow

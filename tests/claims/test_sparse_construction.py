@@ -1,11 +1,13 @@
 """C1-C8: what holds exactly or by drawing prompts, without a trained model; settings and thresholds
 are ours."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from analyses.lib.theory.learners import lasso
@@ -14,13 +16,11 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
-    Tuned,
     descend,
     excess_risk,
     gradient_descent,
     ols,
     preprocess_then_optimise,
-    tuned,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -45,6 +45,30 @@ def small() -> Prompts:
 def risk(predictions: Tensor, prompts: Prompts) -> Tensor:
     """Mean excess risk, of every step if there are steps."""
     return excess_risk(predictions, prompts).mean(-1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Best value of a learner's setting, by mean excess risk."""
+
+    value: float
+    risk: float
+    """Mean excess risk over the prompts, unit y^2."""
+    risk_sem: float
+    """Standard error of `risk` over the prompts."""
+
+
+def tuned(
+    learner: Callable[[float], Float[Tensor, "batch d_y"]],
+    values: Sequence[float],
+    prompts: Prompts,
+) -> Tuned:
+    """Value with the smallest excess risk of a learner on these prompts."""
+    risks = [excess_risk(learner(value), prompts).double() for value in values]
+    best = min(range(len(values)), key=lambda index: risks[index].mean().item())
+    chosen = risks[best]
+    sem = chosen.std().item() / len(chosen) ** 0.5
+    return Tuned(float(values[best]), chosen.mean().item(), sem)
 
 
 def best_ridge(prompts: Prompts) -> Tuned:

@@ -9,7 +9,7 @@ import torch
 from mechinterp.checkpoints.io.errors import visible
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.report.bars import progress_bar
-from mechinterp.training.trained import Progress
+from mechinterp.training.run import Progress
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
 from tests.conftest import Run
 

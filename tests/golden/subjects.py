@@ -28,8 +28,8 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training import run as training_run
+from mechinterp.training.run import Progress
 from mechinterp.training.train import train_models
-from mechinterp.training.trained import Progress
 from tests.checkpoints.files import read as load
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
-from mechinterp.training import batches
+from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
@@ -140,7 +140,7 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         own = torch.Generator().manual_seed(generator.initial_seed())
         return sample_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
 
-    monkeypatch.setattr(batches, "sample_prompts", drawn)
+    monkeypatch.setattr(running, "sample_prompts", drawn)
 
 
 def trained(run: Run) -> Tensor:

@@ -2,23 +2,18 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from analyses.lib.theory.learners import lasso
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.predictors import ridge, vanilla_gd
+from mechinterp.icl.predictors import vanilla_gd
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
-    averaging,
     descend,
-    excess_risk,
     gradient_descent,
     ols,
-    oracle_ols,
     preprocess_then_optimise,
-    tuned,
 )
 from tests.conftest import assert_close_to_rounding
 
@@ -67,13 +62,11 @@ def test_sparse_prompts_draw_the_covariates_of_dense_ones():
     assert not torch.equal(one.beta, other.beta)
 
 
-def test_one_step_is_vanilla_gd_and_of_size_one_is_averaging(sparse: Prompts):
+def test_one_step_is_vanilla_gd(sparse: Prompts):
     steps = gradient_descent(sparse, steps=3, eta=0.7)
     assert steps.shape == (4, 32, 2)
     assert not steps[0].any()
     assert_close_to_rounding(steps[1], vanilla_gd(sparse, eta=0.7))
-    once = gradient_descent(sparse, steps=1, eta=1.0)[1]
-    assert_close_to_rounding(averaging(sparse), once)
 
 
 def test_descent_step_by_step_as_it_is_written(sparse: Prompts):
@@ -116,15 +109,6 @@ def test_preprocessing_reweights_by_the_correlations(sparse: Prompts):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_oracle_is_least_squares_on_the_support(sparse: Prompts):
-    found = oracle_ols(sparse)
-    for prompt, response in np.ndindex(5, 2):
-        live = sparse.beta[prompt, :, response].nonzero()[:, 0]
-        X, y = sparse.x[prompt][:, live], sparse.y[prompt, :, response]
-        expected = torch.linalg.lstsq(X, y[:, None]).solution[:, 0] @ sparse.x_query[prompt, live]
-        assert found[prompt, response].item() == pytest.approx(expected.item(), abs=1e-10)
-
-
 def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
     alpha = 0.05
     # Queries at the unit vectors read out the solution.
@@ -142,16 +126,6 @@ def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
         torch.testing.assert_close(gradient[live], alpha * u[live].sign(), rtol=0, atol=1e-4)
 
 
-def test_tuned_takes_the_value_with_the_least_excess_risk(sparse: Prompts):
-    penalties = [0.01, 1.0, 30.0]
-    best = tuned(lambda penalty: ridge(sparse, penalty=penalty), penalties, sparse)
-    risks = {p: excess_risk(ridge(sparse, penalty=p), sparse) for p in penalties}
-    assert best.value == min(penalties, key=lambda p: risks[p].mean().item())
-    assert best.risk == pytest.approx(risks[best.value].mean().item())
-    assert best.risk_sem == pytest.approx(risks[best.value].std().item() / 32**0.5)
-    assert repr(best).startswith(f"Tuned({best.value:.4g}: risk ")
-
-
 def test_bad_arguments(sparse: Prompts):
     with pytest.raises(ValueError, match=r"^steps must be >= 0, got -1\.$"):
         gradient_descent(sparse, steps=-1)
@@ -159,5 +133,3 @@ def test_bad_arguments(sparse: Prompts):
         preprocess_then_optimise(sparse, steps=1, eta=0.0)
     with pytest.raises(ValueError, match=r"^alpha must be > 0, got -1\.0\.$"):
         lasso(sparse, alpha=-1.0)
-    with pytest.raises(ValueError, match="values must hold at least one value, got none"):
-        tuned(lambda value: ols(sparse), [], sparse)

@@ -29,7 +29,7 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report import bars
 from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.report.to_text import HEADS, brief_text, classification_text, to_text
-from mechinterp.training.trained import Progress
+from mechinterp.training.run import Progress
 from tests.conftest import CHECKPOINTS, sampled
 
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from analyses.coefficients.sampler import SPECTRA, heads_at, moments_of
+from analyses.lib.theory.linear import fixed_point, level_coefficients
 from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.theory.learning_coefficient import (
     learning_coefficient,
-    level_coefficients,
     map_rank,
     reachable_dimension,
     whitened_singular_values,
 )
-from mechinterp.theory.linear import Moments, fixed_point, modes, population_moments
+from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import merged_heads, separate_heads
 from tests.learning import curved_directions
 

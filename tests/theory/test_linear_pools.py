@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.lib.theory.linear_pools import pool_optimum
+from analyses.lib.theory.linear_pools import pool_optimum, second_moment
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig, override
 from mechinterp.icl.pools import dmmse
@@ -15,7 +15,6 @@ from mechinterp.icl.prompts import covariance_matrix, sample_prompts, task_pool
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import merged_heads
-from mechinterp.theory.linear_pools import second_moment
 from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import task_moments, train_linear
 

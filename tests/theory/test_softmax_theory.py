@@ -19,6 +19,7 @@ from analyses.lib.theory.softmax import (
     debiased_risk,
     gd_risk_limit,
     linear_attention_risk,
+    manifold_mu,
     ridge_risk,
     vanilla_risk,
     vanilla_step_size,
@@ -29,7 +30,7 @@ from mechinterp.icl.predictors import debiased_gd, vanilla_gd
 from mechinterp.icl.prompts import prompt_chunks, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.heads import predict
-from mechinterp.theory.softmax import debiased_step_size, manifold_mu
+from mechinterp.theory.softmax import debiased_step_size
 from tests.conftest import sampled
 
 SETTINGS = [

@@ -1,8 +1,12 @@
 """Reference risks of sparse regression: drawn, or in limits in which they are known otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from analyses.lib.theory.sparse import (
     best_ridge_risk,
@@ -14,8 +18,8 @@ from analyses.lib.theory.sparse import (
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.icl.sparse_predictors import excess_risk, ols, oracle_ols
+from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.sparse_predictors import excess_risk, ols
 
 NARROW = {"d_x": 4, "context_length": 3, "signal_var": 1.0}
 
@@ -30,6 +34,17 @@ def assert_meets(risks: torch.Tensor, expected: float):
     mean, sem = mean_and_sem(risks.numpy())
     assert sem < 0.05 * expected
     assert abs(mean - expected) < 4 * sem
+
+
+def oracle_ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+    """Least squares on the true support, the nonzero entries of each task vector."""
+    outputs = []
+    for response in range(prompts.y.shape[2]):
+        live = prompts.task_vectors("oracle_ols")[:, :, response] != 0
+        masked = replace(prompts, x=prompts.x * live[:, None], x_query=prompts.x_query * live)
+        # Zero columns get zero weights: the least squares solution of minimal norm.
+        outputs.append(ols(masked)[:, response, None])
+    return torch.cat(outputs, dim=1)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
-from mechinterp.training.jobs import PackJob
 from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.train import train_models
 from tests.training.test_trainer import refused
@@ -32,6 +31,7 @@ MODELS = {
 }
 MODELS["wild"] = override(BASE, "train.learning_rate=1e30")
 MODELS["flow"] = override(preset("linear-separate"), "train.steps=400")
+FLOW = {"flow": MODELS["flow"]}
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +112,17 @@ def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
 
 
 def test_a_machine_that_does_not_see_the_run_folder_says_so(tmp_path: Path):
-    job = PackJob(tmp_path / "elsewhere" / "training-0.safetensors", {"flow": MODELS["flow"]})
+    file = tmp_path / "elsewhere" / "training-0.safetensors"
     with pytest.raises(CheckpointError, match=r"/elsewhere: not there on every machine; a run fo"):
-        train_anywhere(job, "cpu")
+        train_anywhere(file, FLOW, "cpu")
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_pack_waits_for_a_machine_that_still_writes_it(tmp_path: Path):
-    job = PackJob(tmp_path / "training-0.safetensors", {"flow": MODELS["flow"]})
+    file = tmp_path / "training-0.safetensors"
     with ThreadPoolExecutor() as pool:
         with locked(tmp_path / ".training-0.lock"):
-            waiting = pool.submit(train_anywhere, job, "cpu")
+            waiting = pool.submit(train_anywhere, file, FLOW, "cpu")
             time.sleep(0.5)
             assert not waiting.done()
             assert not (tmp_path / "flow").exists()

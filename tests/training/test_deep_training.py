@@ -75,7 +75,7 @@ def test_contexts_of_all_lengths_are_seen(monkeypatch: pytest.MonkeyPatch):
         seen.append(context_length)
         return sample_prompts(*arguments, context_length=context_length, **rest)
 
-    monkeypatch.setattr("mechinterp.training.batches.sample_prompts", record)
+    monkeypatch.setattr("mechinterp.training.run.sample_prompts", record)
     run = DeepRun({"m": CONFIG})
     for step in range(200):
         run.update(step)

@@ -14,11 +14,10 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training import run as running
-from mechinterp.training.flat import views
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.pack import packs, shares_a_pack
+from mechinterp.training.run import Progress, views
 from mechinterp.training.train import train_models
-from mechinterp.training.trained import Progress
 from tests.conftest import assert_close_to_rounding, sampled
 from tests.deep_models import GPT2
 from tests.training.test_sweep import assert_same_run

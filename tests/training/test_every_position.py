@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyses.lib.deep_pack import DeepPack
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.general import predictions
 from mechinterp.presets import preset
-from mechinterp.training.batches import narrowed
-from mechinterp.training.general.pack import DeepPack
 from mechinterp.training.general.step import loss_and_gradients, losses_at_every
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.run import train_run
+from mechinterp.training.run import narrowed, train_run
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig(

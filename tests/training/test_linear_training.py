@@ -19,13 +19,12 @@ from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
-from mechinterp.training.jobs import train_here
 from mechinterp.training.linear.descent import full_batch_descent, training_set
 from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import initial_heads, task_moments, train_linear
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.sweep_file import load_sweep
-from mechinterp.training.train import require_finite, train_models
+from mechinterp.training.train import require_finite, train_here, train_models
 from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
@@ -203,7 +202,7 @@ def test_a_flow_that_cannot_be_followed_is_named(tmp_path: Path, monkeypatch: py
     def stuck(config: ExperimentConfig):
         raise RuntimeError("The flow cannot be followed past time 3 tau: why.")
 
-    monkeypatch.setattr("mechinterp.training.jobs.train_linear", stuck)
+    monkeypatch.setattr("mechinterp.training.train.train_linear", stuck)
     with pytest.raises(CheckpointError, match=r"/one: The flow cannot be followed past time 3 tau"):
         train_models({"one": SEPARATE}, tmp_path)
 

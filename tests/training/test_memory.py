@@ -13,11 +13,13 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
-from mechinterp.training import batches, jobs, lanes
-from mechinterp.training.batches import batch_chunks
+from mechinterp.training import lanes
+from mechinterp.training import run as running
+from mechinterp.training import train as training
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack, pack_bytes
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.run import batch_chunks
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -29,19 +31,19 @@ CONFIG = ExperimentConfig(
 def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pytest.MonkeyPatch):
     task = CONFIG.task
     assert prompt_bytes(task) == 4 * (9 * 4 + 3)
-    monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
+    monkeypatch.setattr(running, "CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
     chunks = list(batch_chunks(task, 70, generator=generator_for(0, "train", 0)))
     assert [len(chunk) for chunk in chunks] == [32, 32, 6]
     generator = generator_for(0, "train", 0)
     for chunk in chunks:
         expected = sample_prompts(task, len(chunk), generator=generator)
         assert all(torch.equal(part, vars(chunk)[name]) for name, part in vars(expected).items())
-    monkeypatch.setattr(batches, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(running, "CHUNK_BYTES", 1)
     assert len(list(batch_chunks(task, 3, generator=generator))) == 3
 
 
 def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batches, "CHUNK_BYTES", 32 * prompt_bytes(CONFIG.task))
+    monkeypatch.setattr(running, "CHUNK_BYTES", 32 * prompt_bytes(CONFIG.task))
     pack = Pack({"model": CONFIG})
     start = pack.results()["model"].weights.circuits
     pack._set_gradient(0)
@@ -63,7 +65,6 @@ PEAK = """
 import json, sys, torch
 from pathlib import Path
 from mechinterp.config import from_dict
-from mechinterp.training import jobs
 from mechinterp.training.one_layer import kernel
 from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.memory import peak_memory
@@ -96,7 +97,7 @@ def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
     batch = 500_000 * prompt_bytes(many.task)
     assert batch > 300e6
     before, *_, after = peaks({"many": many})
-    assert after - before < jobs.FIRST_USE_BYTES + pack_bytes({"many": many})
+    assert after - before < training.FIRST_USE_BYTES + pack_bytes({"many": many})
     assert pack_bytes({"many": many}) < 0.25 * batch
 
 
@@ -117,7 +118,7 @@ def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
     models = {f"{seed}": override(long, f"seed={seed}") for seed in range(4)}
     before, *_, after = peaks(models)
     grown = after - before
-    assert 4 * 101 * snapshot_bytes(WIDE) < grown < jobs.FIRST_USE_BYTES + pack_bytes(models)
+    assert 4 * 101 * snapshot_bytes(WIDE) < grown < training.FIRST_USE_BYTES + pack_bytes(models)
 
 
 @pytest.mark.exhaustive

@@ -11,9 +11,8 @@ import torch
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
-from mechinterp.training.jobs import PackJob, pack_jobs, train_here, train_job
 from mechinterp.training.one_layer.pack import PACK_HEADS, Pack, packs
-from mechinterp.training.train import train_models
+from mechinterp.training.train import pack_jobs, train_here, train_job, train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 from tests.training.test_sweep import SMALL
@@ -68,26 +67,26 @@ def test_jobs_are_the_stopped_packs_and_what_is_not_begun(tmp_path: Path):
     train_models({"s0": MODELS["s0"]}, tmp_path / "done")
     (tmp_path / "done" / "s0").rename(tmp_path / "s0")
     models = MODELS | {"longer": override(SMALL, "train.steps=30")}
-    assert pack_jobs(models, tmp_path) == [
-        PackJob(tmp_path / "training-4.safetensors", {"s1": MODELS["s1"]}),
-        PackJob(tmp_path / "training-5.safetensors", {"s2": MODELS["s2"]}),
-        PackJob(tmp_path / "training-6.safetensors", {"longer": models["longer"]}),
-    ]
+    assert pack_jobs(models, tmp_path) == {
+        tmp_path / "training-4.safetensors": {"s1": MODELS["s1"]},
+        tmp_path / "training-5.safetensors": {"s2": MODELS["s2"]},
+        tmp_path / "training-6.safetensors": {"longer": models["longer"]},
+    }
 
 
 @pytest.mark.slow
 def test_a_job_that_is_run_again_does_no_work_twice(tmp_path: Path):
-    job = PackJob(tmp_path / "training-0.safetensors", MODELS)
-    (first,) = train_here([job])
+    file = tmp_path / "training-0.safetensors"
+    (first,) = train_here({file: MODELS})
     assert (first.steps, first.diverged) == (20, {})
     finals = [load(tmp_path / name).history["eval_loss"].iloc[-1] for name in MODELS]
     assert first.loss == pytest.approx(sum(finals) / 3)
     shutil.rmtree(tmp_path / "s2")
     killed_while_writing(tmp_path / "s2")
     seen = []
-    assert train_job(job, seen.append).steps == 20
+    assert train_job(file, MODELS, seen.append).steps == 20
     assert [progress.n_models for progress in seen] == [1, 1]
-    assert train_job(job).steps == 0
+    assert train_job(file, MODELS).steps == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == list(MODELS)
 
 

@@ -22,9 +22,9 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.presets import preset
 from mechinterp.training import run
 from mechinterp.training.one_layer.pack import Pack
+from mechinterp.training.run import Progress
 from mechinterp.training.sweep_file import load_sweep
 from mechinterp.training.train import LOCK, RESULTS, require_finite, train_models
-from mechinterp.training.trained import Progress
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import assert_same
 from tests.training.test_trainer import finished as finished_pack

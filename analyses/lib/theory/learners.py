@@ -7,8 +7,9 @@ from jaxtyping import Float
 from sklearn.linear_model import Lasso
 from torch import Tensor
 
+from analyses.lib.theory.linear import fixed_point
 from mechinterp.icl.prompts import Prompts
-from mechinterp.theory.linear import fixed_point, modes, population_moments
+from mechinterp.theory.linear import modes, population_moments
 
 
 def joint_debiased_gd(
@@ -126,3 +127,24 @@ def lasso(prompts: Prompts, *, alpha: float) -> Float[Tensor, "batch d_y"]:
         beta[prompt, :, response] = learner.fit(x[prompt], y[prompt, :, response]).coef_
     task_vectors = torch.from_numpy(beta).to(prompts.x)
     return einsum(task_vectors, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch d_y"]:
+    """Mean response of the `count` pairs whose x is nearest to the query, or of all pairs if there are fewer.
+
+    Raises:
+        ValueError: If count is below 1.
+    Source:
+        Garg et al. 2022, arXiv 2208.01066; their baseline has count = 3.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> torch.allclose(nearest_neighbours(prompts, count=40), prompts.y.mean(1))
+        True
+    """
+    if count < 1:
+        raise ValueError(f"count must be >= 1, got {count}.")
+    distance = (prompts.x - prompts.x_query[:, None]).square().sum(-1)
+    nearest = distance.topk(min(count, prompts.x.shape[1]), largest=False).indices
+    return prompts.y.take_along_dim(nearest[..., None], dim=1).mean(1)

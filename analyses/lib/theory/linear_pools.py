@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.theory.linear import Covariance, Moments, TaskCovariance, population_moments
-from mechinterp.theory.linear_pools import second_moment
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,3 +77,13 @@ def pool_optimum(
         new_risk=float(moments_of(new_tasks).loss(M)),
         zero_risk=here.yy,
     )
+
+
+def second_moment(pool: Float[np.ndarray, "task d_x"]) -> Float[np.ndarray, "d_x d_x"]:
+    """Second moment of a pool, T = (1/M) sum_i beta_i beta_i^T.
+
+    Example:
+        >>> second_moment(np.array([[2.0, 0.0], [0.0, 0.0]])).tolist()
+        [[2.0, 0.0], [0.0, 0.0]]
+    """
+    return pool.T @ pool / len(pool)

@@ -15,10 +15,8 @@ from mechinterp.models.run.general import prompt_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
-from mechinterp.training.batches import largest_chunk
-from mechinterp.training.flat import flattened, own
 from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
-from mechinterp.training.run import Batch, Run
+from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:

@@ -22,7 +22,6 @@ from mechinterp.theory.linear_heads import (
     merged_heads,
     separate_heads,
 )
-from mechinterp.theory.linear_pools import second_moment
 from mechinterp.training.linear.descent import (
     CHUNK,
     full_batch_descent,
@@ -32,7 +31,7 @@ from mechinterp.training.linear.descent import (
 from mechinterp.training.linear.flat import flatten
 from mechinterp.training.linear.flow import Flow, flow
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.trained import TrainedModel, history_of
+from mechinterp.training.run import TrainedModel, history_of
 
 
 def task_moments(task: TaskConfig) -> Moments:
@@ -52,7 +51,8 @@ def task_moments(task: TaskConfig) -> Moments:
         )
     law = np.full(task.d_x, task.beta_variance)
     if task.n_tasks is not None:
-        law = second_moment(task_pool(task)[..., 0].numpy())
+        pool = task_pool(task)[..., 0].numpy()
+        law = pool.T @ pool / len(pool)
     return population_moments(
         covariance_matrix(task.covariance, task.d_x),
         context_length=task.context_length,

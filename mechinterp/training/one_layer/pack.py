@@ -12,10 +12,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import AttentionWeights, stack
 from mechinterp.models.weights import Weights, weights_of_layer
-from mechinterp.training.batches import CHUNK_BYTES
-from mechinterp.training.flat import flattened, own
 from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
-from mechinterp.training.run import Batch, Run
+from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own
 
 LANES = 32
 """Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""

@@ -16,10 +16,9 @@ from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights, circuit_norms
-from mechinterp.training.flat import flattened, own, views_of
 from mechinterp.training.general.step import losses_at_every, predictions_for_training
 from mechinterp.training.general.trainer import initial_deep_weights
-from mechinterp.training.run import Batch, Run
+from mechinterp.training.run import Batch, Run, flattened, own, views
 
 Tensors = dict[str, Tensor]
 
@@ -92,7 +91,7 @@ class DeepPack(Run[Stacked]):
         return tuple(each[self._task_of] for each in by_task)
 
     def _clip(self, limit: float) -> None:
-        gradients = views_of(self.gradient, self.weights)
+        gradients = views(self.gradient, self.weights).tensors
         norms = [each.flatten(1).square().sum(1) for each in gradients.values()]
         factor = (limit / (torch.stack(norms).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         for each in gradients.values():
