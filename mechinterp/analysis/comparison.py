@@ -18,7 +18,7 @@ from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, counted
@@ -163,12 +163,11 @@ def compare(
             (model(prompts) - prompts.y_query).square().mean(1).double()
             for prompts in prompt_chunks(task, 5 * n_prompts, seed=seed)
         ]
-        loss, sem = mean_and_sem(torch.cat(losses).numpy())
         mu, active = found.circuits.mu.mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
             {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}
-            | {"loss": loss, "loss_sem": sem}
+            | estimates(loss=mean_and_sem(torch.cat(losses).numpy()))
             | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
             | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
         )

@@ -196,7 +196,7 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
     """Further arguments of an analysis, from the words after its shared options on the command
     line.
 
-    A truth value is `--sequential` or `--no-sequential`; an option with several values is repeated.
+    A truth value is `--mlps` or `--no-mlps`; an option with several values is repeated.
 
     Raises:
             ValueError: If there is no such option, or its value has the wrong type.

@@ -62,6 +62,7 @@ def test_losses_are_on_prompts_that_models_share(found: Comparison, models: list
     np.testing.assert_allclose(found.models["loss_sem"], expected.loss_sem[0])
 
 
+@pytest.mark.slow
 def test_scales_leave_dummies_out_and_do_not_count_heads(
     found: Comparison, models: list[Checkpoint]
 ):

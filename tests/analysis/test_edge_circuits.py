@@ -92,6 +92,7 @@ def test_a_circuit_is_a_plain_forward_pass_over_its_edges(nodes: str):
     assert not model.cfg.use_hook_mlp_in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [{}, {"norm": "before", "d_mlp": 8, "biases": True}])
 def test_a_circuit_without_one_edge_is_the_patch_of_that_edge(architecture: dict):
     model = random_model(context_only=True, **architecture)

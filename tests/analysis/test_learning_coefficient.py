@@ -162,6 +162,7 @@ def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say
     assert abs(exact.estimate - 1.5) < 4 * exact.sem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear-separate-s0", "linear-merged-s0", "softmax-h2-s0"])
 def test_the_gradient_on_mini_batches_is_that_of_the_loss_in_the_mean(name: str):
     checkpoint = load(CHECKPOINTS / name)
@@ -188,6 +189,7 @@ def test_mini_batches_need_prompts():
             Langevin(*values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", ["separate", "merged"])
 def test_linear_attention_at_its_minimum(heads: str):
     moments = moments_of(3, "distinct")

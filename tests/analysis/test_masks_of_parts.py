@@ -89,6 +89,7 @@ def test_mlps_of_somebody_elses_model(few):
     assert found.mlp_rise[1] == pytest.approx(rise.mean().item(), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("make", [random_model, own_gpt2])
 def test_a_head_is_masked_at_one_position(make, method, few):
@@ -229,6 +230,7 @@ def test_a_position_or_an_mlp_that_is_not_there_is_refused(few):
     assert not torch.equal(both, model.predict(few))
 
 
+@pytest.mark.slow
 def test_without_options_it_is_the_excess_risk(few):
     found = ablate_heads(random_model(2), few)
     assert isinstance(found, HeadAblation)

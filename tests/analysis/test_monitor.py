@@ -145,6 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     return monitor.run(), files
 
 
+@pytest.mark.slow
 def test_it_is_asked_in_the_same_words(runs):
     """Both are of one class; what that class does not define both have, and an analysis over steps takes both."""
     watched, files = runs

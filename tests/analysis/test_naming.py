@@ -142,6 +142,7 @@ def test_leads_are_differences_of_the_r2_and_paired(exact: Naming):
     assert exact.lead("ridge_like", "ridge_like") == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_label_is_the_row_without_a_why_not(exact: Naming):
     frame = exact.to_frame().set_index("learner")
     assert frame.index[0] == exact.label == "gradient_descent"

@@ -263,6 +263,9 @@ def results(name: str, case: Case, seeds: int) -> Iterator[object]:
 
 def stated(result: object, path: str = "") -> dict[str, np.ndarray]:
     """Each estimate of a result, and of the results in it, with its error, [2, ...], by the path of its field."""
+    if isinstance(result, pd.DataFrame):
+        pairs = {name: f"{name}_sem" for name in result if f"{name}_sem" in result}
+        return {f"{path}{n}": result[[n, sem]].to_numpy(float).T for n, sem in pairs.items()}
     if isinstance(result, Mapping):
         inner = [(str(name), value) for name, value in result.items()]
     elif isinstance(result, tuple):

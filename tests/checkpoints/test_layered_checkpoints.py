@@ -125,6 +125,7 @@ RELU = {"norm": "after", "activation": "relu"}
 """What torch's encoder layers are by default, and no file says."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stem", ["", "encoder.", "net.encoder.layers.0.", "net.encoder.layers.", "blocks."]
 )
@@ -180,6 +181,7 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
 
 
+@pytest.mark.slow
 def test_numbered_modules_are_read_once_their_parts_are_stated():
     torch.manual_seed(0)
     inside = (encoder_layer(), encoder_layer(), nn.LayerNorm(8))

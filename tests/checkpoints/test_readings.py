@@ -210,6 +210,7 @@ def test_a_file_of_open_score_is_not_written_as_if_it_were_said(tmp_path: Path):
     assert classify(load(tmp_path / "out")).pattern == "kernel_regression"
 
 
+@pytest.mark.slow
 def test_a_file_with_several_readings_is_pickled_with_them(tmp_path: Path):
     file = as_circuits(shipped("softmax-h2-s0").weights.circuits, tmp_path / "x.npz")
     checkpoint = load(file)

@@ -178,6 +178,7 @@ def with_positions(
 HAIKU = {"d_x": D_X, "d_y": 1, "n_heads": 1, "score": "linear", "scale": 1.0, "task": UNIFORM}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("y_first", [False, True])
 def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bool):
     omega, mu = 0.614, 0.698

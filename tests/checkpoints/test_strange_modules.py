@@ -42,6 +42,7 @@ def prompts():
     return sample_prompts(TASK, 16, seed=0, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STACKS)
 def test_rises_patterns_and_streams_are_those_computed_head_by_head(kind, prompts):
     stack = random(STACKS[kind]())

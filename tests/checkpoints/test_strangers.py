@@ -47,6 +47,7 @@ ALONE = {"score": "softmax", "scale": 0.5, "columns": "x,y", "attend_to_self": F
 STATED = {"layout": "pairs", "context_only": False, "residual": True, "activation": "gelu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stated"),
     [

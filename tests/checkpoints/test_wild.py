@@ -88,6 +88,7 @@ RARE = dict.fromkeys(MODELS, (pytest.mark.slow,)) | {
 LIGHT = {"softmax-h2-s0": (KINDS[0], KINDS[-1]), MODELS[2]: KINDS[:1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

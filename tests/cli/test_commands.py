@@ -153,6 +153,7 @@ def test_classify_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
     assert [each["path"] for each in documents] == [str(tmp_path / "all" / n) for n in "abc"]
 
 
+@pytest.mark.slow
 def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Path):
     pair, narrow = hand_built(tmp_path / "pair"), tmp_path / "narrow"
     spoiled(trained, narrow, W_K=torch.zeros(2, 6, 5))

@@ -121,8 +121,9 @@ def masks_strictly(model: Module) -> None:
     """
     inputs, _ = sample_inputs(model)
     logits, cache = model.run_with_cache(inputs)
-    both_sides = getattr(model.cfg, "context_only", False)
-    itself = getattr(model.cfg, "attend_to_self", False)
+    settings = getattr(model.cfg, "model", model.cfg)
+    both_sides = getattr(settings, "context_only", False)
+    itself = getattr(settings, "attend_to_self", False)
     for layer in range(model.cfg.n_layers):
         pattern = cache["pattern", layer]
         if both_sides:

@@ -234,7 +234,7 @@ def detects_heads(model: Module) -> None:
     inputs = sample_inputs(model)[0][:1]
     _, cache = model.run_with_cache(inputs, remove_batch_dim=True)
     pattern = cache["pattern", 0][0].detach()
-    causal = not getattr(model.cfg, "context_only", False)
+    causal = not getattr(getattr(model.cfg, "model", model.cfg), "context_only", False)
     with stand_in_ids(model, inputs) as (ids,), torch.no_grad():
         detect(model, ids, "previous_token_head")
         if not causal:

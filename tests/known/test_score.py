@@ -20,6 +20,7 @@ def some(*names: str) -> Suite:
     return Suite(1, {name: HAND[name] for name in names})
 
 
+@pytest.mark.slow
 def test_the_truth_has_the_best_scores():
     def truth(entry: Entry) -> dict[str, object]:
         known = HAND[entry.name].truth
@@ -44,6 +45,7 @@ def test_the_truth_has_the_best_scores():
             np.testing.assert_allclose(rows["value"], MEANINGS[name][1], atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_random_order_has_the_scores_of_chance():
     entry = HAND["preprocess-2-rotated"]
     orders = [random_order(entry, seed=seed)["edges"] for seed in range(8)]
@@ -82,6 +84,7 @@ def test_signs_orders_and_lengths_of_components_do_not_matter():
     assert components(entry)["components"].shape[1] == known.shape[1]
 
 
+@pytest.mark.slow
 def test_what_a_method_leaves_on_its_model_changes_no_score():
     def careless(entry: Entry) -> dict[str, object]:
         for block in entry.hooked.blocks:
@@ -156,6 +159,7 @@ def by_output(entry):
 """
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_is_scored_from_another_folder(tmp_path: Path):
     (tmp_path / "mine.py").write_text(METHOD)
     command = ("-m", "mechinterp", "score", "mine:by_output", "--trained", "none", "--json")

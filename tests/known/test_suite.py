@@ -16,17 +16,15 @@ from analyses.known.models import CS, ETAS, GAMMAS, WIDE
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known import Entry, suite
 from mechinterp.known.entries import FOLDER, HASHES, TRUTHS
+from tests.conftest import sampled
 
 ROOT = Path(__file__).parents[2]
 ALL = suite(trained="all")
-SLOW = {
-    *("garg-gpt2", "linear-merged-s0", "linear-rank2-s2", "sparse-h4-noise0.1-s0"),
-    *("sparse-h8-noise0.1-s0", "d8s2-softmax-block-h8x9-l3-noise0.1-lr0.001-s0"),
+FEW = {
+    *("gd-2", "gd-2-dead-heads", "gd-plus-plus-2", "preconditioned-2", "debiased-pair", "kernel"),
+    *("minimum-2", "softmax-h2-s0", "pool-linear-m4-s0", "pool-gpt2-m16-s0"),
 }
-MARKED = [
-    pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive] if name in SLOW else [])
-    for name in ALL
-]
+"""Entries whose effects `make test` computes again; of the others `make test-all`."""
 
 
 def test_the_version_is_that_of_its_files_and_of_the_citation():
@@ -53,7 +51,8 @@ def test_what_it_lacks_is_refused():
         ALL["gd-9"]
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(ALL, keep=FEW.__contains__))
 def test_effects_are_those_of_other_code(name: str):
     """Edges: the clean output is added to what one input of one head reads. Heads: it is added to the stream."""
     entry = ALL[name]

@@ -197,6 +197,7 @@ def test_the_page_names_the_papers_and_explains_its_words(page: Page):
         assert all(word in told for word in words.split(", "))
 
 
+@pytest.mark.slow
 def test_terms_lead_to_their_meaning(page: Page):
     links = [given for tag, given in page.tags if given.get("class") == "term"]
     ids = page.attributes("id")
@@ -296,6 +297,7 @@ def test_heads_without_which_the_model_breaks_are_named(
     assert "(kernel_regression): ŷ = " in single[1].text
 
 
+@pytest.mark.slow
 def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
     checkpoint, page = pair
     assert checkpoint.name == EVIL
@@ -347,6 +349,7 @@ def test_a_report_is_not_overwritten_unless_asked(tmp_path: Path):
     assert written.page.stat().st_size > 1_000_000
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
     single: tuple[Checkpoint, Page], tmp_path: Path
 ):
