@@ -248,6 +248,7 @@ FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
 LONG = {"write_report", "info_document", "local_learning_coefficient"}
 FEW = ("softmax", "deep-linear", "deep-softmax", "gpt2", "bare-model")
+ASKED = dict.fromkeys(LONG, FEW) | {"local_learning_coefficient": FEW[:2]}
 """Sources of which `make test` asks the long analyses; of the others `make test-all`."""
 
 
@@ -338,7 +339,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("analysis", "source"), sampled(PAIRS, keep=lambda pair: not {*pair} & LONG or pair[1] in FEW)
+    ("analysis", "source"),
+    sampled(PAIRS, keep=lambda pair: pair[1] in ASKED.get(pair[0], SOURCES)),
 )
 def test_it_answers_or_refuses_in_one_line(analysis: str, source: str, case):
     listed_as = "answer" if (analysis, source) in ANSWERS else "refusal"

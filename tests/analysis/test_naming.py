@@ -37,6 +37,7 @@ from mechinterp.models.constructions.descent import (
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights, stacked
 from mechinterp.training.general.trainer import initial_deep_weights
@@ -303,10 +304,16 @@ def test_gd_plus_plus_is_named_by_its_path_of_predictions():
         assert (found.label, found.steps) == ("gd_plus_plus", None)
 
 
-def impostor(path: Callable[[Prompts], Tensor], n_layers: int) -> Predictor:
+def impostor(path: Callable[[Prompts], Tensor], layers: int) -> Predictor:
     """A model whose stream holds x_query as it is, and given predictions."""
 
     class Impostor(Predictor):
+        n_layers, n_heads, weights, is_hooked = layers, 1, None, False
+
+        @property
+        def hooked(self) -> HookedPredictor:
+            raise NoStreamError("It has no hooks.")
+
         def predict(self, prompts: Prompts) -> Tensor:
             return path(prompts.to(torch.float64))[-1]
 
@@ -316,10 +323,7 @@ def impostor(path: Callable[[Prompts], Tensor], n_layers: int) -> Predictor:
             x = prompts.x_query.double().expand(len(known), -1, -1)
             return torch.cat([x, known], dim=2)[:, :, None]
 
-    def no_hooks() -> object:
-        raise NoStreamError("It has no hooks.")
-
-    return Impostor(n_layers, 1, no_hooks, task=DENSE)  # type: ignore[arg-type]
+    return Impostor(task=DENSE)
 
 
 def descent(prompts: Prompts) -> Tensor:

@@ -8,6 +8,7 @@ from transformer_lens.utilities import get_act_name
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.analysis.patching.positions import (
     HEAD_PARTS,
+    OF_MLPS,
     STREAMS,
     first_prediction,
     patch_positions,
@@ -26,9 +27,9 @@ def random_prompts(length: int, step: int) -> Prompts:
     return sample_prompts(TASK, 6, generator=generator, context_length=length, dtype=torch.float64)
 
 
-def random_model() -> ICLTransformer:
-    architecture = ModelConfig(n_layers=2, n_heads=3, d_head=4)
-    model = ICLTransformer(architecture, d_x=3, d_y=2).to(torch.float64)
+def random_model(**architecture: object) -> ICLTransformer:
+    config = ModelConfig(n_layers=2, n_heads=3, d_head=4, **architecture)
+    model = ICLTransformer(config, d_x=3, d_y=2).to(torch.float64)
     generator = generator_for(2, "init", 0)
     for weights in model.parameters():
         torch.nn.init.normal_(weights, std=0.5, generator=generator)
@@ -38,7 +39,7 @@ def random_model() -> ICLTransformer:
 # d_model is 5: TransformerLens, left to itself, would patch the first five positions, or a sixth of five.
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 4, 11])
-@pytest.mark.parametrize("activation", STREAMS + HEAD_PARTS)
+@pytest.mark.parametrize("activation", [n for n in STREAMS + HEAD_PARTS if n not in OF_MLPS])
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
@@ -88,6 +89,22 @@ def test_result(activation: str):
     last = found.effect[1, :, 2] if head else found.effect[1]
     np.testing.assert_array_equal(figure.data[-1].y, last)
     assert " position 4 " in repr(found)
+
+
+@pytest.mark.slow
+def test_outputs_of_mlps_are_patched():
+    """A position of the last MLP's output moves the prediction of its own token alone: only the query's counts."""
+    model = random_model(norm="before", d_mlp=8)
+    clean, corrupted = (random_prompts(4, step) for step in (1, 2))
+    found = patch_positions(model, clean, corrupted, activation="mlp_out", metric=first_prediction)
+    assert not found.effect[1, :-1].any()
+    with torch.no_grad():
+        caches = [model.run_with_cache(each.tokens)[1] for each in (clean, corrupted)]
+        moved = caches[0]["mlp_out", 1][:, -1] - caches[1]["mlp_out", 1][:, -1]
+        change = (moved @ model.W_U)[:, 0].mean().item()
+    assert found.effect[1, -1] == pytest.approx(change, abs=1e-12)
+    with pytest.raises(ValueError, match=r"^mlp_out needs a model with MLPs"):
+        patch_positions(random_model(), activation="mlp_out")
 
 
 def test_unknown_activation_is_refused():

@@ -13,7 +13,7 @@ from tests.test_doors import SHORTENED, as_for_users
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
 FEW = {"edges": 4, "edge-circuits": 4}
 """Edges take long."""
-OF_SEVERAL_LAYERS = {"algorithm", *FEW}
+OF_SEVERAL_LAYERS = {"algorithm", "prune", *FEW}
 SHIPPED = {
     "priors": "pool-linear-m16-s0",
     **dict.fromkeys(("components", "jumps"), "linear-separate-s0"),

@@ -523,12 +523,19 @@ class Naming(Decision, Result):
     @property
     def path(self) -> pd.DataFrame:
         """R² after each layer of the algorithms whose path is nearer to the model's than 0 is, one row each."""
-        r2 = self.table.filter(regex=r"^layer_\d+_r2$").reindex(self.members)
+        r2 = self.table.reindex(self.members)[self._by_layer]
         return r2[(r2 >= 0).all(axis=1) & bool(r2.size)]
+
+    @property
+    def _by_layer(self) -> list[str]:
+        """Columns with the R² after each layer; of a single layer that is the last prediction."""
+        if self.measured.path is None:
+            return []
+        return ["r2"] if self.n_layers == 1 else [f"layer_{n}_r2" for n in range(self.n_layers)]
 
     def plot(self) -> go.Figure:
         """R² of each algorithm after each layer."""
-        sems = self.table.filter(regex=r"^layer_\d+_r2_sem$")
+        sems = self.table[[f"{name}_sem" for name in self._by_layer]]
         return figures.lines(
             np.arange(1, self.n_layers + 1),
             {name: (r2.to_numpy(), sems.loc[name].to_numpy()) for name, r2 in self.path.iterrows()},

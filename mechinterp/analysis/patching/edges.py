@@ -198,7 +198,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
     clean prompts."""
     hooks = {name for node in pair.receivers for name in (node.hook, node.stream)}
     shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
-    total = torch.zeros(())
+    total: Tensor | float = 0.0
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
@@ -211,7 +211,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
             outer = dict(zip(computed, at, strict=True))
             each = [_through(node, passed, outer[node.hook]) for node in pair.receivers]
         total = total + torch.stack(each, 2) / ig_steps
-    return total
+    return total  # type: ignore[return-value]
 
 
 def _through(node: Node, passed: dict[str, Tensor], outer: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 
 STREAMS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+OF_MLPS = ("resid_mid", "mlp_out")
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
 
 
@@ -123,6 +124,8 @@ def patch_positions(
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
     clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
     hooked = predictor_of(source).hooked
+    if activation in OF_MLPS and not getattr(hooked.model.cfg, "d_mlp", None):
+        raise ValueError(f"{activation} needs a model with MLPs, got one of attention alone.")
     if hooked.model.training:
         raise ValueError(
             "model must be in evaluation mode (call .eval()), got a model in training mode."
