@@ -29,7 +29,7 @@ def write_state(
 
     Args:
         models: Configs by name.
-        tensors: "flat", "moment.<name>", "row.<column>" and "snapshot.<step>".
+        tensors: "flat", "moment.NAME", "row.COLUMN" and "snapshot.STEP".
     Raises:
         CheckpointError: If the file cannot be written; an earlier state is kept.
     """
