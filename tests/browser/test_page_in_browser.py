@@ -117,7 +117,7 @@ def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
 ):
     at = visit(name, width=width, scheme=scheme)
     figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 16, "linear": 22, "both": 2, "deep": 21, "tasks": 16}[name]
+    assert figures.count() == {"evil": 16, "linear": 22, "both": 2, "deep": 20, "tasks": 16}[name]
     for figure in figures.all():
         # A trace that plotly.js could not draw leaves no mark.
         assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
