@@ -170,7 +170,6 @@ def circuit_output(pair: Pair, kept: Bool[np.ndarray, "sender receiver"]) -> Ten
         shift = einsum(every, cut, "batch pos sender d, sender reader -> batch pos reader d")
         return own + (shift if own.ndim == 4 else shift[:, :, 0])
 
-    # A sender is noted before the same stream is shifted: the input is read by the first layer.
     hooks: Hooks = [(name, partial(note, name=name)) for name in writing]
     hooks += [(name, partial(shifted, receivers=some)) for name, some in reading.items()]
     switches = "use_split_qkv_input", "use_hook_mlp_in"

@@ -198,7 +198,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
     clean prompts."""
     hooks = {name for node in pair.receivers for name in (node.hook, node.stream)}
     shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
-    total: Tensor | float = 0.0
+    total = pair.moved.new_zeros(())
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
@@ -211,7 +211,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
             outer = dict(zip(computed, at, strict=True))
             each = [_through(node, passed, outer[node.hook]) for node in pair.receivers]
         total = total + torch.stack(each, 2) / ig_steps
-    return total  # type: ignore[return-value]
+    return total
 
 
 def _through(node: Node, passed: dict[str, Tensor], outer: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _patches(pair: Pair, progress: ProgressCallback) -> Float[np.ndarray, "promp
 
     A first run, with the sender's change added to a stream, gives what the receivers of this stream compute from it.
     That is then put into a second run in which nothing else is changed, several receivers side by side. A model that can
-    start at a layer starts both runs at the receivers' one.
+    start at a layer starts both runs at the layer of the receivers.
     """
     hooked, edges, batch = pair.hooked, pair.edges, len(pair.corrupted)
     effects = np.full((batch, *edges.shape), np.nan)

@@ -1,4 +1,4 @@
-"""Graph of a model: nodes that write into the residual stream, and nodes that read it."""
+"""Graph of a model: senders, which write into the residual stream, and receivers, which read it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ class Node:
     hook: str
     """Hook on what a sender writes (on z for a head), or on what a receiver computes from the stream."""
     stream: str = ""
-    """Hook on the stream that a receiver reads."""
+    """Hook on the stream that a receiver reads; empty for a head or the input as a sender."""
     head: int | None = None
+    """Number of the head in its layer; None for other nodes."""
 
     @property
     def own_input(self) -> str:

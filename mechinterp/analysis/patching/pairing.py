@@ -86,7 +86,7 @@ def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Met
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Clean and corrupted inputs of a model, and what its senders write on both."""
+    """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
 
     hooked: HookedPredictor
     clean: Tensor
@@ -94,7 +94,7 @@ class Pair:
     senders: Sequence[Node]
     receivers: Sequence[Node]
     moved: Float[Tensor, "batch pos sender d_model"]
-    """What each sender writes on the clean prompts minus what it writes on the corrupted prompts."""
+    """Output of each sender on the clean prompts minus that on the corrupted prompts."""
     metric: Metric
 
     @classmethod
@@ -153,7 +153,7 @@ def hooks_of(senders: Sequence[Node]) -> list[str]:
 def written_at(
     model: Any, hook: str, values: Float[Tensor, "batch pos *axes"]
 ) -> Float[Tensor, "batch pos sender d_model"]:
-    """What the senders at one hook write into the stream, without a layer's bias."""
+    """Outputs of the senders at one hook, as added to the stream, without a layer's bias."""
     return written(model, layer_of(hook), values) if values.ndim == 4 else values[:, :, None]
 
 

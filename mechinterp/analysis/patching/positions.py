@@ -100,7 +100,7 @@ def patch_positions(
             [batch]; None means minus the squared distance between the prediction and that on the
             clean prompts, unit y^2.
     Raises:
-        ValueError: If the activation is unknown or the model has no hook for it, the prompts differ
+        ValueError: If the activation is unknown or the model has no hook or MLP for it, the prompts differ
             in shape, or the model is in training mode.
     Source:
         Meng et al. 2022, arXiv 2202.05262 (causal tracing).
