@@ -159,7 +159,7 @@ GPU = $(BIN)/python -m tests.gpu.machine; code=$$?; \
 
 test-gpu: install ## hold training and analyses on a CUDA GPU against the processor, and write tests/gpu/results.md
 	@$(GPU) OMP_NUM_THREADS=1 MECHINTERP_TEST_DEVICE=cuda MECHINTERP_TEST_TABLE=tests/gpu/results.json \
-	  $(BIN)/python -m pytest --durations 5 tests/gpu
+	  $(BIN)/python -m pytest -n 4 --durations 5 tests/gpu
 
 bench-gpu: install ## time training and masking on a CUDA GPU against the plain loop there, and write tests/gpu/speed.md
 	@$(GPU) $(BIN)/python -m tests.gpu.bench --out tests/gpu/speed.json

@@ -54,10 +54,20 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     return add
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Rows of a worker, where several run the tests."""
+    node.config.stash[ROWS].extend(getattr(node, "workeroutput", {}).get("rows", ()))
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if TABLE is None:
         return
     rows, machine = session.config.stash[ROWS], described(DEVICE)
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["rows"] = rows
+        return
+    rows.sort(key=lambda row: row["test"])
     document = {
         "machine": machine,
         "passed": session.testscollected - session.testsfailed,
