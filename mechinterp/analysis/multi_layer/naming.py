@@ -392,8 +392,13 @@ class Naming(Decision, Result):
     @property
     def order(self) -> list[str]:
         """Algorithms by R² of the last prediction, largest first."""
-        order = self.table["r2"].sort_values(ascending=False, kind="stable").index
-        return [name for name in order if name in self.members]
+        return [name for name in self._by_r2().index if name in self.members]
+
+    def _by_r2(self) -> pd.DataFrame:
+        """The table with the largest R² first; equal to rounding, in the order of the algorithms."""
+        return self.table.sort_values(
+            "r2", key=lambda c: c.round(6), ascending=False, kind="stable"
+        )
 
     @property
     def nearest(self) -> str:
@@ -480,8 +485,9 @@ class Naming(Decision, Result):
         if not self.measured.useful:
             nothing = {"learner": "predicting 0", "scalars": "", "r2": np.nan, "r2_sem": np.nan}
             return pd.DataFrame([nothing | {"why_not": "the model does not do its task"}])
-        frame = self.table.sort_values("r2", ascending=False, kind="stable")
-        return frame.sort_values("why_not", key=lambda c: c != "", kind="stable").reset_index()
+        return (
+            self._by_r2().sort_values("why_not", key=lambda c: c != "", kind="stable").reset_index()
+        )
 
     def test_frame(self) -> pd.DataFrame:
         """One row per identity that was asked."""
