@@ -3,12 +3,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CHECKPOINT := checkpoints/softmax-h2-s0
 REPORT := reports/softmax-h2-s0
-# Environments beside .venv lie outside the checkout, so that clones share them: a folder for each constraints.txt.
+# Whole environments lie outside the checkout, so that clones share them: a folder for each constraints.txt.
 ENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/mechinterp/$(shell cksum < constraints.txt | cut -d' ' -f1)
+# Environments of a few packages that see those of .venv: pip installs what differs, and what it installs comes first.
+BESIDE := .venv/beside
 # Versions of transformer-lens that still have HookedTransformer.
-INTEROP := $(ENVS)/transformer-lens-3.9.0 $(ENVS)/transformer-lens-3.2.1
-PEERS := $(ENVS)/peers
-TRAINERS := $(ENVS)/trainers
+INTEROP := $(BESIDE)/transformer-lens-3.9.0 $(BESIDE)/transformer-lens-3.2.1
+PEERS := $(BESIDE)/peers
+TRAINERS := $(BESIDE)/trainers
 
 # Bytecode is kept: two workers and every command that a test starts would otherwise compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -80,10 +82,16 @@ test-interop: install ## exchange files with HookedTransformer of older transfor
 	$(MAKE) --no-print-directory -j 2 $(addsuffix /.installed,$(INTEROP))
 	OMP_NUM_THREADS=1 INTEROP="$(INTEROP)" $(BIN)/python -m pytest tests/interop
 
-$(ENVS)/transformer-lens-%/.installed:
+# Folder of the packages of an environment, printed by its Python.
+PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+define beside
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(BIN)/python $(PACKAGES) > $$($(@D)/bin/python $(PACKAGES))/beside.pth
+endef
+
+$(BESIDE)/transformer-lens-%/.installed: $(STAMP)
+	$(beside)
 	@grep -v '^transformer-lens==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt transformer-lens==$*
 	@touch $@
 
@@ -91,17 +99,17 @@ test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hook
 	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest tests/peers
 
 # Not editable: the tests take the package from the checkout they run in.
-$(PEERS)/.installed:
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,peers]'
+$(PEERS)/.installed: $(STAMP)
+	$(beside)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[peers]'
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed ## run the callbacks in Hugging Face's and Lightning's own trainers
 	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers
 
-$(TRAINERS)/.installed:
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[dev,trainers]'
+$(TRAINERS)/.installed: $(STAMP)
+	$(beside)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[trainers]'
 	@touch $@
 
 test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages
