@@ -1,8 +1,8 @@
 """Packs of models of several layers: models that differ in seed and pool of tasks, trained side by side.
 
-torch.func maps one model's loss and gradient over all of them. On a GPU the step is recorded once and then replayed,
-because launching its many small operations takes longer than computing them. Results agree with training alone to
-rounding.
+torch.func maps one model's loss and gradient over all of them. On a GPU the step is compiled, recorded once and then
+replayed, because launching its many small operations takes longer than computing them. Results agree with training alone
+to rounding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
@@ -44,10 +45,33 @@ class DeepPack(Run[Stacked]):
         self._like = each[0]
         start = {n: torch.stack([w.tensors[n] for w in each]) for n in self._like.tensors}
         zeros = torch.zeros(len(each), dtype=torch.float64, device="cpu")
-        self._step = _Replayed(self._losses_and_gradients)
         tasks = list(dict.fromkeys(config.task for config in models.values()))
-        self._task_of = [tasks.index(config.task) for config in models.values()]
+        task_of = [tasks.index(config.task) for config in models.values()]
+        self._task_of = torch.tensor(task_of, device=device)
         super().__init__(models, Stacked(start), zeros, device=device, rounded_up=False)
+        self._gradients_of = self._losses_and_gradients
+        self._rate = torch.zeros((), device=device)
+        state = (self.flat, *self.moments.values(), self._n_updates, self.loss_sum)
+        self._replayed = _Replayed(self._step_on, state)
+
+    def update(self, step: int) -> None:
+        (batch,) = self._prompts("train", step, self.config.train.batch_size)
+        prompts = self._prompts_of(batch)
+        if self.device.type == "cuda" and self._gradients_of == self._losses_and_gradients:
+            traced = make_fx(self._losses_and_gradients)(self.flat, *prompts)
+            self._gradients_of = torch.compile(traced, fullgraph=True)
+        self._rate.fill_(self.config.train.step_size(step))
+        self._replayed(*prompts)
+
+    def _step_on(self, *prompts: Tensor) -> None:
+        """One step of Adam on prompts of every model, without reading a number back from the device."""
+        train = self.config.train
+        loss, gradient = self._gradients_of(self.flat, *prompts)
+        self.loss_sum.add_(loss)
+        self.gradient.copy_(gradient)
+        if train.clip_norm is not None:
+            self._clip(train.clip_norm)
+        self._adam(self._rate)
 
     def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         return self._each(self._loss_of_one, batch)
@@ -55,12 +79,11 @@ class DeepPack(Run[Stacked]):
     def _loss_and_gradient(
         self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
-        loss, gradient = self._step(*self._prompts_of(batch))
-        return loss.to(self.loss_sum), gradient
+        return self._losses_and_gradients(self.flat, *self._prompts_of(batch))
 
-    def _losses_and_gradients(self, *prompts: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses_and_gradients(self, flat: Tensor, *prompts: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.func.grad_and_value(self._loss_of_one)
-        gradients, loss = torch.func.vmap(both)(dict(self.weights.tensors), *prompts)
+        gradients, loss = torch.func.vmap(both)(dict(views(flat, self.weights).tensors), *prompts)
         return loss, flattened(Stacked(gradients))
 
     def _loss_of_one(self, tensors: Tensors, *prompts: Tensor) -> Float[Tensor, ""]:
@@ -130,26 +153,25 @@ def prompts_from(tensors: Sequence[Tensor]) -> Prompts:
 
 
 class _Replayed:
-    """A function of tensors that is recorded at its first call on a GPU, for each shape, and replayed after it."""
+    """A function of tensors that changes a state, recorded at its first call on a GPU and replayed after it."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], state: Sequence[Tensor]) -> None:
+        self.function, self.state = function, state
         self._recorded: dict[tuple, tuple] = {}
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> None:
         if inputs[0].device.type != "cuda":
             return self.function(*inputs)
         shapes = tuple(each.shape for each in inputs)
         if shapes not in self._recorded:
             self._recorded[shapes] = self._record([each.clone() for each in inputs])
-        graph, into, outputs = self._recorded[shapes]
+        graph, into = self._recorded[shapes]
         for target, each in zip(into, inputs, strict=True):
             target.copy_(each)
         graph.replay()
-        return outputs
 
-    def _record(self, inputs: list[Tensor]) -> tuple:
-        side = torch.cuda.Stream()
+    def _record(self, inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        before, side = [each.clone() for each in self.state], torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # libraries prepare themselves in the first calls
             for _ in range(3):
@@ -157,5 +179,7 @@ class _Replayed:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = self.function(*inputs)
-        return graph, inputs, outputs
+            self.function(*inputs)
+        for each, value in zip(self.state, before, strict=True):
+            each.copy_(value)
+        return graph, inputs

@@ -65,6 +65,7 @@ def sets(name: str) -> dict[str, ExperimentConfig]:
         }
     if name == "long":
         steps = ("train.steps=200000", "train.batch_size=64", "train.log_every=1000")
+        steps += ("train.n_eval_prompts=1024",)
         return {f"m16-long-s{seed}": override(base, f"seed={seed}", *steps) for seed in range(3)}
     sizes = ("task.d_x=5", "task.context_length=10", "task.n_tasks=null", "model.n_positions=22")
     return {f"garg-tiny-s{seed}": override(base, f"seed={seed}", *sizes) for seed in range(3)}

@@ -220,12 +220,15 @@ class Run(ABC, Generic[Form]):
         train = self.config.train
         if train.clip_norm is not None:
             self._clip(train.clip_norm)
+        self._adam(train.step_size(step))
+
+    def _adam(self, step_size: float | Tensor) -> None:
         flat, gradient, exp_avg, exp_avg_sq = self._adam_rows
         self._n_updates += 1
-        decay = train.weight_decay
+        decay = self.config.train.weight_decay
         (torch._fused_adam_ if decay is None else torch._fused_adamw_)(
             *([flat], [gradient], [exp_avg], [exp_avg_sq], [], [self._n_updates]),
-            lr=train.step_size(step),
+            lr=step_size,
             beta1=0.9,
             beta2=0.999,
             eps=1e-8,
