@@ -188,12 +188,9 @@ def test_several_responses_enter_side_by_side(biased: bool):
 @pytest.mark.parametrize(
     ("settings", "attend_to_self", "last_norm"),
     [
-        ({}, False, False),
         ({}, True, True),
         ({"norm_first": True}, False, True),
-        ({"norm_first": True}, True, False),
         ({"activation": "gelu"}, False, True),
-        ({"bias": False}, True, False),
         ({"norm_first": True, "bias": False}, False, True),
         ({"layer_norm_eps": 0.5}, True, True),
     ],
