@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 EIGENVALUES = np.array([0.4, 0.3, 0.2, 0.1])
 MOMENTS = population_moments(EIGENVALUES, context_length=31)
 FOUND = modes(MOMENTS)
-SEEDS = range(10)
+SEEDS = range(3)
 
 
 def task(context_length: int = 31) -> TaskConfig:
@@ -178,26 +178,7 @@ def test_15_with_long_contexts_plateaus_are_the_projected_task():
         assert (ours - regression).square().mean() < 0.01
 
 
-@pytest.mark.exhaustive
-def test_16_heads_of_rank_two_rest_long_only_where_two_divides():
-    inits = (1e-2, 1e-3)
-    expected = [
-        np.diff([bounds.residence_in_head(FOUND, a, a + 1, scale=s) for s in inits])[0]
-        for a in (0, 2)
-    ]
-    for seed in range(5):
-        stays = []
-        for init in inits:
-            run = trained(separate_heads(3, 4, std=init, seed=seed, rank=2))
-            stays.append(np.diff(crossings(run, FOUND.levels), prepend=0.0))
-        ratio, rise = stays[1] / stays[0], stays[1] - stays[0]
-        assert np.abs(ratio[[0, 2]] / 10 - 1).max() < 0.1
-        np.testing.assert_allclose(rise[[1, 3]], expected, rtol=0.03)
-
-
-@pytest.mark.parametrize(
-    ("n_heads", "rank"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (1, 4), (3, 3)]
-)
+@pytest.mark.parametrize(("n_heads", "rank"), [(1, 1), (3, 1), (5, 1), (2, 2), (3, 3)])
 def test_17_all_parametrizations_end_at_the_level_of_their_number(n_heads, rank):
     heads = separate_heads(n_heads, 4, std=1e-2, seed=0, rank=rank)
     run = flow(heads, MOMENTS, duration=1e6)

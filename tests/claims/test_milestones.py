@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from analyses.lib.milestones import PATTERNS, milestones
-from mechinterp.analysis.one_layer.label_rules import Thresholds
 from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -45,26 +44,6 @@ def test_a_part_that_does_not_hold_at_the_end_has_no_step():
     assert milestones(broken).sign_matching == 10
 
 
-def test_thresholds_are_arguments():
-    strict = Thresholds(share=1e-5)
-    assert milestones(RUN, thresholds=strict).sign_matching == 30
-    assert milestones(RUN, thresholds=Thresholds(zero_sum=0.3)).zero_sum == 20
-
-
-def test_group_sums():
-    np.testing.assert_allclose(RUN.group_mu[1], [2, -1])
-
-
-def test_frame_figure_and_repr():
-    found = milestones(RUN)
-    steps = [10, 30, 0, 30, 30]
-    assert found.to_frame().to_dict("list") == {"pattern": list(PATTERNS), "step": steps}
-    assert found.plot().data[0].y == pytest.approx(steps)
-    assert repr(found) == (
-        "Milestones(steps: sign_matching 10, diagonal 30, last_entry 0, zero_sum 30, homogeneous 30)"
-    )
-
-
 @pytest.fixture
 def history() -> pd.DataFrame:
     """Two heads, three logged steps; every value tells its step and head."""
@@ -89,20 +68,6 @@ def test_order_of_rows_does_not_matter_and_the_frame_round_trips(history):
     shuffled = history.sample(frac=1, random_state=0).sort_values("step", kind="stable")
     frame = training_dynamics(shuffled).to_frame()
     pd.testing.assert_frame_equal(frame[history.columns], history, check_dtype=False)
-
-
-def test_figures_leave_out_step_zero_and_name_heads(history):
-    found = training_dynamics(history)
-    for figure in (found.plot(), found.plot_mu()):
-        assert [trace.name for trace in figure.data] == ["head 0", "head 1"]
-        assert list(figure.data[0].x) == [1000, 2000]
-    assert {trace.name for trace in found.plot_loss().data} == {"loss", "eval_loss"}
-
-
-def test_a_history_without_a_column_is_refused(history):
-    rule = "training_dynamics needs a history with head, loss, got one"
-    with pytest.raises(ValueError, match=rule):
-        training_dynamics(history.drop(columns=["head", "loss"]))
 
 
 def test_a_mean_over_few_updates_is_not_drawn():

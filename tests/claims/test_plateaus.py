@@ -1,12 +1,10 @@
 """Plateaus of the flow against the levels, heads and jumps that theory foretells."""
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
 from analyses.lib.plateaus import crossings, drops, plateaus
 from analyses.lib.theory.linear import fixed_point
-from analyses.lib.theory.linear_jumps import first_jump_bound
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
 from mechinterp.training.linear.flow import Flow, flow
@@ -28,65 +26,6 @@ def runs():
         flows = [trained(separate_heads(5, 4, std=std, seed=seed)) for seed in SEEDS]
         table[std] = [(run, plateaus(run, MOMENTS)) for run in flows]
     return table
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("std", "tolerance"), [(1e-2, 1e-3), (1e-3, 1e-5)])
-def test_loss_rests_on_every_level_in_turn(runs, std, tolerance):
-    for _, found in runs[std]:
-        assert len(found.drop_time) == 4
-        assert found.n_learned.tolist() == [0, 1, 2, 3, 4]
-        assert np.abs(found.loss - FOUND.levels).max() < tolerance
-        np.testing.assert_array_equal(found.level, FOUND.levels)
-        # The largest eigenvalue first, one at a time.
-        expected = np.tri(5, 4, -1)
-        assert np.abs(found.learned - expected).max() < (0.05 if std == 1e-2 else 2e-3)
-        assert np.all(np.diff(np.sort(np.concatenate([found.time, found.drop_time]))) > 0)
-        assert np.all((found.time[:-1] < found.drop_time) & (found.drop_time < found.time[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("std", "cosine", "norm"), [(1e-2, 1e-3, 3e-2), (1e-3, 1e-3, 1e-3)])
-def test_one_head_holds_each_direction(runs, std, cosine, norm):
-    misses = []
-    for run, found in runs[std]:
-        for row in range(1, 5):
-            head = np.abs(found.value[row] * found.key_cosine[row, :, 0, row - 1]).argmax()
-            v = abs(found.value[row, head])
-            cosines = found.key_cosine, found.query_cosine
-            misses += [1 - abs(cosine[row, head, 0, row - 1]) for cosine in cosines]
-            place = int(np.flatnonzero(run.time == found.time[row])[0])
-            for part in (run.heads.K, run.heads.Q):
-                assert abs(np.linalg.norm(part[place, head]) / v - 1) < norm
-            assert abs(v / FOUND.targets[row - 1] ** (1 / 3) - 1) < 0.03
-    assert np.median(misses) < cosine
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("std", "median", "worst"), [(1e-2, 1e-6, 1e-2), (1e-3, 1e-10, 1e-6)])
-def test_plateaus_are_principal_component_regression(runs, std, median, worst):
-    distance = np.array([found.pcr_distance for _, found in runs[std]])
-    assert np.median(distance) < median
-    assert distance.max() < worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("std", "median"), [(1e-2, 2e-2), (1e-3, 5e-3)])
-def test_jumps_come_when_foretold(runs, std, median):
-    errors = []
-    for run, found in runs[std]:
-        assert found.predicted.mode.tolist() == [0, 1, 2, 3]
-        errors.append(np.abs(found.predicted.time / found.crossing_time - 1))
-        start = SeparateHeads(v=run.heads.v[0], K=run.heads.K[0], Q=run.heads.Q[0])
-        assert first_jump_bound(start, FOUND) < found.crossing_time[0]
-    assert np.median(errors, axis=0).max() < median
-    assert np.max(errors, axis=0)[0] < 1e-3
-
-
-@pytest.mark.slow
-def test_plateaus_last_longer_with_smaller_weights(runs):
-    for (_, large), (_, small) in zip(runs[1e-2], runs[1e-3], strict=True):
-        assert abs(small.crossing_time[0] / large.crossing_time[0] / 10 - 1) < 0.04
 
 
 def test_merged_heads_have_one_drop():
@@ -165,22 +104,3 @@ def test_pcr_distance_is_that_of_the_predictors(runs):
         difference = run.M[place] - fixed_point(FOUND, range(row))
         expected = (MOMENTS.zz * np.multiply.outer(difference, difference)).sum() / MOMENTS.yy
         np.testing.assert_allclose(found.pcr_distance[row], expected, rtol=1e-9, atol=1e-18)
-
-
-@pytest.mark.slow
-def test_frames_and_figures(runs):
-    _, found = runs[1e-2][0]
-    frame = found.to_frame()
-    assert len(frame) == 5 * 4
-    row = frame[(frame.plateau == 2) & (frame["mode"] == 1)].iloc[0]
-    assert (row.loss, row.learned, row.n_learned) == (found.loss[2], found.learned[2, 1], 2)
-    figure = found.plot()
-    dashes = [shape.line.dash for shape in figure.layout.shapes]
-    assert (dashes.count("dot"), dashes.count("dash")) == (5, 4)
-    levels = [shape.y0 for shape in figure.layout.shapes if shape.line.dash == "dot"]
-    np.testing.assert_allclose(levels, FOUND.levels)
-    marks = [shape.x0 for shape in figure.layout.shapes if shape.line.dash == "dash"]
-    np.testing.assert_allclose(marks, found.predicted.time)
-    assert figure.data[0].x[0] > 0
-    assert isinstance(found.plot_learned(), go.Figure)
-    assert repr(found).startswith("Plateaus(4 drops, plateaus at 1, 0.64")

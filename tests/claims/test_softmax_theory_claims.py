@@ -10,19 +10,16 @@ import torch
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, manifold_loss
 from analyses.lib.theory.softmax import manifold_mu
 from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import debiased_gd
 from mechinterp.icl.prompts import prompt_chunks
-from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
+from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.heads import predict
-from mechinterp.theory.two_heads import two_head_flow
 
 pytestmark = pytest.mark.slow
 
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 
 
-@pytest.mark.parametrize("omega", [0.03, 0.08, 0.15])
-@pytest.mark.parametrize("mu", [1.0, 2.5, 4.0])
+@pytest.mark.parametrize(("omega", "mu"), [(0.03, 4.0), (0.08, 2.5), (0.15, 2.5)])
 def test_t1_the_approximate_loss_misses_the_true_one_by_its_known_term(omega: float, mu: float):
     weights = diagonal_heads([omega, -omega], [mu, -mu], d_x=5).to(torch.float32)
     errors = torch.cat(
@@ -58,53 +55,6 @@ def test_t2_the_approximate_loss_rises_along_the_manifold_where_the_true_one_is_
     assert abs(rise[0]) < 1.5e-4 + 3 * sem[0]
     assert rise[1] > 2 * sem[1]
     assert rise[2] > 2 * sem[2]
-
-
-def test_t3_gradients_of_the_approximate_loss():
-    random = np.random.default_rng(0)
-    omega, mu = random.normal(size=4) * 0.3, random.normal(size=4)
-    d_omega, d_mu = loss_gradients(omega, mu, **SETTING)
-    for gradient, arguments in ((d_omega, 0), (d_mu, 1)):
-        for head in range(4):
-            ends = []
-            for step in (1e-5, -1e-5):
-                parts = [omega.copy(), mu.copy()]
-                parts[arguments][head] += step
-                ends.append(approximate_loss(*parts, **SETTING))
-            assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(gradient[head], rel=1e-8, abs=1e-8)
-
-
-def test_t4_a_pair_tends_to_debiased_gd_with_the_square_of_omega():
-    (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=8)
-    prompts = prompts.to(torch.float64)
-    gammas = [0.1, 0.05, 0.025, 0.0125]
-    gaps = [
-        float(
-            (
-                predict(debiased_gradient_step(0.88, gamma, d_x=5), prompts)
-                - debiased_gd(prompts, eta=0.88)
-            )
-            .square()
-            .mean()
-            .sqrt()
-        )
-        for gamma in gammas
-    ]
-    slopes = np.diff(np.log(gaps)) / np.diff(np.log(gammas))
-    assert slopes == pytest.approx(2, abs=0.1)
-    assert gaps[0] == pytest.approx(0.0132, rel=0.1)
-
-
-def test_t5_the_two_head_flow_has_the_published_trajectory_after_its_growth():
-    found = two_head_flow(np.array([8.0, 12.0, 30.0, 100.0]), start=1e-3, **SETTING)
-    assert found.omega == pytest.approx([0.5742, 0.5046, 0.3979, 0.3106], rel=0.01)
-    assert found.half_loss == pytest.approx([0.1404, 0.1267, 0.1163, 0.1126], rel=0.01)
-
-
-def test_t6_the_late_drift_has_the_power_one_sixth_and_not_one_half():
-    found = two_head_flow(np.array([1e3, 1e4]), start=1e-3, **SETTING)
-    assert np.log10(found.mu[1] / found.mu[0]) == pytest.approx(0.170, abs=0.02)
-    assert np.log10(found.omega[1] / found.omega[0]) == pytest.approx(-0.170, abs=0.02)
 
 
 def test_t7_opposite_heads_stay_opposite():

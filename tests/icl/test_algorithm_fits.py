@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, without_path
+from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for, sample_prompts
+from tests.conftest import refused
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 FITTED = [algorithm for algorithm in ALGORITHMS if algorithm.scalars]
@@ -150,34 +151,16 @@ def test_a_fit_of_a_noisy_target_is_a_minimum(moments: PromptMoments):
                 assert error(moved) >= fit.error * (1 - 1e-6), (algorithm.name, index)
 
 
-@pytest.mark.slow
-def test_a_fit_can_be_repeated(moments: PromptMoments):
-    target = ridge(moments.prompts, penalty=1.0)
-    one, other = (
-        fit_algorithm(BY_NAME["GD++"], moments, target, n_layers=N_LAYERS) for _ in range(2)
-    )
-    # Not in bits: linear algebra may add in another order where arrays lie elsewhere in memory.
-    np.testing.assert_allclose(one.scalars, other.scalars, rtol=1e-6)
-    assert repr(one).startswith(f"AlgorithmFit(GD++: eta_0 {one.scalars[0]:.4g}, eta_1 ")
-
-
-def test_without_scalars_there_is_nothing_to_fit(moments: PromptMoments):
-    zero = Algorithm("zero", None, (), without_path(lambda each: 0 * each.prompts.y_query))
-    target = moments.prompts.y_query
-    fit = fit_algorithm(zero, moments, target, n_layers=N_LAYERS)
-    assert fit.error == pytest.approx(target.square().mean().item())
-    assert (len(fit.scalars), repr(fit)) == (
-        0,
-        f"AlgorithmFit(zero: no scalars; error {fit.error:.3g})",
-    )
-
-
-def test_bad_arguments(moments: PromptMoments):
-    target, algorithm = moments.prompts.y_query, BY_NAME["ridge"]
-    with pytest.raises(ValueError, match=r"^n_starts must be >= 1, got 0\.$"):
-        fit_algorithm(algorithm, moments, target, n_layers=3, n_starts=0)
-    message = r"^target must have shape \[128, 1\] or \[3, 128, 1\], got \[127, 1\]\.$"
-    with pytest.raises(ValueError, match=message):
-        fit_algorithm(algorithm, moments, target[1:], n_layers=3)
-    with pytest.raises(ValueError, match=r"^target must be finite"):
-        fit_algorithm(algorithm, moments, target / 0, n_layers=3)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"n_starts": 0}, ("n_starts", ">= 1", 0)),
+        ({"target": torch.ones(127, 1).double()}, ("target", "[128, 1]", "[127, 1]")),
+        ({"target": torch.full((128, 1), torch.nan).double()}, ("target", "finite")),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(call, words: tuple):
+    with refused(*words):
+        fit_algorithm(
+            BY_NAME["ridge"], drawn(0), n_layers=3, **{"target": torch.ones(128, 1).double()} | call
+        )

@@ -15,7 +15,7 @@ from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
 from mechinterp.icl.predictors import debiased_gd, ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from mechinterp.models.run.evaluation import evaluation_prompts, require_number
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 
 N, LENGTH, D_X = 64, 12, 3
@@ -115,21 +115,6 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     assert fits.factor[-1, at] == pytest.approx(eta.item())
     risk = ablate_heads(weights, given).full_risk
     assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
-
-
-@pytest.mark.slow
-def test_given_prompts_in_another_dtype_are_taken(arrays):
-    weights = debiased_gradient_step(0.5, 0.01, d_x=D_X).to(torch.float32)
-    given = Prompts.from_arrays(**arrays)
-    assert classify(weights, prompts=given).pattern == "debiased_gd"
-    assert classify(weights, prompts=given.to(torch.float32)).pattern == "debiased_gd"
-
-
-@pytest.mark.parametrize(("fitted", "least"), [(0, 2), (1, 8), (4, 8), (5, 10)])
-def test_the_least_number_is_2_or_8_or_twice_what_is_fitted(fitted: int, least: int):
-    require_number(least, fitted)
-    with pytest.raises(ValueError, match=rf"n_prompts must be >= {least}, .*, got {least - 1}\.$"):
-        require_number(least - 1, fitted)
 
 
 def test_covariances_of_another_scale_and_of_any_matrix():

@@ -131,11 +131,6 @@ def test_what_is_no_pool_is_refused(change: dict, message: str):
         log_posterior(prompts, pool=task_pool(TASKS["plain"]), noise_var=0)
 
 
-def test_a_task_without_a_pool_has_none():
-    with pytest.raises(ValueError, match=r"task\.n_tasks must be a number for a task with a pool"):
-        task_pool(TaskConfig())
-
-
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_new_tasks_are_the_prompts_of_the_task_without_a_pool(name: str, dtype: torch.dtype):

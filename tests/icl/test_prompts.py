@@ -16,6 +16,7 @@ from mechinterp.icl.prompts import (
     prompt_chunks,
     sample_prompts,
 )
+from tests.conftest import refused
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)
 EIGENVALUES = CovarianceConfig(kind="eigenvalues", eigenvalues=(0.5, 1.0, 4.0))
@@ -50,24 +51,6 @@ def test_a_batch_is_a_function_of_seed_stream_and_step():
     first, second = batch(0, "train", 0), batch(0, "train", 1)
     for field in fields(Prompts):
         assert not torch.isin(getattr(first, field.name), getattr(second, field.name)).any()
-
-
-def test_prompts_of_a_batch_differ_from_each_other():
-    prompts = draw(TaskConfig(), 50)
-    numbers = torch.cat([prompts.x.flatten(), prompts.x_query.flatten(), prompts.beta.flatten()])
-    assert len(numbers.unique()) == numbers.numel()
-
-
-def test_a_negative_seed_is_named():
-    with pytest.raises(ValueError, match="seed must be an integer >= 0, got -1"):
-        sample_prompts(TaskConfig(), 8, seed=-1)
-
-
-def test_an_unknown_stream_is_refused():
-    with pytest.raises(
-        ValueError, match="stream must be one of init, train, eval, pool, got 'test'"
-    ):
-        generator_for(0, "test", 0)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +100,6 @@ def test_noise_has_its_variance_and_is_independent_of_everything():
     assert_mean(noise[:, :, None] * others[:, None, :], 0.0)
 
 
-def test_each_response_has_its_own_task_vector():
-    prompts = draw(TaskConfig(d_x=3, d_y=2, context_length=4, noise_var=0.0), 20)
-    assert prompts.y.shape == (20, 4, 2)
-    assert prompts.y_query.shape == (20, 2)
-    for response in range(2):
-        expected = torch.stack(
-            [x @ b[:, response] for x, b in zip(prompts.x, prompts.beta, strict=True)]
-        )
-        torch.testing.assert_close(prompts.y[:, :, response], expected)
-    clean = torch.stack([x @ b for x, b in zip(prompts.x_query, prompts.beta, strict=True)])
-    torch.testing.assert_close(prompts.y_query_clean, clean)
-
-
 def test_query_noise_can_be_left_out():
     noisy, clean = draw(TaskConfig(), 20), draw(TaskConfig(query_noise=False), 20)
     assert torch.equal(clean.y_query, clean.y_query_clean)
@@ -137,12 +107,6 @@ def test_query_noise_can_be_left_out():
     assert torch.equal(clean.y, noisy.y)
     assert torch.equal(clean.y_query_clean, noisy.y_query_clean)
     assert (noisy.y_query - noisy.y_query_clean).abs().min() > 0
-
-
-def test_without_noise_variance_there_is_no_noise():
-    prompts = draw(TaskConfig(noise_var=0.0), 20)
-    assert torch.equal(prompts.y_query, prompts.y_query_clean)
-    torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta, rtol=0, atol=1e-12)
 
 
 def test_tokens_are_pairs_and_a_query_without_response():
@@ -153,31 +117,6 @@ def test_tokens_are_pairs_and_a_query_without_response():
     assert torch.equal(prompts.tokens[:, :4, 3:], prompts.y)
     assert torch.equal(prompts.tokens[:, 4, :3], prompts.x_query)
     assert prompts.tokens[:, 4, 3:].abs().max() == 0
-
-
-def test_context_length_of_the_task_can_be_replaced():
-    prompts = draw(TaskConfig(context_length=40), 3, context_length=7)
-    assert prompts.x.shape == (3, 7, 5)
-    assert prompts.tokens.shape == (3, 8, 6)
-
-
-@pytest.mark.parametrize(
-    ("n_prompts", "context_length", "message"),
-    [(0, 5, "n_prompts must be >= 1, got 0"), (5, 0, "context_length must be >= 1, got 0")],
-)
-def test_empty_batches_and_prompts_are_refused(n_prompts: int, context_length: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        draw(TaskConfig(), n_prompts, context_length=context_length)
-
-
-def test_rows_dtype_and_length_of_a_batch():
-    prompts = draw(TaskConfig(), 10)
-    part = prompts[3:5]
-    assert (len(prompts), len(part)) == (10, 2)
-    for field in fields(Prompts):
-        assert torch.equal(getattr(part, field.name), getattr(prompts, field.name)[3:5])
-        assert getattr(prompts.to(torch.float32), field.name).dtype == torch.float32
-        assert getattr(prompts, field.name).dtype == torch.float64
 
 
 def test_a_long_evaluation_begins_with_the_chunks_of_a_short_one():
@@ -224,3 +163,17 @@ def test_responses_can_share_one_task_vector():
         for shared in (False, True)
     )
     assert torch.equal(alone, again)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sample_prompts(TaskConfig(), 8, seed=-1), ("seed", ">= 0", -1)),
+        (lambda: generator_for(0, "test", 0), ("stream", "init, train, eval, pool", "'test'")),
+        (lambda: draw(TaskConfig(), 0), ("n_prompts", ">= 1", 0)),
+        (lambda: draw(TaskConfig(), 5, context_length=0), ("context_length", ">= 1", 0)),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, words: tuple):
+    with refused(*words):
+        call()

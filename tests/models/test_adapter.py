@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from analyses.lib.gates import learn_gates
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.probing.descent_curves import p_probe
@@ -19,11 +18,12 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.masks import z_name
-from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
-from tests.deep_models import WIDE, random_gpt2, random_model, small_gpt2
+from tests.conftest import refused
+from tests.deep_models import WIDE, random_model, small_gpt2
 
 
 @pytest.fixture
@@ -71,12 +71,6 @@ def test_a_bridge_masks_as_zeroed_weights(parts, prompts):
         assert not torch.allclose(masked_out, predictor.predict(prompts), atol=1e-3)
 
 
-def test_prompts_without_room_are_refused(parts):
-    long = sample_prompts(TaskConfig(d_x=4, context_length=10), 2)
-    with pytest.raises(ValueError, match="context_length must be <= 9"):
-        gpt2_predictor(*parts).predict(long)
-
-
 def encoder(dropout: float = 0.0) -> HookedPredictor:
     """Two layers of one head as torch's are, for d_x = 4; beside them a dropout."""
     layers = {"norm": "after", "d_mlp": 8, "context_only": True, "attend_to_self": True}
@@ -93,11 +87,6 @@ def streams(source, prompts):
     return predictor_of(source).streams(prompts)
 
 
-READS = [
-    (lambda output: output[:, -1].expand(-1, 7), r"\[16, 1\] for these prompts, got \[16, 7\]"),
-    (lambda output: output[:, -1, 0], r"\[16, 1\] for these prompts, got \[16\]"),
-    (lambda output: output, r"\[16, 1\] for these prompts, got \[16, 19, 1\]"),
-]
 USES = [
     lambda predictor, prompts: predictor.predict(prompts),
     lambda predictor, prompts: masked_errors(predictor, prompts, [[], [(0, 1)]]),
@@ -107,33 +96,46 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("read", "words"), READS)
-def test_a_read_of_another_shape_is_refused(read, words, use, parts, prompts):
-    predictor = replace(gpt2_predictor(*parts), read=read)
-    with pytest.raises(ValueError, match=rf"read must give \[batch, d_y\], {words}"):
-        use(predictor, prompts)
+MISFITS = {
+    "length": (lambda p: p, {"context_length": 10}, ("context_length", 9, 10)),
+    "d_x": (lambda p: p, {"d_x": 3, "d_y": 2}, ("(4, 1)", "(3, 2)")),
+    "read": (lambda p: replace(p, read=lambda out: out), {}, ("read", "[16, 1]", "[16, 19, 1]")),
+    "flat read": (lambda p: replace(p, read=lambda out: out[:, -1, 0]), {}, ("read", "[16]")),
+    "n_heads": (lambda p: replace(p, n_heads=3), {}, ("n_heads", "hook_z", "[16, 19, 2, 4]")),
+}
 
 
-@pytest.mark.parametrize("n_heads", [1, 3])
-def test_another_number_of_heads_is_refused(n_heads, parts, prompts):
-    predictor = replace(gpt2_predictor(*parts), n_heads=n_heads)
-    rule = r"n_heads must be that of blocks\.{}\.attn\.hook_z, .*, got {} for \[16, 19, 2, 4\]"
-    for method in ("zero", "mean", "resample"):
-        with pytest.raises(ValueError, match=rule.format(0, n_heads)):
-            run(predictor, prompts, [[]], method=method)
-    refused = pytest.raises(ValueError, match=rule.format(1, n_heads))
-    with refused, masked(predictor, [(1, n_heads - 1)]):
-        predictor.predict(prompts)
-    with pytest.raises(ValueError, match=rule.format(0, n_heads).replace("16", "8")):
-        learn_gates(predictor, prompts, steps=1)
+@pytest.mark.parametrize(("change", "law", "words"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_the_model_or_the_prompts_is_refused(change, law, words, parts):
+    predictor = change(gpt2_predictor(*parts))
+    given = sample_prompts(TaskConfig(**{"d_x": 4, "context_length": 9} | law), 16)
+    for use in USES[1:]:
+        with refused(*words):
+            use(predictor, given)
 
 
-@pytest.mark.parametrize("n_layers", [0, 1])
-def test_fewer_layers_than_the_models_are_refused(n_layers, parts):
-    predictor = gpt2_predictor(*parts)
-    with pytest.raises(ValueError, match=f"n_layers must be the number of all .*, got {n_layers}"):
-        replace(predictor, n_layers=n_layers)
+def of_whole() -> HookedPredictor:
+    predictor = encoder()
+    predictor.model.__class__ = Whole
+    return replace(predictor, n_heads=1)
+
+
+READ = {"embed": lambda prompts: prompts.tokens, "read": lambda output: output[:, -1]}
+NO_ADAPTERS = {
+    "layers": (lambda: replace(encoder(), n_layers=1), ("n_layers", 1)),
+    "stream": (
+        lambda: replace(without(encoder(), "hook_resid_pre"), n_heads=1),
+        ("blocks.1.hook_resid_pre",),
+    ),
+    "no hooks": (lambda: HookedPredictor(nn.Linear(5, 1), 1, 1, **READ), ("hooks", "Linear")),
+    "no start": (of_whole, ("start_at_layer", "Whole")),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NO_ADAPTERS.values(), ids=NO_ADAPTERS)
+def test_what_is_no_adapter_is_refused(make, words):
+    with refused(*words):
+        make()
 
 
 @pytest.mark.parametrize("rate", ["resid_pdrop", "attn_pdrop", "embd_pdrop"])
@@ -156,14 +158,11 @@ def test_training_mode_without_dropout_is_fine(prompts):
         predictor.model.train()
         first, second = (run(predictor, prompts, [[], [(0, 0)]]) for _ in "ab")
         assert torch.equal(first, second)
-    with pytest.raises(ValueError, match="evaluation mode"):
-        encoder(dropout=0.5).predict(prompts)
     attention = encoder()
     attention.model.add_module("attn", nn.MultiheadAttention(4, 1, dropout=0.5))
-    with pytest.raises(ValueError, match="evaluation mode"):
-        attention.predict(prompts)
-    attention.model.eval()
-    assert attention.predict(prompts).shape == (16, 1)
+    for drops in (encoder(dropout=0.5), attention):
+        with refused("evaluation mode"):
+            drops.predict(prompts)
 
 
 def without(predictor: HookedPredictor, hook: str) -> HookedPredictor:
@@ -185,55 +184,11 @@ def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
     assert p_probe({"m": predictor}, prompts, layer=1, steps=2).risk.shape == (3, 3)
 
 
-def test_the_stream_before_a_layer_must_be_there():
-    predictor = without(encoder(), "hook_resid_pre")
-    with pytest.raises(ValueError, match=r"have the hook blocks\.1\.hook_resid_pre, got an? ICL"):
-        replace(predictor, n_heads=1)
-
-
-def test_something_without_hooks_is_refused():
-    read = {"embed": lambda prompts: prompts.tokens, "read": lambda output: output[:, -1]}
-    with pytest.raises(ValueError, match=r"must have TransformerLens' hooks \(.*\), got a Linear"):
-        HookedPredictor(nn.Linear(5, 1), n_layers=1, n_heads=1, **read)
-
-
 class Whole(ICLTransformer):
     """A model that runs from its first layer."""
 
     def forward(self, tokens, *, stop_at_layer=None):
         return super().forward(tokens, stop_at_layer=stop_at_layer)
-
-
-def test_a_model_that_cannot_start_at_a_layer_is_refused():
-    predictor = encoder()
-    predictor.model.__class__ = Whole
-    with pytest.raises(ValueError, match="forward must take start_at_layer, got a Whole's without"):
-        replace(predictor, n_heads=1)
-
-
-MAKES = [
-    lambda: hooked_predictor(random_model()),
-    lambda: hooked_predictor(random_model(**WIDE, score="linear/L")),
-    random_gpt2,
-    encoder,
-]
-
-
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("sizes", [{"d_x": 3}, {"d_x": 3, "d_y": 2}, {"d_y": 2}], ids=str)
-def test_prompts_of_other_sizes_are_refused(make, sizes):
-    task = TaskConfig(**{"d_x": 4, "d_y": 1, "context_length": 9} | sizes)
-    given = sample_prompts(task, 4, dtype=torch.float64)
-    rule = rf"\(d_x, d_y\) must be the model's, \(4, 1\), got \({task.d_x}, {task.d_y}\)"
-    predictor = make()
-    for use in (
-        lambda: predictor.predict(given),
-        lambda: run(predictor, given, [[(0, 0)]]),
-        lambda: streams(predictor, given),
-        lambda: p_probe({"m": predictor}, given),
-    ):
-        with pytest.raises(ValueError, match=rule):
-            use()
 
 
 def test_our_linear_model_is_read_as_its_adapter_says(few):

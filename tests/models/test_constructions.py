@@ -24,10 +24,9 @@ from mechinterp.models.constructions.one_layer import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.heads import head_outputs, predict
-from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import refused
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 KMS = CovarianceConfig(kind="kms", rho=0.6)
@@ -56,7 +55,7 @@ def path(weights: Weights, prompts: Prompts) -> Tensor:
     return predictor_of(weights).streams(prompts)[1:, :, 0] @ W_U
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1], ids=["plain", "rotated", "rotated again"])
+@pytest.mark.parametrize("seed", [None, 0], ids=["plain", "rotated"])
 @pytest.mark.parametrize("built", BUILT)
 def test_every_layer_is_a_step(built: str, seed: int | None, sparse_prompts: Prompts):
     weights, name, scalars = BUILT[built]
@@ -66,19 +65,6 @@ def test_every_layer_is_a_step(built: str, seed: int | None, sparse_prompts: Pro
     predictions = path(weights, sparse_prompts)
     assert (predictions - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert expected.abs().max() > 0.5
-
-
-@pytest.mark.parametrize("built", BUILT)
-def test_the_residual_stream_of_the_hooked_model_holds_the_path(
-    built: str, sparse_prompts: Prompts
-):
-    weights, _, _ = BUILT[built]
-    turned = rotated(weights, seed=3)
-    model = ICLTransformer.from_weights(turned, task=TASK)
-    _, cache = model.run_with_cache(sparse_prompts.tokens)
-    stream = torch.stack([cache["resid_post", layer][:, -1] for layer in range(4)])
-    _, W_U = turned.reading
-    assert_close_to_rounding(stream @ W_U, path(weights, sparse_prompts))
 
 
 @pytest.mark.parametrize("built", BUILT)
@@ -114,19 +100,6 @@ def test_noise_has_the_size_asked_for():
     assert torch.equal(with_noise(weights, 0.0, seed=1).W_O, weights.W_O)
 
 
-def test_bad_arguments():
-    message = r"^etas and gammas must have one number per layer, got 2 and 1\.$"
-    with pytest.raises(ValueError, match=message):
-        gd_plus_plus_model([0.1, 0.2], [0.1], d_x=3)
-    with pytest.raises(ValueError, match=r"must have one number per layer, got 0 and 0\.$"):
-        gradient_descent_model([], d_x=3)
-    message = r"^etas and cs must have one number per layer, got 1 and 2\.$"
-    with pytest.raises(ValueError, match=message):
-        preconditioned_gd_model([0.1], [0.1, 0.2], covariance=SIGMA)
-    with pytest.raises(ValueError, match=r"^relative must be >= 0, got -0\.1\.$"):
-        with_noise(BUILT["GD++"][0], -0.1, seed=0)
-
-
 def debiased_gd(prompts: Prompts, eta: float) -> torch.Tensor:
     """(eta/L) sum_l y_l <x_l - mean x, x_query>, a He et al. eq. (4.10)."""
     centred = prompts.x - prompts.x.mean(1, keepdim=True)
@@ -144,13 +117,6 @@ def test_diagonal_heads_have_the_circuits_asked_for(d_y: int):
         torch.testing.assert_close(heads.QK[h], QK, rtol=1e-12, atol=0)
         torch.testing.assert_close(heads.OV[h], OV, rtol=1e-12, atol=0)
     assert heads.scale == (3 + d_y) ** -0.5
-
-
-def test_heads_do_not_share_memory():
-    heads = diagonal_heads([0.1, 0.2], [1.0, 1.0], d_x=2)
-    for weight in (heads.W_Q, heads.W_K, heads.W_V, heads.W_O):
-        weight[0] = 9.0
-        assert weight[1].max() < 9
 
 
 def test_a_pair_of_heads_tends_to_debiased_gradient_descent(prompts: Prompts):
@@ -178,9 +144,20 @@ def test_a_zero_head_writes_nothing(prompts: Prompts):
     assert head.QK.abs().max() == 0
 
 
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="omega and mu must have one entry per head, got 2 and 1"):
-        diagonal_heads([0.1, 0.2], [1.0], d_x=2)
-    for omega in (0.0, -0.1):
-        with pytest.raises(ValueError, match=rf"omega must be > 0, got {omega}"):
-            debiased_gradient_step(0.88, omega, d_x=2)
+BAD = {
+    "gammas": (lambda: gd_plus_plus_model([0.1, 0.2], [0.1], d_x=3), ("etas and gammas", 2, 1)),
+    "no layer": (lambda: gradient_descent_model([], d_x=3), ("etas", "got 0")),
+    "cs": (
+        lambda: preconditioned_gd_model([0.1], [0.1, 0.2], covariance=SIGMA),
+        ("etas and cs", 1, 2),
+    ),
+    "noise": (lambda: with_noise(BUILT["GD++"][0], -0.1, seed=0), ("relative", ">= 0", -0.1)),
+    "mu": (lambda: diagonal_heads([0.1, 0.2], [1.0], d_x=2), ("omega and mu", 2, 1)),
+    "omega": (lambda: debiased_gradient_step(0.88, 0.0, d_x=2), ("omega", "> 0", 0.0)),
+}
+
+
+@pytest.mark.parametrize(("build", "words"), BAD.values(), ids=BAD)
+def test_what_is_no_model_is_refused(build, words):
+    with refused(*words):
+        build()

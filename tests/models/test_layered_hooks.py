@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformer_lens import ActivationCache
 
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.hook_map import SWITCHES, hook_map
-from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
+from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
@@ -26,9 +25,7 @@ from tests.deep_models import GPT2
 from tests.models.test_layered_models import (
     TASK,
     GargModel,
-    encoder,
     garg,
-    read_encoder,
     read_gpt2,
 )
 
@@ -68,45 +65,6 @@ EACH = pytest.mark.parametrize("architecture", [{}, *LAYERED.values()], ids=["pl
 def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
     """Prompts of 6 pairs for a model with d_x = 3, d_y = 2."""
     return sample_prompts(replace(TASK, d_y=2), n_prompts, seed=1, dtype=model.cfg.dtype)
-
-
-@EACH
-def test_cache_has_the_names_and_shapes_of_hooked_transformer(architecture: dict):
-    model = random_model(**architecture)
-    for switch in ("attn_result", "zero_mlp", "hook_mlp_in"):
-        getattr(model, f"set_use_{switch}")(True)
-    model.set_use_split_qkv_input(not architecture)  # norms of split inputs have an axis of heads
-    prompts = drawn(model)
-    output, cache = model.run_with_cache(model.tokens(prompts))
-    n_pos = 13 if model.cfg.model.layout == "in_turn" else 7
-    width = model.cfg.d_model
-    stream, scale = (6, n_pos, width), (6, n_pos, 1)
-    of_head, pattern = (6, n_pos, 3, 4), (6, 3, n_pos, n_pos)
-    shapes = {
-        **dict.fromkeys(("hook_resid_pre", "hook_attn_out", "hook_resid_mid"), stream),
-        **dict.fromkeys(("hook_mlp_in", "hook_mlp_out", "hook_resid_post"), stream),
-        **dict.fromkeys(("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"), of_head),
-        **dict.fromkeys(("attn.hook_attn_scores", "attn.hook_pattern"), pattern),
-        "attn.hook_result": (6, n_pos, 3, width),
-    }
-    if not architecture:
-        forks = [f"hook_{name}_input" for name in "qkv"]
-        shapes |= dict.fromkeys([*forks, *(f"attn.{fork}" for fork in forks)], (6, n_pos, 3, width))
-    else:
-        shapes |= dict.fromkeys(("mlp.hook_pre", "mlp.hook_post"), (6, n_pos, 7))
-        shapes |= dict.fromkeys(("ln1.hook_scale", "ln2.hook_scale"), scale)
-        shapes |= dict.fromkeys(("ln1.hook_normalized", "ln2.hook_normalized"), stream)
-    if model.cfg.model.norm == "after":
-        shapes["hook_normalized_resid_post"] = stream
-    expected: dict[str, tuple] = {"hook_embed": stream}
-    if model.cfg.model.n_positions is not None:
-        expected["hook_pos_embed"] = stream
-    for layer in range(2):
-        expected |= {f"blocks.{layer}.{name}": shape for name, shape in shapes.items()}
-    if model.cfg.model.final_norm:
-        expected |= {"ln_final.hook_scale": scale, "ln_final.hook_normalized": stream}
-    assert {name: tuple(values.shape) for name, values in cache.items()} == expected
-    assert output.shape == (6, n_pos, 2)
 
 
 @pytest.mark.slow
@@ -172,20 +130,6 @@ def test_what_passes_the_hooks_of_a_gpt2_is_what_the_published_code_computes(
             assert_close_to_rounding(cache[f"blocks.{layer}.{norm}.hook_scale"], spread)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_streams_of_an_encoder_are_those_between_torchs(norm_first: bool, some_prompts: Prompts):
-    stack = encoder(4, norm_first=norm_first).double()
-    checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
-    expected = [some_prompts.tokens]
-    for layer in stack.layers:
-        expected.append(layer(expected[-1]).detach())
-    streams = checkpoint.predictor.streams(some_prompts, positions=range(-7, 0))
-    assert_close_to_rounding(streams, torch.stack(expected))
-    for layer in range(3):
-        assert_close_to_rounding(checkpoint.predictor.stream(some_prompts, layer), expected[layer])
-
-
 def bridge_of(published: GargModel) -> HookedPredictor:
     parts = copy.deepcopy(published)
     return gpt2_predictor(parts._backbone, parts._read_in, parts._read_out)
@@ -203,28 +147,6 @@ def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_pro
     assert_close_to_rounding(gpt2.predictor.streams(some_prompts, positions=places), expected)
     rise = ablate_heads(gpt2, some_prompts).rise
     assert rise == pytest.approx(ablate_heads(bridge, some_prompts).rise, rel=1e-6, abs=1e-9)
-
-
-def test_covariates_run_as_the_query_see_the_whole_context(
-    published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
-):
-    features = predictor_of(gpt2).query_streams(some_prompts, 1)
-    assert features.shape == (12, 7, 16)
-    tokens = interleaved(some_prompts)
-    tokens[:, -1] = some_prompts.x[:, 2]
-    backbone = published._backbone
-    positions = backbone.wpe(torch.arange(13))
-    with torch.no_grad():
-        stream = backbone.h[0](published._read_in(tokens) + positions, attention_mask=causal(13))
-    assert_close_to_rounding(features[:, 2], stream[:, -1])
-    at_start = predictor_of(gpt2).query_streams(some_prompts, 0)
-    with torch.no_grad():
-        expected = published._read_in(some_prompts.x_query) + positions[-1]
-    assert_close_to_rounding(at_start[:, -1], expected)
-
-
-def causal(n: int) -> Tensor:
-    return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
 
 
 @EACH
@@ -293,104 +215,3 @@ def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architect
         assert_close_to_rounding(cache["q", 1][:, :, head], before["q", 1][:, :, head])
     for name in ("k", "v"):
         assert_close_to_rounding(cache[name, 1], before[name, 1])
-
-
-@EACH
-@pytest.mark.filterwarnings("ignore:.*hook points picked are switched off")
-def test_gradients_reach_every_parameter_and_hook(architecture: dict):
-    model = random_model(**architecture)
-    gradients: dict[str, Tensor] = {}
-
-    def keep(gradient: Tensor, hook: object) -> None:
-        gradients[hook.name] = gradient.clone()
-
-    with model.hooks(bwd_hooks=[(lambda name: True, keep)]):
-        model(model.tokens(drawn(model))).square().sum().backward()
-    _, cache = model.run_with_cache(model.tokens(drawn(model)))
-    assert set(gradients) == set(cache)
-    gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, gradient in gradients.items():
-        assert torch.isfinite(gradient).all(), name
-        # The scores of softmax do not change when a constant is added to all keys.
-        constant = name.endswith("attn.b_K")
-        assert constant or gradient.abs().max() > 1e-9, name
-
-
-def test_a_hook_on_a_norm_or_an_mlp_acts(gpt2: Checkpoint, some_prompts: Prompts):
-    model = gpt2.model
-    before = model.predict(some_prompts)
-    for name in ("ln1.hook_scale", "ln1.hook_normalized", "ln2.hook_scale", "mlp.hook_pre"):
-        hooks = [(f"blocks.1.{name}", lambda values, hook: 2 * values)]
-        with model.hooks(fwd_hooks=hooks):
-            assert (model.predict(some_prompts) - before).abs().max() > 1e-3, name
-    for name in ("hook_pos_embed", "ln_final.hook_scale"):
-        with model.hooks(fwd_hooks=[(name, lambda values, hook: 2 * values)]):
-            assert (model.predict(some_prompts) - before).abs().max() > 1e-3, name
-    assert torch.equal(model.predict(some_prompts), before)
-
-
-@pytest.mark.parametrize("n_positions", [None, 20])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("final_norm", [False, True])
-@pytest.mark.parametrize("norm", ["before", None])
-def test_parts_of_the_stream_add_up_to_the_prediction(
-    norm: str | None, final_norm: bool, biases: bool, n_positions: int | None
-):
-    norms = {"norm": norm, "final_norm": final_norm}
-    model = random_model(**norms, biases=biases, d_mlp=7, n_positions=n_positions)
-    with torch.no_grad():
-        output, cache = model.run_with_cache(model.tokens(drawn(model)))
-    assert isinstance(cache, ActivationCache)
-
-    def read(stream: Tensor) -> Tensor:
-        return model.unembed(model.ln_final(stream)).detach()
-
-    positions = [] if n_positions is None else ["pos_embed"]
-    parts, labels = cache.decompose_resid(return_labels=True)
-    written = ["0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
-    assert labels == ["embed", *positions, *written]
-    assert_close_to_rounding(read(parts.sum(0)), output)
-    streams, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
-    assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
-    assert_close_to_rounding(streams[-1], parts.sum(0))
-    ends = 1 + len(positions)
-    assert_close_to_rounding(streams[2], parts[: ends + 2].sum(0))
-    assert_close_to_rounding(read(streams[-1]), output)
-    everything = cache.get_full_resid_decomposition(expand_neurons=True)
-    assert_close_to_rounding(everything.sum(0).detach(), parts.sum(0))
-    heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
-    assert labels == [*model.all_head_labels, "remainder"]
-    assert_close_to_rounding(heads.sum(0).detach(), parts.sum(0))
-    biased = model.accumulated_bias(2)
-    alone = parts[:ends].sum(0)
-    if not biases:
-        assert not biased.any()
-        neurons = cache.stack_neuron_results(2)
-        heads = cache.stack_head_results(2)
-        assert_close_to_rounding((heads.sum(0) + neurons.sum(0) + alone).detach(), parts.sum(0))
-
-
-@pytest.mark.parametrize("norm", ["before", None])
-def test_shares_of_the_normed_stream_add_up_to_the_prediction(norm: str | None):
-    """The last norm's scale taken as given, the prediction is linear in the parts."""
-    model = random_model(norm=norm, final_norm=True, biases=True, d_mlp=7)
-    with torch.no_grad():
-        output, cache = model.run_with_cache(model.tokens(drawn(model)))
-        parts = cache.decompose_resid(apply_ln=True)
-        normed = parts.sum(0) * model.ln_final.w + model.ln_final.b
-        assert_close_to_rounding(model.unembed(normed), output)
-        lens = cache.logit_lens(positions=None)
-        assert_close_to_rounding(lens.values[-1], output)
-
-
-@EACH
-def test_a_model_comes_back_from_its_weights(architecture: dict):
-    model = random_model(**architecture)
-    prompts = drawn(model)
-    again = ICLTransformer.from_weights(model.weights, task=replace(TASK, d_y=2))
-    assert torch.equal(again.predict(prompts), model.predict(prompts))
-    assert again.cfg.model == model.cfg.model
-    assert hooked_predictor(again).n_layers == 2
-    task = predictor_of(again).task
-    assert (task.d_x, task.d_y) == (3, 2)
-    assert again.tokens(sample_prompts(task, 2, dtype=torch.float64)).ndim == 3

@@ -1,7 +1,5 @@
 """Models with norms, MLPs and positions predict what torch's and Hugging Face's modules do, masked heads too."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from mechinterp.checkpoints.foreign.settings import settled
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.masks import Head
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import assert_close_to_rounding, refused, sampled
 
 TASK = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0)
 
@@ -149,7 +147,10 @@ def test_masking_a_gpt2_head_zeroes_its_output(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "silu", "tanh"])
+@pytest.mark.parametrize(
+    "activation",
+    sampled(["gelu_new", "gelu", "relu", "silu", "tanh"], keep=("gelu", "relu").__contains__),
+)
 def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts):
     from transformers.activations import ACT2FN
 
@@ -187,12 +188,9 @@ def test_several_responses_enter_side_by_side(biased: bool):
 @pytest.mark.parametrize(
     ("settings", "attend_to_self", "last_norm"),
     [
-        ({}, False, False),
         ({}, True, True),
         ({"norm_first": True}, False, True),
-        ({"norm_first": True}, True, False),
         ({"activation": "gelu"}, False, True),
-        ({"bias": False}, True, False),
         ({"norm_first": True, "bias": False}, False, True),
         ({"layer_norm_eps": 0.5}, True, True),
     ],
@@ -236,10 +234,8 @@ def of_torch(stack: nn.Module, tokens: Tensor, attend_to_self: bool) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attend_to_self", "bias"), [(True, False), (False, True)])
-def test_an_encoder_with_read_in_last_norm_and_read_out(
-    attend_to_self: bool, bias: bool, some_prompts: Prompts
-):
+def test_an_encoder_with_read_in_last_norm_and_read_out(some_prompts: Prompts):
+    attend_to_self, bias = True, False
     stack = encoder(8, bias=bias).double()
     read_in = nn.Linear(4, 8, bias=False, dtype=torch.float64)
     read_out = nn.Linear(8, 1, bias=bias, dtype=torch.float64)
@@ -254,71 +250,16 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(
     assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_masking_an_encoder_head_zeroes_its_columns(norm_first: bool, some_prompts: Prompts):
-    stack = encoder(4, norm_first=norm_first).double()
-    checkpoint = read_encoder(stack.state_dict(), norm_first=norm_first)
-    prediction = without(checkpoint, some_prompts, [(1, 0)])
-    with torch.no_grad():
-        stack.layers[1].self_attn.out_proj.weight[:, :2] = 0
-        expected = stack(some_prompts.tokens)[:, -1, 3:]
-    assert_close_to_rounding(prediction, expected)
-
-
-@pytest.mark.slow
-def test_half_precision_is_run_in_single_and_double_in_double(some_prompts: Prompts):
-    stated = {"attend_to_self": True, "norm_first": False, "activation": "relu"}
-    half = {name: tensor.half() for name, tensor in encoder(4).state_dict().items()}
-    mixed = half | {"layers.0.norm1.weight": half["layers.0.norm1.weight"].double()}
-    for state, dtype in ((half, torch.float32), (mixed, torch.float64)):
-        assert read_encoder(state, **stated).predictor.predict(some_prompts).dtype == dtype
-
-
-@pytest.mark.slow
-def test_building_a_model_draws_no_random_numbers(published: GargModel):
-    state = torch.random.get_rng_state()
-    _ = read_gpt2(published.state_dict()).model
-    _ = read_encoder(encoder(4).state_dict()).model
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("head", [(3, 0), (0, 4), (-1, 0)])
-def test_heads_that_do_not_exist_are_refused(gpt2: Checkpoint, some_prompts: Prompts, head: tuple):
-    with pytest.raises(ValueError, match=r"heads must lie in 3 layers of 4 heads, .*, got L"):
-        gpt2.predictor.run(some_prompts, [[head]])
-
-
-def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint):
-    def draw(**changes: int) -> Prompts:
-        task = TaskConfig(**{"d_x": 3, "context_length": 9} | changes)
-        return sample_prompts(task, 2, dtype=torch.float64)
-
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"context_length": 10}, ("context_length", 9, "n_positions = 20", 10)),
+        ({"d_x": 4}, ("(d_x, d_y)", "(3, 1)", "(4, 1)")),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint, changes: dict, words: tuple):
+    given = sample_prompts(TaskConfig(**{"d_x": 3, "context_length": 9} | changes), 2)
     ways = (gpt2.model.predict, gpt2.predictor.predict, gpt2.predictor.run, gpt2.predictor.streams)
-    words = "context_length must be <= 9, all that n_positions = 20 has room for, got 10"
     for use in (*ways, lambda prompts: gpt2.predictor.query_streams(prompts, 1)):
-        assert 2 in use(draw()).shape
-        with pytest.raises(ValueError, match=words):
-            use(draw(context_length=10))
-        for changes in ({"d_x": 4}, {"d_x": 2}, {"d_y": 2}):
-            with pytest.raises(ValueError, match=r"must be the model's, \(3, 1\), got \("):
-                use(draw(**changes))
-    with pytest.raises(ValueError, match="input must have at most n_positions = 20, got 21"):
-        gpt2.model(torch.zeros(1, 21, 3, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_hooks_and_transformers_are_not_imported_to_read_a_model():
-    code = """
-import sys, torch, mechinterp.models.weights, mechinterp.models.run.predictor
-from pathlib import Path
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-state = torch.nn.TransformerEncoderLayer(6, 2, 8).state_dict()
-hints = Hints(n_heads=2)
-found = read_foreign([Stored(Path("x.pt"), state, {})], hints)
-assert found.predictor.weights is found.weights
-print([n for n in ("transformers", "transformer_lens") if n in sys.modules])
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+        with refused(*words):
+            use(given.to(torch.float64))

@@ -13,7 +13,7 @@ from mechinterp.models.heads import AttentionWeights, identity_keys, predict, st
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
-from tests.conftest import assert_close_to_rounding, assert_same
+from tests.conftest import assert_close_to_rounding, assert_same, refused
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)
 TASK = TaskConfig(d_x=4, context_length=31, covariance=KMS, beta_var=1.0, noise_var=0.0)
@@ -75,23 +75,6 @@ def merged() -> AttentionWeights:
     return linear_attention(HEADS["merged"])
 
 
-def test_a_merged_model_has_one_matrix_per_head(merged: AttentionWeights, prompts: Prompts):
-    model = ICLTransformer.from_weights(merged, task=TASK)
-    names = [name.removeprefix("blocks.0.attn.") for name, _ in model.named_parameters()]
-    assert names == ["W_QK", "W_V", "W_O"]
-    assert model.blocks[0].attn.W_QK.shape == (8, 5, 5)
-    assert torch.equal(model.W_Q[0], model.blocks[0].attn.W_QK)
-    assert torch.equal(model.W_K[0], torch.eye(5).double().expand(8, 5, 5))
-    assert_close_to_rounding(model.QK.AB, model.W_Q)
-    assert model.QK.U.shape == (1, 8, 5, 5)
-    assert {"blocks.0.attn.W_Q", "blocks.0.attn.W_K"} < set(model.tl_parameters())
-    _, cache = model.run_with_cache(prompts.tokens)
-    assert torch.equal(cache["k", 0], prompts.tokens[:, :, None].expand(-1, -1, 8, -1))
-    queries = torch.einsum("bpm,hmn->bphn", prompts.tokens, model.W_Q[0])
-    assert torch.allclose(cache["q", 0], queries, rtol=0, atol=1e-12)
-    assert_same(model.weights, merged)
-
-
 def test_merged_and_separate_weights_run_alike(merged: AttentionWeights, prompts: Prompts):
     separate = replace(merged, merged_qk=False)
     models = [ICLTransformer.from_weights(w, task=TASK) for w in (merged, separate)]
@@ -106,38 +89,10 @@ def test_merged_and_separate_weights_run_alike(merged: AttentionWeights, prompts
             assert torch.allclose(values[finite], caches[1][name][finite], rtol=0, atol=1e-12)
 
 
-def test_a_hook_on_merged_keys_leaves_the_input_alone(merged: AttentionWeights, prompts: Prompts):
-    model = ICLTransformer.from_weights(merged, task=TASK)
-    model.set_use_split_qkv_input(True)
-    seen = {}
-
-    def keep(values: torch.Tensor, hook: object) -> None:
-        seen["input"] = values
-
-    def overwrite(values: torch.Tensor, hook: object) -> None:
-        values[:] = 7
-
-    hooks = [("blocks.0.attn.hook_k_input", keep), ("blocks.0.attn.hook_k", overwrite)]
-    model.run_with_hooks(prompts.tokens, fwd_hooks=hooks)
-    assert torch.equal(seen["input"][:, :, 0], prompts.tokens)
-
-
-def test_heads_come_back(merged: AttentionWeights):
-    whole = weights_of_layer(merged)
-    assert list(whole.tensors) == ["attn.W_QK", "attn.W_V", "attn.W_O"]
-    assert_same(whole.circuits, merged)
-    separate = replace(merged, merged_qk=False)
-    assert list(weights_of_layer(separate).attention(0)) == ["W_Q", "W_K", "W_V", "W_O"]
-    assert merged.architecture != separate.architecture
-
-
 def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):
-    with pytest.raises(
-        ValueError, match=r"^d_head must be d_model = 5 where merged_qk is true, go"
-    ):
+    with refused("d_head", "d_model = 5", "merged_qk"):
         ICLTransformer(ModelConfig(n_heads=2, d_head=3, merged_qk=True), d_x=4, d_y=1)
-    narrow = linear_attention(HEADS["separate rank 2"])
-    with pytest.raises(ValueError, match=r"^d_head must be d_model = 5 in merged heads, got 2\.$"):
-        replace(narrow, merged_qk=True)
-    with pytest.raises(ValueError, match=r"^W_K of merged heads must be the identity"):
+    with refused("d_head", "d_model = 5", "got 2"):
+        replace(linear_attention(HEADS["separate rank 2"]), merged_qk=True)
+    with refused("W_K", "identity"):
         weights_of_layer(replace(merged, W_K=2 * identity_keys(merged.W_Q)))

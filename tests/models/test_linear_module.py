@@ -55,9 +55,3 @@ def test_shipped_weights_and_gradients():
     torch.testing.assert_close(grad, expected)
     # A copy: the module does not change the model.
     assert module.blocks[0].attn.q.weight.data_ptr() != model.W_Q.data_ptr()
-
-
-def test_to_takes_the_argument_of_hooked_transformers():
-    model = load(CHECKPOINTS / "softmax-h2-s0").model
-    assert model.to("cpu", print_details=False) is model
-    assert model.to(torch.float64, print_details=True).cfg.dtype == torch.float64

@@ -16,12 +16,9 @@ from mechinterp.models.hooked import runner
 from mechinterp.models.hooked.masks import METHODS, Head
 from mechinterp.models.hooked.runner import hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run import general as weights_alone
-from mechinterp.models.run import linear as token_map
-from mechinterp.models.run import one_layer
-from mechinterp.models.run.predictor import Predictor, predictions_kept, predictor_of
+from mechinterp.models.run.predictor import predictions_kept, predictor_of
 from mechinterp.models.weights import Weights
-from tests.conftest import assert_close_to_rounding, sampled
+from tests.conftest import assert_close_to_rounding, refused, sampled
 from tests.deep_models import GPT2
 
 CONTEXT = {"context_only": True, "n_layers": 3}
@@ -77,7 +74,15 @@ PLAIN = {
 }
 WAYS = {"one layer": ONE_LAYER, "token map": TOKEN_MAP, "taken away": TAKEN_AWAY, "plain": PLAIN}
 ALL = {f"{way}: {name}": each for way, kind in WAYS.items() for name, each in kind.items()}
-EACH = pytest.mark.parametrize("architecture", ALL.values(), ids=ALL)
+PATHS = {
+    *("softmax", "merged, biases", "merged, linear", "1+tanh, self", "relu/L", "linear/L, read-in"),
+    *("four layers", "softmax, read-in", "causal, self, biases", "causal, merged", "in turn"),
+    *("pre-norm", "post-norm, context", "read in by an MLP", "linear with MLP", "GPT-2"),
+}
+EACH = pytest.mark.parametrize(
+    "architecture",
+    sampled(ALL.values(), keep=[ALL[n] for n in ALL if n.split(": ")[1] in PATHS].__contains__),
+)
 FIRST = [next(iter(kind.values())) for kind in WAYS.values()]
 FEW = pytest.mark.parametrize("architecture", sampled(ALL.values(), keep=FIRST.__contains__))
 """One of each way, and the others in `make test-all`."""
@@ -193,52 +198,6 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
     assert_close_to_rounding(at_query, torch.stack(with_x, dim=1))
 
 
-BACKENDS = {
-    "one layer": (ONE_LAYER, "mean", one_layer),
-    "token map": (TOKEN_MAP, "zero", token_map),
-    "weights alone": (TAKEN_AWAY | PLAIN, "zero", weights_alone),
-    "weights alone, other masks": (TAKEN_AWAY | PLAIN | TOKEN_MAP, "mean", weights_alone),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "method", "backend"), BACKENDS.values(), ids=BACKENDS)
-def test_each_kind_of_model_is_run_the_way_that_is_tested(
-    monkeypatch: pytest.MonkeyPatch, kind: dict, method: str, backend: object
-):
-    taken = []
-    for module in (one_layer, token_map, weights_alone):
-        run = module.masked_predictions
-
-        def watched(*arguments: object, module=module, run=run, **settings: object) -> Tensor:
-            taken.append(module)
-            return run(*arguments, **settings)
-
-        monkeypatch.setattr(module, "masked_predictions", watched)
-    for architecture in kind.values():
-        taken.clear()
-        predictor_of(random_weights(architecture)).run(drawn(n_prompts=4), method=method)
-        assert taken == [backend]
-
-
-@pytest.mark.slow
-@FEW
-def test_a_head_that_writes_nothing_changes_nothing(architecture: dict):
-    """To the bit when it is masked alone; to rounding beside other heads, whose matrix products then have other sizes."""
-    weights, prompts = random_weights(architecture), drawn()
-    last = weights.n_layers - 1
-    idle = sorted({(0, 1), (last, 2)})
-    predictor = predictor_of(weights.without(idle))
-    others = [[(0, 0)], [(last, 1)], [(0, 3), (last, 0)]] if last else [[(0, 0)]]
-    for method in METHODS:
-        full, *alone = predictor.run(prompts, [[], *([head] for head in idle), idle], method=method)
-        for prediction in alone:
-            assert torch.equal(prediction, full)
-        for heads in others:
-            one, other = predictor.run(prompts, [heads, [*heads, *idle]], method=method)
-            assert_close_to_rounding(one, other)
-
-
 def with_hook(weights: Weights) -> ICLTransformer:
     """The model with somebody's permanent hook on its first z, which doubles head 0's."""
     model = hooked(weights)
@@ -272,19 +231,6 @@ def test_somebodys_hooks_are_not_missed(architecture: dict):
             assert_close_to_rounding(use(predictor), use(doubling))
 
 
-def test_what_is_done_to_the_model_later_is_not_missed():
-    model, prompts = hooked(random_weights({})), drawn()
-    predictor = predictor_of(model)
-    before = predictor.run(prompts)
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: 0 * z)]):
-        assert not predictor.run(prompts).any()
-    assert torch.equal(predictor.run(prompts), before)
-    # Weights that change are seen, too.
-    with torch.no_grad():
-        model.blocks[0].attn.W_O.zero_()
-    assert not predictor.run(prompts).any()
-
-
 @FEW
 def test_prompts_of_another_dtype_are_run_in_that_of_the_weights(architecture: dict):
     weights, prompts = random_weights(architecture), drawn(n_prompts=4)
@@ -293,27 +239,25 @@ def test_prompts_of_another_dtype_are_run_in_that_of_the_weights(architecture: d
     assert_close_to_rounding(predictor.run(single), predictor.run(single.to(torch.float64)))
 
 
-def test_what_is_no_model_is_refused():
-    for other in (nn.Linear(2, 2), None, "softmax-h2-s0"):
-        with pytest.raises(ValueError, match="model must be a checkpoint, an ICLTransformer or a"):
-            predictor_of(other)
+ASKED = {
+    "layer of a head": (lambda each, prompts: each.run(prompts, [[(1, 0)]]), ("1 layers", "L1H0")),
+    "head": (lambda each, prompts: each.streams(prompts, heads=[(0, 4)]), ("4 heads", "L0H4")),
+    "negative head": (lambda each, prompts: each.run(prompts, [[(0, -1)]]), ("heads", -1)),
+    "layer": (lambda each, prompts: each.stream(prompts, 2), ("layer", "0 to 1", 2)),
+    "negative layer": (lambda each, prompts: each.query_streams(prompts, -1), ("layer", -1)),
+    "method": (
+        lambda each, prompts: each.run(prompts, [[]], method="noise"),
+        ("method", "zero, mean, resample", "'noise'"),
+    ),
+    "odd": (lambda each, prompts: each.run(prompts, [[]], method="resample"), ("even", "got 3")),
+    "no model": (lambda each, prompts: predictor_of(nn.Linear(2, 2)), ("model", "ICLTransformer")),
+}
 
 
-def test_what_does_not_exist_is_refused():
-    predictor, prompts = predictor_of(random_weights({})), drawn(n_prompts=3)
-    assert isinstance(predictor, Predictor)
-    for head in ((1, 0), (0, 4), (0, -1)):
-        for use in (predictor.run, lambda p, masks: predictor.streams(p, heads=masks[0])):
-            with pytest.raises(ValueError, match="heads must lie in 1 layers of 4 heads"):
-                use(prompts, [[head]])
-    for layer in (-1, 2):
-        for use in (predictor.stream, predictor.query_streams):
-            with pytest.raises(ValueError, match=f"layer must lie in 0 to 1, got {layer}"):
-                use(prompts, layer)
-    with pytest.raises(ValueError, match="method must be one of zero, mean, resample, got 'noise'"):
-        predictor.run(prompts, [[]], method="noise")
-    with pytest.raises(ValueError, match="swap in pairs: there must be an even number, got 3"):
-        predictor.run(prompts, [[]], method="resample")
+@pytest.mark.parametrize(("use", "words"), ASKED.values(), ids=ASKED)
+def test_what_does_not_exist_is_refused(use, words):
+    with refused(*words):
+        use(predictor_of(random_weights({})), drawn(n_prompts=3))
 
 
 class Counted(nn.Module):

@@ -38,14 +38,6 @@ def test_halves_are_those_of_llama_and_pairs_those_of_gptj():
     torch.testing.assert_close(rotated(q, PAIRS), gptj.apply_rotary_pos_emb(q, sin, cos))
 
 
-def test_products_depend_on_the_distance_alone():
-    q, k = torch.randn(2, 4, dtype=torch.float64)
-    turned = [rotated(each.expand(6, 1, 4), HALVES)[:, 0] for each in (q, k)]
-    products = turned[0] @ turned[1].T
-    torch.testing.assert_close(products[2, 0], products[5, 3])
-    assert (products[2, 0] - products[2, 1]).abs() > 1e-3
-
-
 def test_entries_behind_the_turned_ones_stay_and_later_rows_turn_further():
     heads = torch.randn(6, 1, 5)
     turned = rotated(heads, HALVES)

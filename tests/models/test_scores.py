@@ -30,12 +30,6 @@ def scores(generator: torch.Generator) -> torch.Tensor:
     return 0.5 * torch.randn(4, 3, 7, generator=generator, dtype=torch.float64)
 
 
-def test_every_score_is_covered():
-    assert {*F, *LINEAR, "relu/L"} == set(CONTEXT_ONLY_SCORES)
-    for score in CONTEXT_ONLY_SCORES:
-        assert is_normalised(score) == (score in F)
-
-
 @pytest.mark.parametrize(("score", "factor"), [("linear", SLOPE), ("linear/L", SLOPE / 7)])
 def test_linear_weights_are_the_scores(scores: torch.Tensor, score: str, factor: float):
     pattern, slope = pattern_and_slope(scores, score=score, slope=SLOPE)
@@ -133,12 +127,6 @@ def test_derivative_of_rectified_scores_is_that_of_their_odd_part():
     pattern = attention_pattern(0.3 * x, score="relu/L", slope=SLOPE)
     slope = score_derivative_at_zero("relu/L", SLOPE, context_length=len(x))
     torch.testing.assert_close((pattern * x).sum(), slope * 0.3 * x.square().mean())
-
-
-@pytest.mark.parametrize("function", [attention_pattern, pattern_and_slope])
-def test_an_unknown_score_is_refused(function):
-    with pytest.raises(ValueError, match=r"score must be one of softmax, .*, got 'relu'"):
-        function(torch.zeros(3), score="relu")
 
 
 @pytest.mark.parametrize("own", [False, True])

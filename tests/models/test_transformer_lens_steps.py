@@ -1,18 +1,14 @@
 """What one does with TransformerLens, step by step as in notebook 9, where the answer is known."""
 
 from dataclasses import fields, replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformer_lens import patching
-from transformer_lens.head_detector import detect_head
-from transformer_lens.tools.analysis import interchange, sparse_probing
 from transformer_lens.tools.analysis.attribution_patching import attribution_patch
 
 from mechinterp import Prompts, circuits, load, patch_positions, sample_prompts
-from mechinterp.config import ModelConfig
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.models.test_transformer_lens import MODELS, N_POS, loaded
 
@@ -75,18 +71,6 @@ def test_a_gradient_says_what_patching_the_last_heads_does(shipped):
         assert sum(at_all) == pytest.approx(patched[last, head].item(), rel=1e-3, abs=1e-5)
 
 
-def test_a_head_that_asks_for_nothing_looks_evenly():
-    model = ICLTransformer(ModelConfig(n_heads=2), d_x=5, d_y=1, n_ctx=20).eval()
-    vectors = torch.randn(1, 9, 6, generator=torch.Generator().manual_seed(0))
-    evenly = torch.ones(9, 9).tril(-1) / torch.arange(9).clamp(min=1)[:, None]
-    scores = detect_head(model, vectors, evenly, error_measure="abs")
-    torch.testing.assert_close(scores, torch.ones(1, 2))
-    previous = detect_head(model, vectors, "previous_token_head")
-    # Row i gives 1/i to the token before it, over all there is: one of eight rows each.
-    expected = sum(1 / i for i in range(1, 9)) / 8
-    torch.testing.assert_close(previous, torch.full((1, 2), expected))
-
-
 def test_a_head_looks_for_what_is_like_the_query_by_the_sign_of_its_omega():
     checkpoint = load("checkpoints/softmax-h2-s0")
     prompts = sample_prompts(checkpoint.task, 256, seed=0)
@@ -97,55 +81,3 @@ def test_a_head_looks_for_what_is_like_the_query_by_the_sign_of_its_omega():
     assert (excess.abs() > 4 * error).all()
     omega = circuits(checkpoint).omega.mean(1)
     np.testing.assert_array_equal(np.sign(excess.numpy()), np.sign(omega))
-
-
-def test_the_read_out_carries_the_prediction_from_one_prompt_to_another(shipped):
-    model, base = shipped
-    tokens = model.tokens(base)
-    source = tokens.flip(0)
-    place = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
-    way = {"task_logits": lambda x: model(x)[:, -1], "positions": torch.full((3,), N_POS - 1)}
-    held = interchange.collect_activations(model, place, source, **way)
-    read = interchange.orthonormal_subspace(model.W_U.detach(), rank=model.cfg.d_y).basis
-    swapped, kept = (
-        interchange.intervened_logits(
-            model, place, interchange.SubspaceInterchange(basis), tokens, held, **way
-        )
-        for basis in (read, torch.linalg.qr(read, mode="complete")[0][:, model.cfg.d_y :])
-    )
-    torch.testing.assert_close(swapped, model(source)[:, -1].detach(), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(kept, model(tokens)[:, -1].detach(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_learned_direction_carries_the_sign():
-    checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-    model = checkpoint.model
-    base, source = (sample_prompts(checkpoint.task, 96, seed=seed) for seed in (2, 3))
-    wanted = (model.predict(source)[:, 0] > 0).long()
-    last, ends = torch.full((96,), 40), torch.tensor([-1, 1])
-    way = {"task_logits": lambda x: model(x)[:, -1] * ends}
-    place, pair = "blocks.3.hook_resid_post", (model.tokens(base), model.tokens(source))
-    places = {"base_positions": last, "source_positions": last}
-    budget = {"rank": 1, "epochs": 12, "batch_size": 32, "lr": 0.1}
-    fitted = interchange.fit_das(model, place, *pair, wanted, **places, **budget, **way)
-    held = interchange.collect_activations(model, place, pair[1], positions=last, **way)
-    run = partial(interchange.intervened_logits, model, place)
-    right = {}
-    for name, basis in (("learned", fitted.basis), ("random", interchange.random_basis(64, 1, 0))):
-        step = interchange.SubspaceInterchange(basis)
-        logits = run(step, pair[0], held, positions=last, **way)
-        right[name] = (logits.argmax(1) == wanted).float().mean().item()
-    assert right["learned"] > 0.9 > 0.75 > right["random"]
-
-
-def test_a_sparse_probe_finds_the_coordinate_it_is_asked_for(shipped):
-    model, _ = shipped
-    cfg = model.cfg
-    if cfg.model.d_model is not None:
-        return  # the stream is a mixture of the token's entries
-    generator = torch.Generator().manual_seed(0)
-    stream = model(torch.randn(400, 3, cfg.d_token, generator=generator), stop_at_layer=0)[:, -1]
-    probe = sparse_probing.fit_sparse_probe(stream.detach(), stream[:, 1] > 0, k=1)
-    assert probe.selected_features.tolist() == [1]
-    assert probe.metrics.roc_auc == 1

@@ -10,13 +10,13 @@ from analyses.lib.theory.linear_pools import pool_optimum, second_moment
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig, override
 from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import covariance_matrix, sample_prompts, task_pool
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments
 from mechinterp.theory.linear_heads import merged_heads
 from mechinterp.training.linear.flow import flow
 from mechinterp.training.linear.trainer import task_moments, train_linear
+from tests.conftest import refused
 
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)
 KMS = CovarianceConfig(kind="kms", rho=0.5)
@@ -41,21 +41,6 @@ def test_the_row_of_the_facts_for_one_task():
     best = pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25)
     assert best.pool_risk == pytest.approx(0.0776, abs=0.00005)
     assert best.new_risk == pytest.approx(4.262, abs=0.001)
-
-
-@pytest.mark.parametrize(
-    ("n_tasks", "pool_risk", "new_risk"),
-    [(2, 0.492, 3.499), (4, 1.044, 2.177), (8, 1.213, 1.739), (64, 1.246, 1.204)],
-)
-def test_the_rows_of_the_facts_for_more_tasks_are_usual_ones(
-    n_tasks: int, pool_risk: float, new_risk: float
-):
-    # How their pools were drawn is not known. Over draws of pools the closed form is as often below as above such numbers.
-    pools = np.random.default_rng(1).standard_normal((400, n_tasks, 5))
-    optima = [pool_optimum(pool, np.ones(5), context_length=20, noise_var=0.25) for pool in pools]
-    risks = np.array([(each.pool_risk, each.new_risk) for each in optima])
-    below = (risks < [pool_risk, new_risk]).mean(0)
-    assert ((below > 0.025) & (below < 0.975)).all()
 
 
 @pytest.mark.parametrize("n_tasks", [1, 2, 4, 8, 64])
@@ -102,19 +87,11 @@ def test_linear_attention_keeps_second_moments_only():
     assert (first - second).abs().mean() > 0.1
 
 
-def test_on_its_pool_dmmse_beats_ridge_and_linear_attention():
-    prompts = sample_prompts(TASK, 4000, dtype=torch.float64)
-    posterior = dmmse(prompts, pool=task_pool(TASK), noise_var=0.25)
-    both = torch.stack([posterior, ridge(prompts, penalty=TASK.posterior_penalty)])
-    best, other = (both - prompts.y_query_clean).square().mean((1, 2)).tolist()
-    assert best < other < optimum_of(TASK).pool_risk
-
-
 def noiseless(n_tasks: int) -> TaskConfig:
     return TaskConfig(d_x=4, context_length=31, noise_var=0.0, beta_var=1.0, n_tasks=n_tasks)
 
 
-@pytest.mark.parametrize("n_tasks", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n_tasks", [1, 3, 9])
 def test_as_many_directions_are_learned_as_the_pool_spans(n_tasks: int):
     moments = task_moments(noiseless(n_tasks))
     directions, rank = modes(moments), min(n_tasks, 4)
@@ -146,25 +123,26 @@ def test_a_trained_layer_ends_at_the_optimum_of_its_pool(optimizer: str):
         assert best.pool_risk < losses.iloc[-1] < 1.2 * best.pool_risk
 
 
-@pytest.mark.parametrize(
-    ("pool", "message"),
-    [
-        (np.zeros((3, 2)), "eigenvalues of task_covariance must be positive numbers or 0"),
-        (np.full((3, 2), np.nan), "pool must be finite"),
-    ],
-)
-def test_a_pool_without_tasks_is_refused(pool: np.ndarray, message: str):
-    with pytest.raises(ValueError, match=message):
-        pool_optimum(pool, np.ones(2), context_length=5)
-
-
-def test_a_singular_law_of_tasks_is_taken_and_a_negative_one_not():
+def test_a_singular_law_of_tasks_is_taken():
     moments = population_moments(np.ones(2), context_length=5, task_covariance=np.ones((2, 2)))
     assert len(modes(moments).rates) == 1
     with pytest.raises(ValueError, match="must be positive numbers or 0, not all 0"):
         population_moments(np.ones(2), context_length=5, task_covariance=np.zeros(2))
 
 
-def test_training_on_moments_takes_pools_of_uncorrelated_covariates_only():
-    with pytest.raises(ValueError, match=r'task\.covariance\.kind must be "identity" for train'):
-        override(preset("linear-merged"), "task.n_tasks=2")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: pool_optimum(np.full((3, 2), np.nan), np.ones(2), context_length=5),
+            ("pool", "finite"),
+        ),
+        (
+            lambda: override(preset("linear-merged"), "task.n_tasks=2"),
+            ("task.covariance.kind", "identity"),
+        ),
+    ],
+)
+def test_pools_without_theory_are_refused(call, words: tuple):
+    with refused(*words):
+        call()

@@ -74,8 +74,3 @@ def test_risk_falls_with_the_rank_until_it_is_that_of_the_best_step(shared: bool
     least = joint_step_risk(best, moments)
     np.testing.assert_allclose(risks[needed - 1 :], least, rtol=1e-9)
     assert (np.diff(risks[:needed]) < -0.005).all()
-
-
-def test_rank_below_one_is_refused():
-    with pytest.raises(ValueError, match="rank must be >= 1, got 0"):
-        joint_step_of_rank(moments_of(shared=True), 0)

@@ -20,8 +20,7 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols
-
-NARROW = {"d_x": 4, "context_length": 3, "signal_var": 1.0}
+from tests.conftest import refused
 
 
 def prompts_of(n: int, **fields: object):
@@ -100,14 +99,19 @@ def test_moments_of_the_correlations():
 
 
 @pytest.mark.parametrize(
-    ("risk", "sizes", "message"),
+    ("call", "words"),
     [
-        (ols_risk, {"d_x": 4, "context_length": 5}, "> d_x . 1 = 5, got 5"),
-        (oracle_risk, {"sparsity": 4, "context_length": 5}, "> sparsity . 1 = 5, got 5"),
-        (minimum_norm_risk, {**NARROW, "noise_var": 1.0}, "< d_x - 1 = 3, got 3"),
-        (best_ridge_risk, {**NARROW, "noise_var": 0.0}, "noise_var must be > 0, got 0"),
+        (lambda: ols_risk(d_x=4, context_length=5, noise_var=1.0), ("d_x + 1 = 5", 5)),
+        (
+            lambda: minimum_norm_risk(d_x=4, context_length=3, noise_var=1.0, signal_var=1.0),
+            ("d_x - 1 = 3", 3),
+        ),
+        (
+            lambda: best_ridge_risk(d_x=4, context_length=3, noise_var=0.0, signal_var=1.0),
+            ("noise_var", "> 0", 0),
+        ),
     ],
 )
-def test_outside_of_a_formula(risk, sizes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        risk(**{"noise_var": 1.0} | sizes)
+def test_outside_of_a_formula(call, words: tuple):
+    with refused(*words):
+        call()

@@ -1,6 +1,5 @@
 """Packs as Ray tasks: the bits of a local run, on a cluster that loses a node."""
 
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, overrid
 from mechinterp.presets import preset
 from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.train import train_models
-from tests.training.test_trainer import refused
+from tests.conftest import refused
 
 BASE = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=8),
@@ -36,7 +35,7 @@ FLOW = {"flow": MODELS["flow"]}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator:
-    """Two nodes of one CPU each, on this machine."""
+    """A node of one CPU on this machine."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -44,8 +43,6 @@ def cluster() -> Iterator:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         head = {"num_cpus": 1, "include_dashboard": False}
         made = Cluster(initialize_head=True, head_node_args=head)
-        made.add_node(num_cpus=1)
-        made.wait_for_nodes()
         yield made
         ray.shutdown()
         made.shutdown()
@@ -69,22 +66,16 @@ def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster
         (tmp_path / "flow").write_text("in the way")  # it came after the run had begun
         return train_on_ray(jobs, on_log, address=cluster.address)
 
-    with refused(f"{tmp_path / 'flow'}: cannot be written ("):
+    with refused(tmp_path / "flow", "written", error=CheckpointError):
         train_models({"flow": MODELS["flow"]}, tmp_path, resume=True, engine=engine)
-
-
-@pytest.mark.slow
-def test_gpus_must_be_there(tmp_path: Path, cluster):
-    engine = partial(train_on_ray, address=cluster.address, device="cuda")
-    with pytest.raises(ValueError, match=r"--device cuda needs a cluster with GPUs; there are no"):
-        train_models(MODELS, tmp_path, engine=engine)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
     local, spread = tmp_path / "local", tmp_path / "spread"
-    (lost,) = cluster.worker_nodes
+    lost = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
 
     def kill_a_node() -> list[str]:
         """One that trains: every node has one CPU, and two packs have been begun."""
@@ -130,34 +121,6 @@ def test_a_pack_waits_for_a_machine_that_still_writes_it(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["flow"]
 
 
-def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"needs Ray: pip install ray\.$"):
-        train_models(MODELS, tmp_path, engine=train_on_ray)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
-    pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(ValueError, match=rf"^--address {address}: no Ray there \(.*refused\)\.$"):
-        train_models(MODELS, tmp_path, engine=partial(train_on_ray, address=address))
-
-
-@pytest.mark.slow
-def test_ray_replaces_an_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.3")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        engine = partial(train_on_ray, address=f"127.0.0.1:{port}")
-        words = f"127.0.0.1:{port}: Ray goes to 127.0.0.3:{port} in its place, and nobody listens"
-        with pytest.raises(ValueError, match=words):
-            train_models(MODELS, tmp_path, engine=engine)
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
@@ -191,10 +154,3 @@ def test_a_worker_that_outlives_its_run_is_not_written_over(tmp_path: Path):
         train_models(models, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert train_models(models, tmp_path).steps == 400
-
-
-def test_with_nothing_to_do_no_cluster_is_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train_models({"flow": MODELS["flow"]}, tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    summary = train_models({"flow": MODELS["flow"]}, tmp_path, resume=True, engine=train_on_ray)
-    assert (summary.steps, len(summary.checkpoints)) == (0, 1)

@@ -9,10 +9,8 @@ import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.general import predict_deep
-from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from tests.conftest import assert_same
-from tests.training.test_trainer import finished
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8, sparsity=1, nonzeros="signs"),
@@ -83,30 +81,3 @@ def test_contexts_of_all_lengths_are_seen(monkeypatch: pytest.MonkeyPatch):
     seen.clear()
     DeepRun({"m": override(CONFIG, "train.shortest_context=null")}).update(0)
     assert set(seen) - {None} == {8}
-
-
-def test_history_has_a_row_per_logged_step_layer_and_head():
-    trained = finished(DeepRun({"m": CONFIG})).results()["m"]
-    history = trained.history
-    columns = ["step", "layer", "head", "loss", "eval_loss", "qk_norm", "ov_norm"]
-    assert list(history) == columns
-    assert history["step"].tolist() == [0] * 4 + [10] * 4 + [20] * 4
-    assert history["layer"].tolist() == [0, 0, 1, 1] * 3
-    assert history["head"].tolist() == [0, 1, 0, 1] * 3
-    prompts = sample_prompts(CONFIG.task, 40, seed=3)
-    loss = (predict_deep(trained.weights, prompts) - prompts.y_query).square().mean().item()
-    assert history["eval_loss"].iloc[-1] == pytest.approx(loss, rel=1e-5)
-
-
-def test_models_train_alone():
-    with pytest.raises(ValueError, match="trains alone, got 2 models"):
-        DeepRun({"a": CONFIG, "b": CONFIG})
-
-
-def test_presets_fit_the_construction_or_are_of_one_size():
-    of_heads = (initial_deep_weights(preset(f"sparse-h{h}")).tensors.values() for h in (1, 4, 8))
-    assert len({sum(tensor.numel() for tensor in tensors) for tensors in of_heads}) == 1
-    wide = preset("sparse-wide")
-    assert wide.model.n_heads == wide.task.d_x
-    assert wide.d_model >= 2 * wide.task.d_x + 1
-    assert wide.task.d_x / wide.task.sparsity >= 16

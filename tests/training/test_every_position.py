@@ -1,21 +1,20 @@
 """Loss at every position: one pass gives the mean of the losses at each length, and its gradient."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from analyses.lib.deep_pack import DeepPack
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.general import predictions
 from mechinterp.presets import preset
-from mechinterp.training.general.step import loss_and_gradients, losses_at_every
+from mechinterp.training.general.step import loss_and_gradients
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.run import narrowed, train_run
-from tests.conftest import assert_same
+from mechinterp.training.run import narrowed
+from tests.conftest import refused
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=5, noise_var=0.25, n_tasks=4),
@@ -48,13 +47,6 @@ def test_the_loss_is_the_mean_over_lengths_and_its_gradient_that_of_autograd(con
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-12)
 
 
-def test_in_float32_the_loss_is_that_of_each_length_to_1e6():
-    weights, prompts = initial_deep_weights(CONFIG), sample_prompts(CONFIG.task, 256)
-    with torch.no_grad():
-        one_pass, each = losses_at_every(weights, prompts), at_every_length(weights, prompts)
-    torch.testing.assert_close(one_pass, each, rtol=1e-6, atol=0)
-
-
 def test_the_history_has_the_loss_after_each_number_of_pairs():
     run = DeepRun({"m": override(CONFIG, "train.first_position=false")})
     run.advance()
@@ -65,17 +57,6 @@ def test_the_history_has_the_loss_after_each_number_of_pairs():
     with torch.no_grad():
         each = at_every_length(run.weights, prompts)
     assert history[columns].iloc[-1].tolist() == pytest.approx(each.tolist(), rel=1e-6)
-
-
-def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path):
-    whole, stopped = DeepRun({"m": CONFIG}), DeepRun({"m": CONFIG})
-    train_run(whole, tmp_path / "whole.safetensors")
-    stopped.advance()
-    stopped.save(tmp_path / "stopped.safetensors")
-    again = DeepRun.restore(tmp_path / "stopped.safetensors")
-    train_run(again, tmp_path / "stopped.safetensors")
-    assert_same(whole.weights, again.weights)
-    assert whole.results()["m"].history.equals(again.results()["m"].history)
 
 
 @pytest.mark.parametrize(
@@ -141,20 +122,14 @@ def test_narrow_prompts_have_the_same_noise():
         (("model.layout=pairs",), ("train.loss", "layout", "'every'")),
         (("train.shortest_context=2",), ("train.shortest_context", "every")),
         (("train.loss=query", "train.first_position=false"), ("first_position", "every")),
-        (("train.curriculum_d_x=2",), ("curriculum_d_x", "curriculum_every")),
-        (("train.curriculum_every=1", "train.curriculum_d_x=4"), ("curriculum_d_x", "3")),
-        (("train.schedule=triangle", "train.warm_up=6"), ("train.warm_up", "6")),
+        (("train.curriculum_every=1", "train.curriculum_d_x=4"), ("curriculum_d_x", 3)),
+        (("train.schedule=triangle", "train.warm_up=6"), ("train.warm_up", 6)),
         (("train.schedule=linear",), ("train.schedule", "triangle", "linear")),
     ],
 )
-def test_what_does_not_fit_is_refused(settings: tuple[str, ...], words: tuple[str, ...]):
-    with pytest.raises(ValueError, match=".*".join(words)):
+def test_what_does_not_fit_is_refused(settings: tuple[str, ...], words: tuple):
+    with refused(*words):
         override(CONFIG, *settings)
-
-
-def test_a_layer_of_pairs_has_no_loss_at_every_position():
-    with pytest.raises(ValueError, match="'pairs'"):
-        ExperimentConfig(model=ModelConfig(), train=TrainConfig(loss="every"))
 
 
 @pytest.mark.slow
@@ -182,8 +157,3 @@ def test_models_of_a_pack_learn_as_they_do_alone(settings: tuple[str, ...]):
             equal_nan=True,
         )
         assert together[name].snapshots.keys() == alone.snapshots.keys()
-
-
-def test_a_pack_refuses_models_that_differ_in_more():
-    with pytest.raises(ValueError, match="seed and pool"):
-        DeepPack({"a": CONFIG, "b": override(CONFIG, "task.noise_var=0.5")})

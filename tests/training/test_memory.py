@@ -13,12 +13,10 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
-from mechinterp.training import lanes
 from mechinterp.training import run as running
 from mechinterp.training import train as training
-from mechinterp.training.one_layer import pack as pack_module
 from mechinterp.training.one_layer.pack import Pack, pack_bytes
-from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.one_layer.step import loss_and_gradients, membership
 from mechinterp.training.run import batch_chunks
 
 CONFIG = ExperimentConfig(
@@ -99,37 +97,3 @@ def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
     before, *_, after = peaks({"many": many})
     assert after - before < training.FIRST_USE_BYTES + pack_bytes({"many": many})
     assert pack_bytes({"many": many}) < 0.25 * batch
-
-
-def test_the_lanes_counted_are_those_of_the_kernel():
-    assert pack_module.LANES == lanes.LANES
-
-
-WIDE = override(CONFIG, "task.d_x=10", "model.n_heads=120", "train.batch_size=8")
-
-
-def snapshot_bytes(config: ExperimentConfig) -> int:
-    return 4 * sum(part.numel() for part in initial_weights(config).tensors.values())
-
-
-@pytest.mark.exhaustive
-def test_a_pack_of_many_snapshots_stays_under_what_is_said(peaks):
-    long = override(WIDE, "train.steps=100", "train.snapshot_every=1", "train.log_every=50")
-    models = {f"{seed}": override(long, f"seed={seed}") for seed in range(4)}
-    before, *_, after = peaks(models)
-    grown = after - before
-    assert 4 * 101 * snapshot_bytes(WIDE) < grown < training.FIRST_USE_BYTES + pack_bytes(models)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_finished_models(peaks):
-    base = override(WIDE, "train.steps=10", "train.snapshot_every=1", "train.log_every=10")
-    models = {f"{pack}": override(base, f"train.data_seed={pack}") for pack in range(50)}
-    seen = peaks(models)
-    assert len(seen) == 1 + 50 + 1
-    # Forty packs that left what they held would take this much:
-    held = 40 * 11 * snapshot_bytes(WIDE)
-    assert held > 75e6
-    # From the tenth pack to the last; what the run's end takes does not depend on their number.
-    assert seen[-2] - seen[10] < 0.1 * held

@@ -1,5 +1,6 @@
 """Snapshots lie in one file, [step, ...] by name; folders with a file per step are still read."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.training.train import train
-from tests.conftest import assert_same
-from tests.training.test_trainer import refused
+from tests.conftest import assert_same, refused
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
@@ -22,9 +22,15 @@ CONFIG = ExperimentConfig(
 )
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(CONFIG, out=tmp_path_factory.mktemp("run") / "model").path
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> Checkpoint:
-    return train(CONFIG, out=tmp_path / "model")
+def trained(stored: Path, tmp_path: Path) -> Checkpoint:
+    """A copy, to be spoilt."""
+    return load(shutil.copytree(stored, tmp_path / "model"))
 
 
 def snapshot_file(checkpoint: Checkpoint) -> Path:
@@ -64,19 +70,6 @@ def test_a_folder_with_a_file_per_step_is_still_read_and_saved_as_one_file(train
             assert_same(checkpoint.snapshots[step], weights)
 
 
-def test_a_model_without_snapshots_has_no_such_file(trained: Checkpoint):
-    snapshot_file(trained).unlink()
-    bare = load(trained.path)
-    assert bare.snapshots == {}
-    bare.save_pretrained(trained.path.parent / "bare")
-    assert not (trained.path.parent / "bare" / "snapshots.safetensors").exists()
-
-
-def test_narrow_numbers_are_widened_as_those_of_the_model_are(trained: Checkpoint):
-    spoil(trained, lambda stored: {n: t if n == "step" else t.half() for n, t in stored.items()})
-    assert load(trained.path).snapshots[4].dtype == torch.float32
-
-
 def spoil(trained: Checkpoint, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]):
     stored = change(load_file(snapshot_file(trained)))
     kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
@@ -85,41 +78,29 @@ def spoil(trained: Checkpoint, change: Callable[[dict[str, Tensor]], dict[str, T
 
 W_V = "blocks.0.attn.W_V"
 FAULTS = {
-    "no steps": ("step", lambda step: None, "must hold whole numbers, one for each"),
-    "broken steps": ("step", lambda step: step + 0.5, "must hold whole numbers, one for each"),
-    "falling steps": (
-        "step",
-        lambda step: step[[0, 2, 1]],
-        "must rise from 0 or later, got [0, 8, 4]",
-    ),
-    "negative step": ("step", lambda step: step - 4, "must rise from 0 or later, got [-4, 0, 4]"),
-    "rows": (
-        W_V,
-        lambda rows: rows[:2].clone(),
-        "must have 3 rows, one for each step, got shape (2,",
-    ),
-    "shape": (
-        W_V,
-        lambda rows: rows.repeat(1, 1, 1, 2),
-        "must have shape (1, 3, 3), got (1, 3, 6)",
-    ),
-    "missing": (W_V, lambda rows: None, "is missing"),
-    "not finite": (W_V, lambda rows: rows * torch.nan, "must hold finite numbers, got 9 NaN"),
+    "no steps": ("step", lambda step: None, ("whole numbers",)),
+    "broken steps": ("step", lambda step: step + 0.5, ("whole numbers",)),
+    "falling steps": ("step", lambda step: step[[0, 2, 1]], ("rise", [0, 8, 4])),
+    "negative step": ("step", lambda step: step - 4, ("rise", [-4, 0, 4])),
+    "rows": (W_V, lambda rows: rows[:2].clone(), ("3 rows", "(2,")),
+    "shape": (W_V, lambda rows: rows.repeat(1, 1, 1, 2), ((1, 3, 3), (1, 3, 6))),
+    "missing": (W_V, lambda rows: None, ("missing",)),
+    "not finite": (W_V, lambda rows: rows * torch.nan, ("finite", "9 NaN")),
 }
 
 
-@pytest.mark.parametrize(("name", "change", "message"), FAULTS.values(), ids=FAULTS)
-def test_bad_snapshots_are_refused_in_one_line(trained, name: str, change, message: str):
+@pytest.mark.parametrize(("name", "change", "words"), FAULTS.values(), ids=FAULTS)
+def test_bad_snapshots_are_refused_in_one_line(trained, name: str, change, words: tuple):
     spoil(trained, lambda stored: stored | {name: change(stored[name])})
-    with refused(f"{snapshot_file(trained)}: {name} {message}"):
+    with refused(snapshot_file(trained), name, *words, error=CheckpointError):
         _ = load(trained.path).snapshots
 
 
 def test_a_file_that_is_none_is_refused(trained: Checkpoint):
     snapshot_file(trained).write_bytes(snapshot_file(trained).read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"snapshots\.safetensors: not a readable safetens"):
+    with refused("snapshots.safetensors", "not a readable", error=CheckpointError):
         _ = load(trained.path).snapshots
     snapshot_file(trained).unlink()
     snapshot_file(trained).mkdir()
-    with pytest.raises(CheckpointError, match="must be a regular file, got a folder"):
+    with refused("regular file", "folder", error=CheckpointError):
         _ = load(trained.path).snapshots

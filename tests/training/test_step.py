@@ -10,7 +10,6 @@ from numba import njit, types
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import NAMES, AttentionWeights, stack
-from mechinterp.training import lanes
 from mechinterp.training.lanes import LANES, exponential, load, store
 from mechinterp.training.one_layer.step import (
     by_tensors,
@@ -101,28 +100,6 @@ def test_batches_need_not_fill_their_blocks(n_prompts: int):
     assert_equals_float64(stack(some_models(task)), some_prompts(task, n_prompts))
 
 
-def test_prompts_may_lie_in_any_order_in_memory():
-    task = TaskConfig(d_x=3, d_y=2, context_length=5)
-    weights, prompts = stack(some_models(task)), some_prompts(task)
-    turned = replace(
-        prompts,
-        x=prompts.x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
-        x_query=prompts.x_query.T.contiguous().T,
-    )
-    assert turned.x.stride() != prompts.x.stride()
-    loss, gradients = loss_and_gradients(weights, turned, membership(HEADS))
-    expected_loss, expected = loss_and_gradients(weights, prompts, membership(HEADS))
-    assert torch.equal(loss, expected_loss)
-    for name in NAMES:
-        assert torch.equal(getattr(gradients, name), getattr(expected, name))
-
-
-def test_prompts_of_another_size_are_refused():
-    weights, prompts = stack(some_models(TaskConfig())), some_prompts(TaskConfig(d_x=4))
-    with pytest.raises(ValueError, match=r"must have d_x, d_y = 5, 1 as the weights have, got \(4"):
-        loss_and_gradients(weights, prompts, membership(HEADS))
-
-
 @pytest.mark.parametrize("score", ["softmax", "1+tanh"])
 def test_large_scores_do_not_overflow(score: str):
     task = TaskConfig(context_length=20)
@@ -199,25 +176,6 @@ def test_nan_stays_in_its_model(score: str, dtype: torch.dtype):
         assert torch.isnan(part[1:3, rows]).all()
 
 
-def test_a_kernel_that_cannot_be_kept_on_disk_is_compiled(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*signatures: object, cache: bool = False, **options: object):
-        if cache:
-            raise RuntimeError("cannot cache function 'double': no locator available")
-        return njit(*signatures, **options)
-
-    monkeypatch.setattr(lanes, "njit", refuse)
-    double = lanes.compiled(types.float64(types.float64))(lambda x: 2 * x)
-    assert double(1.5) == 3.0
-
-
-def test_membership_sums_the_heads_of_each_model():
-    members = membership([1, 2, 1])
-    assert members.owner.tolist() == [0, 1, 1, 2]
-    assert members.slots.tolist() == [[0, 4], [1, 2], [3, 4]]
-    outputs = torch.tensor([1.0, 10.0, 100.0, 1000.0])[None, :, None]
-    assert members.sum(outputs).flatten().tolist() == [1, 110, 1000]
-
-
 @pytest.mark.slow
 def test_initial_weights_are_uniform_within_one_over_root_fan_in():
     config = ExperimentConfig(TaskConfig(d_x=3, d_y=2), ModelConfig(n_heads=4, d_head=7))
@@ -248,9 +206,3 @@ def test_initial_weights_depend_on_the_seed_and_the_shapes_only():
     for name in NAMES:
         assert torch.equal(getattr(same, name), getattr(expected, name))
         assert not torch.equal(getattr(other_seed, name), getattr(expected, name))
-
-
-def test_initial_weights_carry_scale_and_score():
-    config = ExperimentConfig(model=ModelConfig(d_head=4, score="1+Cx", score_slope=0.8))
-    weights = initial_weights(config)
-    assert (weights.scale, weights.score, weights.score_slope) == (0.5, "1+Cx", 0.8)

@@ -579,7 +579,7 @@ def name_algorithm(
         `classify`, `fit_learners`, `probe_layers`, `read_out_by_layer`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
-        >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=4), n_prompts=32).label
+        >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=2), n_prompts=16).label
         'gradient_descent'
         >>> from mechinterp.config import TaskConfig
         >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label

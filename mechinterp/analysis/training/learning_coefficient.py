@@ -220,14 +220,14 @@ def local_learning_coefficient(
         `linear_components`, `jump_forecast`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
-        >>> chains = Chains(n_chains=4, n_draws=100, n_warmup=50)
+        >>> chains = Chains(n_chains=4, n_draws=30, n_warmup=30)
         >>> found = local_learning_coefficient(load("checkpoints/linear-separate-s0"), chains=chains)
         >>> found.exact, abs(found.estimate - 8) < 4 * found.sem
         (8.0, True)
         >>> def square(points):
         ...     return (points[:, :3] ** 2).sum(1), np.pad(2 * points[:, :3], ((0, 0), (0, 2)))
         >>> loss = LocalLoss(square, np.zeros(5), "5 entries", "a quadratic in 3 of them", exact=1.5)
-        >>> found = local_learning_coefficient(loss, chains=Chains(4, 300, 100, 10))
+        >>> found = local_learning_coefficient(loss, chains=Chains(4, 100, 50, 10))
         >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
         (True, True)
     """
