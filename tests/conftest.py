@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def prompts(generator: torch.Generator) -> Prompts:
 def gradient_step_weights() -> AttentionWeights:
     """Three heads, d_x = 5: heads 0 and 1 are one debiased step of size 0.88, head 2 is zero."""
     return stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
+
+
+@contextmanager
+def refused(*words: object, error: type[Exception] = ValueError) -> Iterator[None]:
+    """What stands in it ends in an error of one line with these words: the thing, its value, the option."""
+    with pytest.raises(error) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+    for word in words:
+        assert str(word) in str(raised.value)
 
 
 @dataclass
