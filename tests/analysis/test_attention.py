@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.attention import attention_patterns
+from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.icl.prompts import Prompts
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.constructions.one_layer import kernel_head
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, refused
+from tests.deep_models import random_gpt2, random_model
 
 
 @pytest.mark.parametrize("name", ["softmax-h2-s0", "tanh-h2-s0", "linear-separate-s0"])
 def test_weights_are_those_of_the_hooked_model(name: str, generator: torch.Generator):
-    from mechinterp.icl.prompts import sample_prompts
-
     checkpoint = load(CHECKPOINTS / name)
     prompts = sample_prompts(checkpoint.config.task, 4, generator=generator)
     found = attention_patterns(checkpoint, prompts)
@@ -35,18 +35,6 @@ def test_a_kernel_head_weighs_by_likeness_alone(prompts: Prompts):
     assert frame["attention"].groupby(frame["prompt"]).sum().tolist() == pytest.approx([1, 1, 1])
 
 
-def test_figures_move_from_prompt_to_prompt(prompts: Prompts):
-    found = attention_patterns(kernel_head(0.5, 1.5, d_x=5), prompts[:3])
-    for figure in (found.plot(), found.plot_similarity()):
-        assert [frame.name for frame in figure.frames] == ["0", "1", "2"]
-        assert [step.label for step in figure.layout.sliders[0].steps] == ["0", "1", "2"]
-        assert figure.layout.sliders[0].active == found.typical
-    # A kernel head looks at a token the more, the more alike it is: sorted by likeness, weights rise.
-    drawn = np.asarray(found.plot().frames[1].data[0].z)
-    np.testing.assert_allclose(drawn, np.sort(found.pattern[1], axis=1), atol=1e-7)
-    np.testing.assert_array_equal(found.plot_similarity().frames[1].data[0].x, found.similarity[1])
-
-
 def test_of_many_prompts_those_at_even_quantiles_of_the_error_are_kept(prompts: Prompts):
     weights = kernel_head(0.5, 1.5, d_x=5)
     every = attention_patterns(weights, prompts, shown=len(prompts))
@@ -57,11 +45,85 @@ def test_of_many_prompts_those_at_even_quantiles_of_the_error_are_kept(prompts: 
     np.testing.assert_array_equal(found.pattern, every.pattern[order[places]])
     assert (found.typical, found.n_prompts) == (1, len(prompts))
     assert "Rank correlation with the weight: head 0 1.00" in found.sentences()[1]
-    with pytest.raises(ValueError, match=r"shown must be >= 1, got 0"):
+    drawn = np.asarray(found.plot().frames[1].data[0].z)  # sorted by likeness, weights rise
+    np.testing.assert_allclose(drawn, np.sort(found.pattern[1], axis=1), atol=1e-7)
+    with refused("shown", 0):
         attention_patterns(weights, prompts, shown=0)
 
 
-def test_chosen_prompts_come_in_the_order_asked_for(prompts: Prompts):
-    few = prompts[torch.tensor([7, 2])]
-    assert torch.equal(few.x, prompts.x[[7, 2]])
-    assert torch.equal(few.y_query_clean, prompts.y_query_clean[[7, 2]])
+# Entropy.
+
+
+def short_prompts() -> Prompts:
+    return sample_prompts(TaskConfig(d_x=4, context_length=9), 16, seed=0, dtype=torch.float64)
+
+
+def entropy_of(p: np.ndarray) -> np.ndarray:
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
+
+
+def test_entropy_of_uniform_of_one_hot_and_of_kernel_attention(prompts: Prompts):
+    found = attention_entropy(kernel_head(0.0, 1.5, d_x=5), prompts)
+    np.testing.assert_allclose(found.entropy, np.log(40), rtol=1e-14)
+    np.testing.assert_allclose(found.uniform_entropy, np.log(40), rtol=1e-14)
+    np.testing.assert_allclose(found.entropy_sem, 0, atol=1e-15)
+    # The gap between the two most similar keys is multiplied by 1e6: all others underflow.
+    assert attention_entropy(kernel_head(1e6, 1.5, d_x=5), prompts).entropy.item() < 1e-12
+    found = attention_entropy(kernel_head(0.5, 1.5, d_x=5), prompts)
+    scores = 0.5 * np.einsum("blx,bx->bl", prompts.x.numpy(), prompts.x_query.numpy())
+    weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    each = np.log(np.exp(scores).sum(1)) - (weights * scores).sum(1)  # log Z - <s>
+    np.testing.assert_allclose(found.entropy.item(), each.mean(), rtol=1e-12)
+    sem = each.std(ddof=1) / len(each) ** 0.5
+    np.testing.assert_allclose(found.entropy_sem.item(), sem, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"context_only": True},
+        {"norm": "before", "d_mlp": 8, "d_model": 8, "d_head": 4, "biases": True},
+        {"layout": "in_turn", "d_model": 8, "d_head": 4, "attend_to_self": True},
+    ],
+)
+def test_heads_of_several_layers_are_those_of_the_hooks(kind: dict):
+    model = random_model(**kind)
+    prompts = short_prompts()
+    _, cache = model.run_with_cache(model.tokens(prompts))
+    found = attention_entropy(model, prompts)
+    for layer in range(3):
+        expected = entropy_of(cache["pattern", layer][:, :, -1].numpy(force=True)).mean(0)
+        np.testing.assert_allclose(found.entropy[layer], expected, rtol=1e-10)
+    n_keys = {"context_only": 9, "norm": 9, "layout": 19}[next(iter(kind))]
+    np.testing.assert_allclose(found.uniform_entropy, np.log(n_keys))
+    assert np.all(found.random_entropy < np.log(n_keys))
+    assert np.all(found.random_entropy_sd > 0)
+
+
+def test_a_bridge_has_entropies_and_no_random_weights():
+    gpt2, prompts = random_gpt2(), short_prompts()
+    found = attention_entropy(gpt2, prompts)
+    _, cache = gpt2.model.run_with_cache(gpt2.embed(prompts))
+    pattern = cache["blocks.2.attn.hook_pattern"][:, :, -1].numpy(force=True)
+    np.testing.assert_allclose(found.entropy[2], entropy_of(pattern).mean(0), rtol=1e-10)
+    assert np.isnan(found.random_entropy).all()
+    assert len(found.to_frame()) == 6
+
+
+def test_a_hook_of_the_user_counts(prompts: Prompts):
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    model, few = checkpoint.model, prompts[:4].to(torch.float32)
+    even = [
+        ("blocks.0.attn.hook_attn_scores", lambda scores, hook: 0 * scores.nan_to_num(neginf=0))
+    ]
+    with model.hooks(fwd_hooks=even):
+        found = attention_entropy(model, few)
+    np.testing.assert_allclose(found.entropy, np.log(41), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear-separate-s0", "sparse-h1-noise0.1-s0", "affine-0.8-h2-s0"]
+)
+def test_weights_that_are_no_distribution_are_refused(name: str):
+    with refused("attention_entropy", "weights >= 0"):
+        attention_entropy(load(CHECKPOINTS / name), n_prompts=64)

@@ -1,13 +1,18 @@
-"""Circuits of hand-built heads are read off exactly."""
+"""Circuits of heads of one layer and of several, and their composition: read off built models, and TransformerLens'."""
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.circuits import circuits
+from mechinterp import circuits
+from mechinterp.analysis.multi_layer.composition import composition_scores
+from mechinterp.checkpoints.load import load
+from mechinterp.models.constructions.descent import gradient_descent_model, rotated
 from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.heads import AttentionWeights
+from tests.conftest import CHECKPOINTS, refused
+from tests.deep_models import WIDE, random_gpt2, random_model
 
 
 def weights_with_circuits(QK: np.ndarray, OV: np.ndarray, scale: float = 0.5) -> AttentionWeights:
@@ -59,16 +64,117 @@ def test_two_responses_give_two_mu():
     assert list(found.to_frame().columns[:6]) == columns
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_heads", [1, 3, 8])
-def test_frame_has_a_row_per_head_and_figures_a_heatmap_per_head(n_heads):
-    found = circuits(diagonal_heads([0.1] * n_heads, [1.0] * n_heads, d_x=5))
-    assert len(found.to_frame()) == n_heads
-    for figure, kinds in ((found.plot(), 2), (found.plot_qk(), 1), (found.plot_ov(), 1)):
-        assert isinstance(figure, go.Figure)
-        assert sum(trace.type == "heatmap" for trace in figure.data) == kinds * n_heads
-    assert np.asarray(found.plot().data[n_heads].z).shape == (1, 6)
-    # The query's y slot is 0, so its row of QK is not drawn.
-    assert np.asarray(found.plot().data[0].z).shape == (5, 6)
-    assert np.asarray(found.plot_ov().data[0].z).shape == (1, 6)
-    assert found.plot_ov().layout.height < 0.75 * found.plot().layout.height
+def test_circuits_of_gradient_descent_are_those_it_was_built_of():
+    etas = [0.5, 0.25, 0.125]
+    built = gradient_descent_model(etas, d_x=4)
+    # In another basis of the stream the weights are others; in coordinates of tokens nothing changes.
+    for weights in (built, rotated(built, seed=1)):
+        found = circuits(weights)
+        block = np.zeros((5, 5))
+        block[:4, :4] = np.eye(4)
+        np.testing.assert_allclose(found.QK, np.broadcast_to(block, (3, 1, 5, 5)), atol=1e-14)
+        # Each writes -eta y into the y slot, of which the prediction is minus the end.
+        np.testing.assert_allclose(found.mu[:, 0, 0], etas, rtol=1e-12)
+        np.testing.assert_allclose(found.omega, 1, rtol=1e-12)
+        np.testing.assert_allclose(found.OV[:, 0, :4], 0, atol=1e-14)
+        frame = found.to_frame()
+        np.testing.assert_allclose(frame["qk_rank"], 4, rtol=1e-12)
+        np.testing.assert_allclose(frame["ov_rank"], 1, rtol=1e-12)
+        np.testing.assert_allclose(frame["ov_read"], 1, rtol=1e-12)
+        assert found.coordinates == ("x0", "x1", "x2", "x3", "y")
+
+
+def test_circuits_through_a_read_in_and_read_out_are_products_of_the_weights():
+    model = random_model(**WIDE)
+    found = circuits(model)
+    W_in, W_U = model.weights.tensors["W_in"], model.W_U
+    scale, W_Q, W_K = model.weights.scale, model.W_Q[1, 2], model.W_K[1, 2]
+    expected = scale * (W_in @ W_Q) @ (W_in @ W_K).mT
+    np.testing.assert_allclose(found.QK[1, 2], expected.numpy(force=True), rtol=1e-10, atol=1e-12)
+    written = W_in @ model.W_V[1, 2] @ model.W_O[1, 2] @ W_U
+    np.testing.assert_allclose(found.OV[1, 2], written.numpy(force=True), rtol=1e-10, atol=1e-12)
+    assert not found.of_weights_alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ({"norm": "before", "d_model": 8, "d_head": 4}, "layer norms"),
+        ({"layout": "in_turn", "d_model": 8, "d_head": 4}, "x and y in turn"),
+    ],
+)
+def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, reason: str):
+    model = random_model(**kind)
+    found = circuits(model)
+    assert found.of_weights_alone == reason
+    expected = model.weights.scale * model.W_Q[2, 1] @ model.W_K[2, 1].mT
+    np.testing.assert_allclose(found.QK[2, 1], expected.numpy(force=True), rtol=1e-12)
+    np.testing.assert_allclose(
+        found.OV[2, 1], (model.W_V @ model.W_O)[2, 1].numpy(force=True), rtol=1e-12
+    )
+    assert "omega_mean" not in found.to_frame()
+
+
+def test_colours_of_circuits_in_the_stream_end_where_most_entries_lie():
+    found = circuits(random_model(context_only=True, d_head=2, norm="before"))
+    assert found.of_weights_alone
+    trace = found.plot_qk().frames[0].data[0]
+    assert trace.zmax == pytest.approx(np.quantile(np.abs(found.QK[0]), 0.99))
+
+
+@pytest.mark.parametrize("kind", [WIDE, {"context_only": True, "d_head": 2, "d_mlp": 8}])
+def test_composition_scores_are_those_of_transformer_lens(kind: dict):
+    model = random_model(**kind)
+    found = composition_scores(model)
+    later = np.triu(np.ones((3, 3), dtype=bool), 1)
+    for mode, scores in zip("QKV", found.score, strict=True):
+        expected = model.all_composition_scores(mode).scores.numpy(force=True)
+        by_layer = scores.transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(by_layer[later], expected.transpose(0, 2, 1, 3)[later])
+        assert np.isnan(by_layer[~later]).all()
+    assert found.passed_over == ("MLPs" if "d_mlp" in kind else "")
+
+
+def test_a_head_that_writes_all_that_a_key_reads_has_score_one():
+    zeros = torch.zeros(2, 1, 4, 1, dtype=torch.float64)
+    W_Q, W_K, W_V = zeros.clone(), zeros.clone(), zeros.clone()
+    W_O = zeros.mT.clone()
+    W_V[0, 0, 3], W_O[0, 0, 0, 2] = 1, 2  # reads coordinate 3, writes coordinate 2
+    W_K[1, 0, 2], W_Q[1, 0, 0] = 3, 1  # keys read coordinate 2, queries coordinate 0
+    W_V[1, 0, 1], W_O[1, 0, 0, 0] = 1, 1  # values read coordinate 1
+    weights = stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
+    found = composition_scores(weights)
+    np.testing.assert_allclose(found.score[:, 0, 0, 1, 0], [0, 1, 0], atol=1e-15)
+    frame = found.to_frame()
+    assert frame.iloc[0][["input", "layer", "later_layer"]].tolist() == ["k", 0, 1]
+    assert 0 < found.random.min() <= found.random.max() < 1
+
+
+def test_a_norm_before_the_layers_is_taken_into_what_they_read():
+    model = random_model(norm="before", d_model=6, d_head=2)
+    found = composition_scores(model)
+    centred = torch.eye(6, dtype=torch.float64) - 1 / 6
+    gains = [model.weights.tensors["ln1.w"][layer].diag() for layer in range(2)]
+    # The norm of x is (x centred / size) gain + bias.
+    reads = centred @ gains[1] @ model.W_Q[1, 3] @ model.W_K[1, 3].mT @ gains[1] @ centred
+    writes = centred @ gains[0] @ model.W_V[0, 1] @ model.W_O[0, 1]
+    expected = (writes @ reads).norm() / writes.norm() / reads.norm()
+    np.testing.assert_allclose(found.score[0, 0, 1, 1, 3], expected.item(), rtol=1e-10)
+    assert found.passed_over == "layer norms"
+
+
+def test_a_figure_has_a_frame_for_each_layer_on_a_scale_of_its_own():
+    found = circuits(random_model(**WIDE))
+    for figure, values in ((found.plot_qk(), found.QK), (found.plot_ov(), found.OV.swapaxes(2, 3))):
+        for layer, frame in enumerate(figure.frames):
+            assert {trace.zmax for trace in frame.data} == {np.abs(values[layer]).max()}
+            np.testing.assert_allclose(frame.data[3].z, values[layer, 3], atol=1e-6)
+
+
+def test_what_has_no_weights_or_no_later_layer_is_refused():
+    with refused("named weights"):
+        composition_scores(random_gpt2())
+    with refused("at least 2 layers", 1):
+        composition_scores(load(CHECKPOINTS / "softmax-h2-s0"))
+    with refused("circuits", "without weights"):
+        circuits(random_gpt2())

@@ -1,8 +1,5 @@
 """How many components a step of linear attention uses: on built models, rotated bases and shipped runs."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,15 +7,17 @@ import torch
 from analyses.lib.theory.linear import fixed_point
 from mechinterp import load
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.linear_components import components
+from mechinterp.analysis.one_layer.linear_components import components, linear_components
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.models.constructions.one_layer import debiased_gradient_step, linear_attention
-from mechinterp.report.to_json import to_json
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_heads import MergedHeads
-from mechinterp.training.linear.trainer import task_moments
+from mechinterp.training.linear.trainer import initial_heads, task_moments
+from tests.conftest import CHECKPOINTS, refused
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 LAWS = {
     "diagonal": CovarianceConfig(kind="eigenvalues", eigenvalues=(0.4, 0.3, 0.2, 0.1)),
     "rotated": CovarianceConfig(kind="kms", rho=0.6),
@@ -53,7 +52,7 @@ def test_fixed_points_have_as_many_as_they_are_made_of(
     assert found.off_diagonal < 1e-20
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_basis_of_a_repeated_eigenvalue_will_do(seed: int):
     task, turn = task_of(LAWS["all repeat"]), rotation(seed)
     target = modes(task_moments(task)).targets[0]
@@ -81,7 +80,8 @@ def test_half_learned_is_the_line(part: float, count: int):
 
 
 @pytest.mark.slow
-@EACH_LAW
+@pytest.mark.usefixtures("small_null")
+@pytest.mark.parametrize("law", [LAWS["rotated"], LAWS["two repeat"]], ids=["rotated", "repeat"])
 @pytest.mark.parametrize("n_components", [1, 3])
 def test_the_classifier_says_how_many(law: CovarianceConfig, n_components: int):
     task = task_of(law)
@@ -91,8 +91,6 @@ def test_the_classifier_says_how_many(law: CovarianceConfig, n_components: int):
     found = classify(linear_attention(heads), task)
     assert found.pattern == "linear_gd"
     assert found.components.n_components == n_components
-    assert f"one preconditioned step on {n_components} of 4 components explains" in found.reason
-    assert found.to_frame()["n_components"].tolist() == [n_components] * 3
 
 
 @pytest.mark.slow
@@ -103,32 +101,10 @@ def test_a_step_across_the_eigenvectors_that_does_the_task_has_no_number():
     assert found.pattern == "linear_gd"
     assert found.loss.r2 > 0.1
     assert found.components.n_components is None
-    assert "between two principal directions of x predict" in found.reason
-    assert "n_components" not in found.to_frame()
 
 
 @pytest.mark.slow
-def test_other_models_have_no_components():
-    assert classify(debiased_gradient_step(0.88, 0.05, d_x=5)).components is None
-    task = task_of(LAWS["diagonal"])
-    two = replace(debiased_gradient_step(0.88, 0.05, d_x=4, d_y=2), score="linear/L")
-    assert classify(two, replace(task, d_y=2)).components is None
-
-
-@pytest.mark.slow
-def test_the_document_has_the_number():
-    checkpoint = load(CHECKPOINTS / "linear-separate-s0")
-    evidence = to_json("classify", checkpoint, classify(checkpoint))["evidence"]
-    assert evidence["n_components"] == 4
-    assert evidence["learned"] == pytest.approx([1, 1, 1, 1], abs=1e-3)
-    assert evidence["off_diagonal"] < 1e-6
-    softmax = load(CHECKPOINTS / "softmax-h2-s0")
-    document = to_json("classify", softmax, classify(softmax))
-    assert document["evidence"]["n_components"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear-separate-s0", "linear-separate-s1", "linear-rank1-s2"])
+@pytest.mark.parametrize("name", ["linear-separate-s0", "linear-rank1-s2"])
 def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str):
     checkpoint = load(CHECKPOINTS / name)
     task, moments = checkpoint.config.task, task_moments(checkpoint.config.task)
@@ -149,3 +125,66 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
         # A step that has learned no component is no gradient step.
         pattern = "linear_gd" if count else "undetermined"
         assert (found.pattern, found.components.n_components) == (pattern, count)
+
+
+# Parts of a direction that heads hold.
+
+
+def matrix_of(weights: AttentionWeights) -> np.ndarray:
+    """M, read from predictions: of one pair (e_i, 1) in the context, asked at e_j."""
+    d_x = weights.d_x
+    units, ones = torch.eye(d_x, dtype=torch.float64), torch.ones(d_x**2, 1, dtype=torch.float64)
+    x, x_query = units.repeat_interleave(d_x, 0)[:, None], units.repeat(d_x, 1)
+    prompts = Prompts(x, ones[:, None], x_query, ones, ones, torch.zeros(d_x**2, d_x, 1))
+    return predict(weights.to(torch.float64), prompts).reshape(d_x, d_x).numpy()
+
+
+@pytest.mark.parametrize("name", ["linear-separate-s0", "linear-merged-s0", "linear-rank4-s2"])
+def test_what_heads_hold_adds_up(name: str):
+    checkpoint = load(CHECKPOINTS / name)
+    directions = modes(task_moments(checkpoint.config.task))
+    for step in (checkpoint.steps[0], checkpoint.steps[4], checkpoint.steps[-1]):
+        found = linear_components(checkpoint.at(step))
+        np.testing.assert_allclose(found.held.sum(0), found.learned, rtol=1e-10, atol=1e-12)
+        M = matrix_of(checkpoint.snapshots[step].circuits)
+        np.testing.assert_allclose(found.learned, directions.learned(M), atol=1e-12)
+        assert found.n_components == components(M, checkpoint.config.task).n_components
+    # The loss in closed form, from the learned parts alone, is the one logged.
+    closed = directions.diagonal_loss(found.learned)
+    assert checkpoint.loss_curve[-1, 1] == pytest.approx(closed, abs=1e-4)
+    frame = found.to_frame()
+    assert len(frame) == found.held.size
+    held = frame.groupby("component")["held"].sum()
+    np.testing.assert_allclose(held, found.learned, atol=1e-9)
+    assert ("key" in frame) == ("merged" not in name)
+
+
+def test_heads_start_from_the_initial_weights_of_the_config():
+    first, heads = (
+        linear_components(load(CHECKPOINTS / "linear-separate-s0").at(0)),
+        initial_heads(preset("linear-separate")),
+    )
+    np.testing.assert_allclose(first.value, heads.v, rtol=1e-6)
+    # The covariance is diagonal with falling entries: its eigenvectors are the axes.
+    np.testing.assert_allclose(first.key, heads.K[:, 0], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(first.query, heads.Q[:, 0], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(first.eigenvalues, [0.4, 0.3, 0.2, 0.1])
+
+
+def test_heads_of_higher_rank_show_norms_which_no_turn_of_their_rows_changes():
+    checkpoint = load(CHECKPOINTS / "linear-rank4-s2")
+    found = linear_components(checkpoint)
+    assert found.rank == 4
+    weights = checkpoint.weights.circuits.to(torch.float64)
+    keys = weights.W_K[:, :8].numpy()  # the eigenvectors are the axes
+    np.testing.assert_allclose(found.key, np.linalg.norm(keys, axis=2), rtol=1e-6)
+    held = found.value[:, None] * np.einsum(
+        "hdr,hdr->hd", keys, weights.scale * weights.W_Q[:, :8].numpy()
+    )
+    targets = modes(task_moments(checkpoint.config.task)).targets
+    np.testing.assert_allclose(found.held, held / targets, atol=1e-9)
+
+
+def test_models_without_linear_attention_have_no_parts():
+    with refused("linear attention", "score softmax"):
+        linear_components(load(CHECKPOINTS / "softmax-h2-s0"))

@@ -1,20 +1,22 @@
-"""Edges of a model: estimates as TransformerLens makes them, patches as one makes them by hand."""
+"""Edges of a model and circuits of them: estimates as TransformerLens makes them, patches and plain forward passes by hand."""
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformer_lens import ActivationCache
+from torch import Tensor, nn
 from transformer_lens.tools.analysis.attribution_patching import (
     EdgeAttributionConfig,
     Node,
     attribution_patch,
 )
 
+from mechinterp.analysis.patching.edge_circuits import _areas, circuit_output, faithfulness
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
+from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
 from mechinterp.analysis.patching.positions import first_prediction
 from mechinterp.analysis.stats import rank_correlation
 from mechinterp.checkpoints.foreign.options import Hints
@@ -24,7 +26,9 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.tokens import interleaved
+from tests.conftest import assert_close_to_rounding, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 from tests.models.test_layered_models import GargModel, garg
 
@@ -48,16 +52,6 @@ def drawn(step: int, n_prompts: int = 3) -> Prompts:
 @pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
 def model(request: pytest.FixtureRequest) -> ICLTransformer:
     return random_model(3, 2, **request.param)
-
-
-def named(node: Node) -> str:
-    """Our name of TransformerLens' node."""
-    if node.kind in ("embed", "logits"):
-        return {"embed": "input", "logits": "output"}[node.kind]
-    if node.kind.startswith("mlp"):
-        return f"L{node.layer}MLP"
-    part = "" if node.kind == "attn_head_out" else f".{node.kind[0]}"
-    return f"L{node.layer}H{node.head}{part}"
 
 
 @pytest.mark.slow
@@ -102,78 +96,16 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
         assert effect(between, sender, receiver) == pytest.approx(effect(found, sender, receiver))
 
 
+def named(node: Node) -> str:
+    """Our name of TransformerLens' node."""
+    ends = {"embed": "input", "logits": "output"}
+    part = "" if node.kind == "attn_head_out" else f".{node.kind[0]}"
+    at = f"L{node.layer}MLP" if node.kind.startswith("mlp") else f"L{node.layer}H{node.head}{part}"
+    return ends.get(node.kind, at)
+
+
 def effect(found: EdgeEffects, sender: str, receiver: str, name: str = "patched") -> float:
     return getattr(found, name)[found.senders.index(sender), found.receivers.index(receiver)]
-
-
-def patched_by_hand(
-    model: ICLTransformer, clean: Prompts, corrupted: Prompts, sender: str, receiver: str
-) -> torch.Tensor:
-    """The prediction when one node reads what an earlier one writes on the clean prompts: its normed input is made by
-    hand, and what it computes from that is put in."""
-
-    def written(cache: ActivationCache) -> torch.Tensor:
-        layer = int(sender[1]) if sender != "input" else 0
-        if sender == "input":
-            return cache["resid_pre", 0]
-        if sender.endswith("MLP"):
-            return cache["mlp_out", layer]
-        return (
-            cache["z", layer][:, :, int(sender[3:])] @ model.blocks[layer].attn.W_O[int(sender[3:])]
-        )
-
-    with torch.no_grad():
-        caches = [model.run_with_cache(model.tokens(p))[1] for p in (clean, corrupted)]
-        more = written(caches[0]) - written(caches[1])
-        norm = "ln_final" if receiver == "output" else "ln2" if receiver.endswith("MLP") else "ln1"
-        layer = 2 if receiver == "output" else int(receiver[1])
-        holder = model if receiver == "output" else model.blocks[layer]
-        normed = getattr(holder, norm) if model.cfg.model.norm else nn.Identity()
-        if receiver == "output":
-            return model.unembed(normed(caches[1]["resid_post", layer] + more))[:, -1, 0]
-        if receiver.endswith("MLP"):
-            put = model.blocks[layer].mlp(normed(caches[1]["resid_mid", layer] + more))
-            name, head = f"blocks.{layer}.hook_mlp_out", slice(None)
-        else:
-            head, part = int(receiver[3]), receiver[-1]
-            moved = normed(caches[1]["resid_pre", layer] + more)
-            put = moved @ getattr(model.blocks[layer].attn, f"W_{part.upper()}")[head]
-            name = f"blocks.{layer}.attn.hook_{part}"
-
-        def replaced(values: torch.Tensor, hook: object) -> torch.Tensor:
-            values = values.clone()
-            values[:, :, head] = put
-            return values
-
-        return model.run_with_hooks(model.tokens(corrupted), fwd_hooks=[(name, replaced)])[:, -1, 0]
-
-
-HAND_EDGES = [
-    *[("L0H0", "L1H0.q"), ("L0H0", "L2H1.k"), ("L1H1", "L2H0.v"), ("L0H1", "L1H1.v")],
-    *[("input", "L0H1.k"), ("input", "L2H0.v"), ("L1H0", "output"), ("input", "output")],
-    *[("L0H1", "L0MLP"), ("input", "L1MLP"), ("L0MLP", "L2MLP"), ("L1MLP", "L2H0.q")],
-    ("L2MLP", "output"),
-]
-
-
-@pytest.mark.slow
-def test_patches_are_those_by_hand_and_leave_the_model_as_it_was(model: ICLTransformer):
-    clean, corrupted = drawn(1), drawn(2)
-    found = attribute_edges(
-        model, clean, corrupted, nodes="all", ig_steps=2, metric=first_prediction
-    )
-    before = model.predict(corrupted)[:, 0].detach()
-    edges = [edge for edge in HAND_EDGES if not model.cfg.attn_only or "MLP" not in "".join(edge)]
-    for edge in edges:
-        change = patched_by_hand(model, clean, corrupted, *edge) - before
-        # The input has no y at the query: without a read-in the output reads nothing of it.
-        assert change.abs().max() > 0 or edge == ("input", "output")
-        assert effect(found, *edge) == pytest.approx(change.mean().item(), rel=1e-8, abs=1e-12)
-        sem = change.std().item() / 3**0.5
-        assert effect(found, *edge, "patched_sem") == pytest.approx(sem, rel=1e-8, abs=1e-12)
-    gained = model.predict(clean)[:, 0].detach() - before
-    assert found.total == pytest.approx(gained.mean().item())
-    assert found.total_sem == pytest.approx(gained.std().item() / 3**0.5)
 
 
 @pytest.mark.slow
@@ -203,17 +135,6 @@ def test_integrated_gradients_are_those_along_the_way():
     assert effect(found, "L0H1", "L1H0.v", "estimate") == pytest.approx(
         expected.mean().item(), rel=1e-9
     )
-
-
-@pytest.mark.slow
-def test_the_metric_by_default_is_nearness_to_the_clean_prediction():
-    model, clean, corrupted = random_model(2, 2), drawn(1), drawn(2)
-    found = attribute_edges(model, clean, corrupted)
-    gap = (model.predict(clean) - model.predict(corrupted)).detach()
-    assert found.total == pytest.approx(gap.square().sum(1).mean().item())
-    moved = patched_by_hand(model, clean, corrupted, "L0H0", "L1H0.v")
-    change = gap[:, 0].square() - (model.predict(clean)[:, 0].detach() - moved).square()
-    assert effect(found, "L0H0", "L1H0.v") == pytest.approx(change.mean().item(), rel=1e-8)
 
 
 @pytest.mark.slow
@@ -293,56 +214,29 @@ class _Layer(nn.Module):
         return y if self.outside else self.behind(x + y)
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (Layers(nn.LayerNorm(8)), "must have a residual stream that is the sum of what is written"),
-        (Layers(nn.Identity(), outside=True), "The stream must pass through the layers"),
-    ],
-    ids=["a norm after each layer", "a sum outside of the layers"],
-)
-def test_a_plain_module_whose_stream_is_no_sum_is_refused(module: nn.Module, reason: str):
-    with pytest.raises(ValueError, match=f"^(model )?{reason}"):
-        attribute_edges(hook_module(module, task=TASK), n_prompts=4)
+def test_rank_correlation():
+    # Equal values share a rank: heads without an effect are in no order.
+    for one, other, expected in (
+        ([1, 5, 2, 9], [0.1, 0.3, 0.2, 7], 1),
+        ([1, 2, 3], [3, 2, 1], -1),
+        ([0, 0, 0], [0, 1, 2], np.nan),
+        ([0, 0, 1], [0, 0, 1], 1),
+        ([0, 0, 1], [0, 1, 2], 0.75**0.5),
+    ):
+        found = rank_correlation(np.array(one, dtype=float), np.array(other, dtype=float))
+        assert found == pytest.approx(expected, nan_ok=True)
 
 
-def test_a_layer_without_norms_is_a_sum():
+def test_a_layer_without_norms_is_a_sum_and_other_streams_are_refused():
     found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=4)
     assert np.isfinite(found.patched).sum() == 3 * 2 * 2
-
-
-def test_rank_correlation():
-    assert rank_correlation(
-        np.array([1.0, 5, 2, 9]), np.array([0.1, 0.3, 0.2, 7])
-    ) == pytest.approx(1)
-    assert rank_correlation(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1)
-    assert np.isnan(rank_correlation(np.zeros(3), np.arange(3.0)))
-    # Equal values share a rank: heads without an effect are in no order.
-    assert rank_correlation(np.array([0.0, 0, 1]), np.array([0.0, 0, 1])) == pytest.approx(1)
-    assert rank_correlation(np.array([0.0, 0, 1]), np.array([0.0, 1, 2])) == pytest.approx(
-        0.866, abs=1e-3
-    )
+    for module in (Layers(nn.LayerNorm(8)), Layers(nn.Identity(), outside=True)):
+        with refused("stream"):
+            attribute_edges(hook_module(module, task=TASK), n_prompts=4)
 
 
 @pytest.mark.slow
-def test_result():
-    found = attribute_edges(random_model(3, 2, **WIDE), drawn(1), drawn(2))
-    frame = found.to_frame()
-    assert list(frame.columns) == [
-        *("from", "to"),
-        *("estimate", "estimate_sem", "patched", "patched_sem"),
-    ]
-    assert len(frame) == 36
-    assert (frame["from"].str[1] < frame["to"].str[1]).all()
-    assert frame["patched"].abs().is_monotonic_decreasing
-    top = frame.iloc[0]
-    name = f"{top['from']} to {top['to']}"
-    assert repr(found).startswith(f"EdgeEffects({name} {top.patched:+.3g} ± ")
-    assert effect(found, top["from"], top["to"]) == found.plot().data[1].y[0] == top.patched
-
-
-@pytest.mark.slow
-def test_one_layer_has_edges_from_the_input_and_to_the_output():
+def test_one_layer_has_edges_from_the_input_and_to_the_output_that_add_up():
     """The output is linear in what is written: its edges add up to the whole change of the prediction."""
     model, clean, corrupted = random_model(1, 2), drawn(1), drawn(2)
     found = attribute_edges(model, clean, corrupted, nodes="all", metric=first_prediction)
@@ -352,20 +246,169 @@ def test_one_layer_has_edges_from_the_input_and_to_the_output():
     assert to_output.sum() == pytest.approx(found.total, rel=1e-9)
 
 
-def test_what_has_no_edges_is_refused():
-    with pytest.raises(ValueError, match=r"^nodes must be one of heads, all, got 'mlps'"):
-        attribute_edges(random_model(2, 2), nodes="mlps")
-    with pytest.raises(ValueError, match=r"^ig_steps must be >= 1, got 0"):
-        attribute_edges(random_model(2, 2), ig_steps=0)
-    with pytest.raises(
-        ValueError, match=r"^model must have at least 2 layers to have edges betwee"
-    ):
-        attribute_edges(random_model(1, 2))
-    with pytest.raises(ValueError, match=r"^model must have a residual stream that is the sum"):
-        attribute_edges(random_model(2, 2, d_model=8, d_head=4, norm="after"))
-    with pytest.raises(
-        ValueError, match=r"must have the same shape, with at least 2 prompts, got \[3"
-    ):
-        attribute_edges(random_model(2, 2), drawn(1), drawn(2, 2))
-    with pytest.raises(ValueError, match=r"^prompts must be >= 2, .*, got 1\.$"):
-        attribute_edges(random_model(2, 2), drawn(1, 1), drawn(2, 1))
+@pytest.mark.parametrize(
+    ("layers", "settings", "prompts", "words"),
+    [
+        (2, {"nodes": "mlps"}, (), ["nodes", "heads, all", "mlps"]),
+        (2, {"ig_steps": 0}, (), ["ig_steps", 0]),
+        (1, {}, (), ["at least 2 layers"]),
+        (2, {}, (3, 2), ["same shape", "[3"]),
+        (2, {}, (1, 1), ["prompts", 2, 1]),
+    ],
+)
+def test_what_has_no_edges_is_refused(layers: int, settings: dict, prompts: tuple, words: list):
+    given = (drawn(step, n) for step, n in enumerate(prompts, 1))
+    with refused(*words):
+        attribute_edges(random_model(layers, 2), *given, **settings)
+
+
+SHORT = TaskConfig(d_x=3, context_length=5)
+N_LAYERS, N_HEADS = 3, 2
+Kept = Callable[[str, str], bool]
+
+
+def two_heads(**architecture: object) -> ICLTransformer:
+    sizes = {"d_x": 3, "d_y": 1}
+    model = random_model(N_LAYERS, N_HEADS, sizes=sizes, d_head=3, **architecture)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.6, generator=generator_for(3, "init", 0))
+    return model
+
+
+def pair_of(model: ICLTransformer, nodes: str) -> Pair:
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    return Pair.of(predictor_of(model).hooked, *prompts, nodes=nodes)
+
+
+def outputs_by_hand(model: ICLTransformer, tokens: Tensor, kept: Kept, other: list | None) -> list:
+    """What each sender writes, one at a time: the input, heads, MLPs; edges that are not kept carry `other`."""
+    n = tokens.shape[1]
+    every = [tokens]
+    names = ["input"]
+
+    def read(receiver: str) -> Tensor:
+        return sum(
+            (every if kept(sender, receiver) else other)[index]
+            for index, sender in enumerate(names)
+        )
+
+    def norm(block: nn.Module, number: int) -> nn.Module:
+        return getattr(block, f"ln{number}") if model.cfg.model.norm else nn.Identity()
+
+    for layer, block in enumerate(model.blocks):
+        written = []
+        for head in range(N_HEADS):
+            q, k, v = (
+                norm(block, 1)(read(f"L{layer}H{head}.{part}")) @ W[layer, head]
+                for part, W in zip("qkv", (model.W_Q, model.W_K, model.W_V), strict=True)
+            )
+            scores = q @ k.mT / 3**0.5
+            scores = scores.masked_fill(~torch.ones(n, n).tril(-1).bool(), -torch.inf)
+            pattern = scores.softmax(-1).nan_to_num()
+            written.append(pattern @ v @ model.W_O[layer, head])
+        every += written
+        names += [f"L{layer}H{head}" for head in range(N_HEADS)]
+        every.append(block.mlp(norm(block, 2)(read(f"L{layer}MLP"))))
+        names.append(f"L{layer}MLP")
+    return [*every, read("output")]
+
+
+@pytest.mark.parametrize("nodes", ["heads", "all"])
+def test_a_circuit_is_a_plain_forward_pass_over_its_edges(nodes: str):
+    model = two_heads(d_mlp=5)
+    pair = pair_of(model, nodes)
+    senders, receivers = ([n.name for n in each] for each in (pair.senders, pair.receivers))
+    random = np.random.default_rng(0).random(pair.edges.shape) < 0.5
+    assert (nodes == "all") == ("output" in receivers)
+
+    def at(chosen: np.ndarray) -> Kept:
+        def kept(sender: str, receiver: str) -> bool:
+            inside = sender in senders and receiver in receivers
+            return not inside or chosen[senders.index(sender), receivers.index(receiver)]
+
+        return kept
+
+    everything = np.ones_like(random)
+    with torch.no_grad():
+        corrupted = outputs_by_hand(model, pair.corrupted, at(everything), None)
+        for circuit in (random, everything, ~everything):
+            stream = outputs_by_hand(model, pair.clean, at(circuit), corrupted)[-1]
+            assert_close_to_rounding(circuit_output(pair, circuit)[:, -1], stream[:, -1, 3:])
+        assert_close_to_rounding(circuit_output(pair, everything), model(pair.clean))
+        if nodes == "all":
+            assert_close_to_rounding(circuit_output(pair, ~everything), model(pair.corrupted))
+    assert not model.cfg.use_split_qkv_input
+    assert not model.cfg.use_hook_mlp_in
+
+
+def test_a_good_order_is_more_faithful_than_its_reverse():
+    model = two_heads()
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=64, seed=0)
+    frame = attribute_edges(model, *prompts).to_frame()
+    good, bad = (faithfulness(model, each, *prompts) for each in (frame, frame[::-1]))
+    assert (good.faithfulness[[0, -1]] == [0, 1]).all()
+    assert good.cmd + 2 * good.cmd_sem < bad.cmd - 2 * bad.cmd_sem
+    assert good.n_edges[-1] == 3 * N_HEADS**2 * 3
+    assert good.to_frame().shape == (len(good.n_edges), 5)
+    assert good.distance[-1] == pytest.approx(0, abs=1e-12)
+
+
+def test_areas_of_straight_lines():
+    """CPR is the area under f, CMD that of |1 - f|: f = k / n gives 1/2 for both, a line up to 3/2 and down to 1 more."""
+    assert _areas(np.array([0, 0.25, 1]), np.array([0, 1, 4])) == pytest.approx((0.5, 0.5))
+    assert _areas(np.array([0, 1.5, 1]), np.array([0, 1, 2])) == pytest.approx((1, 0.375 + 0.125))
+
+
+def test_rankings_that_are_not_of_the_model_are_refused():
+    model = two_heads()
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    frame = attribute_edges(model, *prompts).to_frame()
+    for wrong in (frame[1:], frame.assign(to="L2H0.v"), frame.assign(to="L1MLP")):
+        with refused("36 edges"):
+            faithfulness(model, wrong, *prompts)
+    with refused("column to"):
+        faithfulness(model, frame.drop(columns="to"), *prompts)
+    with refused("sizes"):
+        faithfulness(model, frame, *prompts, sizes=[40])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"d_mlp": 5},
+        {"norm": "before", "d_mlp": 8},
+        {"context_only": True, "biases": True, "d_mlp": 4},
+    ],
+)
+def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
+    """The prediction when one node reads what an earlier one writes on the clean prompts; nearness to theirs by default."""
+    model = two_heads(**architecture)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    pair = Pair.of(predictor_of(model).hooked, *prompts, nodes="all")
+    found = attribute_edges(model, *prompts, nodes="all", metric=first_prediction)
+    near = attribute_edges(model, *prompts, nodes="all")
+    clean, corrupted = (model(tokens)[:, -1, 0].detach() for tokens in (pair.clean, pair.corrupted))
+    assert found.total == pytest.approx((clean - corrupted).mean().item())
+    assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 6**0.5)
+    gap = (clean - corrupted).square()
+    assert near.total == pytest.approx(gap.mean().item())
+    reversed_pair = Pair.of(predictor_of(model).hooked, *reversed(prompts), nodes="all")
+    by_hand = "biases" not in architecture
+    with torch.no_grad():
+        given = outputs_by_hand(model, pair.clean, lambda *edge: True, None) if by_hand else None
+        for place in np.argwhere(pair.edges)[::5]:
+            sender, receiver = found.senders[place[0]], found.receivers[place[1]]
+            without = np.ones(pair.edges.shape, dtype=bool)
+            without[tuple(place)] = False
+            patched = circuit_output(reversed_pair, without)[:, -1, 0]
+            if by_hand:
+                kept = lambda *edge: edge != (sender, receiver)  # noqa: E731, B023
+                stream = outputs_by_hand(model, pair.corrupted, kept, given)[-1]
+                assert_close_to_rounding(patched, stream[:, -1, 3])
+            change = patched - corrupted
+            assert found.patched[tuple(place)] == pytest.approx(change.mean().item(), abs=1e-10)
+            sem = change.std().item() / 6**0.5
+            assert found.patched_sem[tuple(place)] == pytest.approx(sem, abs=1e-10)
+            nearer = (gap - (clean - patched).square()).mean().item()
+            assert near.patched[tuple(place)] == pytest.approx(nearer, abs=1e-10)

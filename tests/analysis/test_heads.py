@@ -1,4 +1,4 @@
-"""Masking: hooks against zeroed weights, subsets against brute force, Shapley values against permutations."""
+"""Masks of heads: zeroed weights, subsets by brute force, Shapley values by permutations, pairs, a greedy order, and gates."""
 
 import itertools
 from dataclasses import replace
@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.single import ablate, ablate_heads
+from analyses.lib import gates
+from analyses.lib.gates import learn_gates
+from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
+from mechinterp.analysis.stats import halves
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.models.heads import head_outputs, predict, stack
 from mechinterp.models.hooked.masks import METHODS, mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
-from tests.deep_models import random_model
+from mechinterp.models.run.predictor import predictor_of
+from tests.conftest import refused
+from tests.deep_models import random_gpt2, random_model
 
 
 @pytest.fixture
@@ -46,11 +52,14 @@ def test_zero_ablation_is_zeroing_the_output_weights(model, weights, prompts):
     assert found.full_risk == pytest.approx(full.mean().item(), rel=1e-12)
     for head in range(4):
         rise = squares(predict(without(weights, head), prompts), prompts) - full
+        sem = rise.std().item() / 16
         assert found.rise[0, head] == pytest.approx(rise.mean().item(), rel=1e-10, abs=1e-12)
-        assert found.rise_sem[0, head] == pytest.approx(
-            rise.std().item() / 16, rel=1e-10, abs=1e-12
-        )
+        assert found.rise_sem[0, head] == pytest.approx(sem, rel=1e-10, abs=1e-12)
     assert found.rise[0, 3] == 0
+    with torch.no_grad(), model.hooks(fwd_hooks=mask_heads([(0, 0), (0, 2)])):
+        masked = model.predict(prompts)
+    both = predict(without(weights, 0, 2), prompts)
+    torch.testing.assert_close(masked, both, rtol=1e-12, atol=1e-12)
 
 
 def test_mean_ablation_replaces_a_head_by_its_mean_output(model, weights, prompts):
@@ -61,22 +70,6 @@ def test_mean_ablation_replaces_a_head_by_its_mean_output(model, weights, prompt
         replaced = outputs.sum(1) - outputs[:, head] + outputs[:, head].mean(0)
         rise = squares(replaced, prompts) - full
         assert found.rise[0, head] == pytest.approx(rise.mean().item(), rel=1e-10, abs=1e-12)
-
-
-def test_masking_leaves_nothing_on_the_model(model, prompts):
-    before = model.predict(prompts)
-    ablate_heads(model, prompts, method="mean")
-    with torch.no_grad(), model.hooks(fwd_hooks=mask_heads([(0, 0), (0, 2)])):
-        assert not torch.equal(model.predict(prompts), before)
-    assert torch.equal(model.predict(prompts), before)
-
-
-def test_masks_of_several_heads_add_up(model, weights, prompts):
-    with torch.no_grad(), model.hooks(fwd_hooks=mask_heads([(0, 0), (0, 2)])):
-        masked = model.predict(prompts)
-    torch.testing.assert_close(
-        masked, predict(without(weights, 0, 2), prompts), rtol=1e-12, atol=1e-12
-    )
 
 
 def test_masking_one_head_of_a_pair_lets_the_mean_response_in(prompts):
@@ -92,6 +85,7 @@ def test_masking_one_head_of_a_pair_lets_the_mean_response_in(prompts):
 
 def test_subsets_equal_brute_force_and_shapley_values_equal_permutations(weights, prompts):
     found = ablate_subsets(weights, prompts)
+    assert found.to_frame()["kept"].iloc[[0, 1, -1]].tolist() == ["none", "H0", "H0 H1 H2 H3"]
     outputs = head_outputs(weights, prompts)
 
     def risk(heads):
@@ -118,13 +112,6 @@ def test_subsets_equal_brute_force_and_shapley_values_equal_permutations(weights
     assert found.shapley.sum() == pytest.approx(found.risk[0] - found.risk[-1], rel=1e-10)
 
 
-def test_single_masks_by_hooks_and_by_subsets_agree(model, weights, prompts):
-    by_hooks = ablate_heads(model, prompts)
-    subsets = ablate_subsets(weights, prompts).to_frame().set_index("kept")
-    assert by_hooks.rise[0, 0] == pytest.approx(subsets.loc["H1 H2 H3", "rise"], rel=1e-10)
-    assert by_hooks.rise_sem[0, 1] == pytest.approx(subsets.loc["H0 H2 H3", "rise_sem"], rel=1e-10)
-
-
 def test_two_responses(prompts):
     task = TaskConfig(d_y=2)
     two = sample_prompts(task, 64, generator=generator_for(0, "eval", 1), dtype=torch.float64)
@@ -133,51 +120,6 @@ def test_two_responses(prompts):
     subsets = ablate_subsets(pair, two)
     assert by_hooks.full_risk == pytest.approx(subsets.risk[-1], rel=1e-10)
     assert by_hooks.rise[0, 0] == pytest.approx(subsets.rise[2], rel=1e-10)
-
-
-def test_an_unknown_method_is_refused(model, prompts):
-    with pytest.raises(ValueError, match="one of zero, mean, resample, got 'median'"):
-        ablate_heads(model, prompts, method="median")
-
-
-def test_too_many_heads_for_all_subsets(prompts):
-    with pytest.raises(ValueError, match="n_heads must be <= 12 for all subsets, got 13"):
-        ablate_subsets(stack([diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5)]), prompts)
-
-
-def test_frames_and_repr(model, weights, prompts):
-    found = ablate_heads(model, prompts)
-    columns = [
-        "method",
-        "layer",
-        "head",
-        "rise",
-        "rise_sem",
-        "median_rise",
-        "carried_by_few",
-        "importance",
-    ]
-    assert list(found.to_frame().columns) == columns
-    assert repr(found).startswith("HeadAblation(zero: L0H")
-    assert len(found.plot().data) == 1
-    subsets = ablate_subsets(weights, prompts)
-    assert subsets.to_frame()["kept"].iloc[[0, 1, -1]].tolist() == ["none", "H0", "H0 H1 H2 H3"]
-    assert subsets.shapley_frame()["shapley"].tolist() == subsets.shapley.tolist()
-    assert repr(subsets).startswith("SubsetAblation(zero: risk ")
-
-
-@pytest.mark.slow
-def test_layers_of_a_deep_model(few):
-    deep = random_model()
-    found = ablate_heads(deep, few)
-    full = squares(deep.predict(few), few)
-    for layer, head in np.ndindex(3, 4):
-        with torch.no_grad(), deep.hooks(fwd_hooks=mask_heads([(layer, head)])):
-            rise = (squares(deep.predict(few), few) - full).detach()
-        assert found.rise[layer, head] == pytest.approx(rise.mean().item(), rel=1e-9)
-        assert found.rise_sem[layer, head] == pytest.approx(rise.std().item() / 30**0.5, rel=1e-9)
-    assert len(found.plot().data) == len(found.plot_importance().data) == 1
-    assert found.plot().data[0].z.shape == (3, 4)
 
 
 def test_importance_and_effective_heads(few):
@@ -201,13 +143,6 @@ def test_medians_and_heads_without_which_the_model_is_worse_than_predicting_0(pr
     assert found.layer_frame()["effective_heads"].tolist() == found.effective_heads.tolist()
 
 
-def test_a_single_prompt_is_refused(model, prompts):
-    with pytest.raises(ValueError, match=r"^prompts must be >= 2, .*, got 1\.$"):
-        ablate_heads(model, prompts[:1])
-    with pytest.raises(ValueError, match=r"At least 2 prompts .* are needed, got 1"):
-        ablate_heads(model, prompts[:2], method="resample")
-
-
 def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
     # A head whose output does not depend on the prompt: only zero ablation sees it.
     constant = ICLTransformer(ModelConfig(n_heads=1, biases=True), d_x=5, d_y=1).double()
@@ -221,30 +156,15 @@ def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
         assert abs(rises[method].rise[0, 0]) < 1e-12
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_resampling_has_honest_errors(model, few):
-    # Over many draws of prompts the rises scatter by their standard errors.
-    task = TaskConfig(context_length=6)
-    found = [
-        ablate_heads(
-            model,
-            sample_prompts(task, 64, generator=generator_for(1, "eval", draw), dtype=torch.float64),
-            method="resample",
-        )
-        for draw in range(300)
-    ]
-    scatter = np.std([one.rise[0] for one in found], axis=0)[:3]
-    sems = np.sqrt(np.mean([one.rise_sem[0] ** 2 for one in found], axis=0))[:3]
-    # The spread of 300 draws is known to 1 / sqrt(600) = 4%, more with heavy tails.
-    np.testing.assert_allclose(sems, scatter, rtol=0.2)
-
-
-def test_a_rise_below_zero_has_one_sign(model, prompts):
-    found = ablate_heads(model, prompts)
-    fallen = replace(found, rise=-np.abs(found.rise) - 1, carried_by_few=found.rise < -np.inf)
-    assert " -" in repr(fallen)
-    assert "+-" not in repr(fallen)
+def test_what_cannot_be_masked_is_refused(model, prompts):
+    with refused("zero, mean, resample", "median"):
+        ablate_heads(model, prompts, method="median")
+    with refused("n_heads", 12, 13):
+        ablate_subsets(diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5), prompts)
+    with refused("prompts", 2, 1):
+        ablate_heads(model, prompts[:1])
+    with refused("2", "1"):
+        ablate_heads(model, prompts[:2], method="resample")
 
 
 def test_an_output_bias_belongs_to_every_subset(prompts):
@@ -259,12 +179,99 @@ def test_an_output_bias_belongs_to_every_subset(prompts):
     assert found.risk[-1] == pytest.approx(float(full), rel=1e-12)
 
 
-def test_a_mask_that_lowers_the_risk_is_not_said_to_raise_it(model):
-    prompts = sample_prompts(TaskConfig(), 64, seed=0)
-    turned = replace(
-        prompts, y_query=-prompts.y_query, y_query_clean=-prompts.y_query_clean, beta=None
+def test_pairs_are_masks_of_two(few):
+    model = random_model(2)
+    found = ablate_heads(model, few, sets="pairs")
+    assert found.names[:5] == ("L0H0", "L0H1", "L0H2", "L0H3", "L1H0")
+    masks = [[], [(0, 1)], [(1, 2)], [(0, 1), (1, 2)]]
+    errors = masked_errors(model, few, masks)
+    full, one, other, both = errors.T
+    apart = both - one - other + full
+    for matrix, values in ((found.rise, both - full), (found.interaction, apart)):
+        assert matrix[1, 6] == matrix[6, 1] == pytest.approx(values.mean(), rel=1e-9)
+    sem = apart.std(ddof=1) / 30**0.5
+    assert found.interaction_sem[1, 6] == pytest.approx(sem, rel=1e-9)
+    assert found.rise[1, 1] == pytest.approx((one - full).mean(), rel=1e-9)
+    assert not found.interaction.diagonal().any()
+    frame = found.to_frame()
+    assert len(frame) == 28
+    assert frame.query("head == 'L0H1' and other == 'L1H2'")["rise"].item() == found.rise[1, 6]
+
+
+def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
+    # With y_hat = a + b + rest the interaction is (e - a - b)^2 - (e - a)^2 - (e - b)^2 + e^2 = 2 a b.
+    weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
+    found = ablate_heads(
+        ICLTransformer.from_weights(weights, task=TaskConfig()), prompts, sets="pairs"
     )
-    results = {False: ablate(model, prompts), True: ablate(model, turned)}
-    for lowers, result in results.items():
-        assert bool((result.methods[0].rise <= 0).all()) is lowers
-        assert ("lowers it least" in result.sentences()[1]) is lowers
+    outputs = head_outputs(weights, prompts)[..., 0]
+    expected = 2 * (outputs[:, 0] * outputs[:, 1]).mean().item()
+    assert found.interaction[0, 1] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_greedy_order_takes_what_is_missed_least(prompts):
+    # A zero head, and a debiased pair of which either half alone is far worse than none.
+    weights = diagonal_heads([0.0, 0.02, 0.4, -0.02], [0.0, 22.0, 0.1, -22.0], d_x=5)
+    model = ICLTransformer.from_weights(weights, task=TaskConfig())
+    found = ablate_heads(model, prompts, sets="greedy")
+    chosen_on, measured = halves(prompts)
+    names = found.heads
+    assert sorted(names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
+    order = [(int(name[1]), int(name[3])) for name in names]
+    for step, head in enumerate(order):
+        baselines = [[*order[:step], rival] for rival in order[step:]]
+        risks = masked_errors(model, chosen_on, baselines).mean(0)
+        assert risks.min() == risks[0], head
+    masks = [order[:size] for size in range(5)]
+    errors = masked_errors(model, measured, masks)
+    risk, ratio_sem = found.risk, found.ratio_sem
+    np.testing.assert_allclose(risk, errors.mean(0), rtol=1e-12)
+    full = errors[:, 0].mean()
+    off = errors[:, 2] - errors[:, 2].mean() / full * errors[:, 0]  # the delta method
+    assert ratio_sem[2] == pytest.approx(off.std(ddof=1) / 128**0.5 / full, rel=1e-9)
+    zero = measured.y_query_clean.square().mean().item()
+    assert risk[-1] == pytest.approx(zero, rel=1e-12)
+    assert risk[3] > 5 * zero
+    np.testing.assert_array_equal(found.plot().data[0].y, risk)
+    for ratios, needed in (([1, 1.5, 3, 3, 3], 3), ([1, 3, 1.5, 3, 3], 2), ([1, 3, 3, 3, 1], 0)):
+        assert replace(found, ratio=np.array(ratios, dtype=float)).needed == needed
+
+
+@pytest.mark.slow
+def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):
+    prompts = prompts[:128]
+    # A kernel smoother; a zero head; and a head that takes away a share of the first one's prediction.
+    weights = diagonal_heads([0.5, 0.0, 0.5], [1.5, 0.0, -0.8], d_x=5)
+    model = ICLTransformer.from_weights(weights, task=TaskConfig())
+    found = learn_gates(model, prompts, steps=50, learning_rate=0.3)
+    assert found.roles == ["facilitating", "irrelevant", "interfering"]
+    np.testing.assert_allclose(found.scores.sum(0), 1, rtol=1e-12)
+    assert found.closed[0, 0] > 0.8
+    assert found.opened[0, 2] < 0.2
+    assert (found.opened[0, 1], found.closed[0, 1]) == pytest.approx((0.982, 0.018), abs=1e-3)
+    alone = ablate_heads(model, prompts[64:])
+    assert np.array_equal(found.rise, alone.rise)
+    assert found.risks[0] < found.full_risk
+    assert found.plot().data[0].z.shape == (1, 3)
+
+
+@pytest.mark.parametrize("make", [random_model, random_gpt2])
+def test_a_gate_of_zero_is_a_mask(make, few):
+    predictor = predictor_of(make())
+    factors = torch.ones(predictor.n_layers, predictor.n_heads, dtype=torch.float64)
+    factors[1, 1] = 0
+    with torch.no_grad():
+        risk = gates._risk(predictor, few, factors).item()
+    assert risk == pytest.approx(masked_errors(predictor, few, [[(1, 1)]]).mean(), rel=1e-10)
+
+
+def test_gates_leave_the_model_as_it_was(few):
+    model = random_model(2)
+    before = model.predict(few)
+    learn_gates(model, few, steps=3)
+    with refused("prompts", 8, 7):
+        ablate_heads(model, few[:7], sets="greedy")
+    with refused("steps", 0):
+        learn_gates(model, few, steps=0)
+    assert torch.equal(model.predict(few), before)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.classify import classify, read_through
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
-from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.models.heads import AttentionWeights, identity_keys, stack
+from mechinterp.models.shapes import tensor_shapes
+from mechinterp.models.weights import Weights
+from tests.conftest import assert_close_to_rounding
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_null")]
 
 BUILT = {
     "positive": ([[0.5] * 3], [[1.5]]),
@@ -70,21 +74,7 @@ def read(weights: AttentionWeights) -> Classification:
     return classify(weights, n_prompts=64)
 
 
-@pytest.mark.exhaustive
-@settings(deadline=None, max_examples=40)
-@given(SPECS, st.permutations(range(4)))
-def test_permuting_heads_permutes_the_answer(spec: tuple, ranks: list[int]):
-    weights = model(*spec)
-    order = [rank for rank in ranks if rank < weights.n_heads]
-    before = read(weights)
-    found = read(weights.with_tensors({name: t[order] for name, t in weights.tensors.items()}))
-    assert_same_model(found, before)
-    assert found.labels == tuple(before.labels[i] for i in order)
-    assert found.share == pytest.approx(before.share[order])
-    assert found.task_leak == pytest.approx(before.task_leak[order])
-
-
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(SPECS, st.integers(0, 10_000))
 def test_how_circuits_are_factored_does_not_matter(spec: tuple, seed: int):
     weights = model(*spec)
@@ -111,12 +101,17 @@ def test_how_circuits_are_factored_does_not_matter(spec: tuple, seed: int):
 
 @pytest.mark.exhaustive
 @settings(deadline=None, max_examples=40)
-@given(SPECS, st.integers(0, 3))
-def test_a_head_cut_in_two_leaves_the_model_as_it_was(spec: tuple, head: int):
+@given(SPECS, st.permutations(range(4)))
+def test_heads_that_are_permuted_or_cut_in_two_leave_the_model_as_it_was(spec: tuple, ranks: list):
     weights = model(*spec)
-    head %= weights.n_heads
+    order = [rank for rank in ranks if rank < weights.n_heads]
     before = read(weights)
-    half = weights.W_O.clone()
+    found = read(weights.with_tensors({name: t[order] for name, t in weights.tensors.items()}))
+    assert_same_model(found, before)
+    assert found.labels == tuple(before.labels[i] for i in order)
+    assert found.share == pytest.approx(before.share[order])
+    assert found.task_leak == pytest.approx(before.task_leak[order])
+    half, head = weights.W_O.clone(), order[0]
     half[head] /= 2
     halved = replace(weights, W_O=half)
     found = read(stack([halved, halved[slice(head, head + 1)]]))
@@ -125,3 +120,22 @@ def test_a_head_cut_in_two_leaves_the_model_as_it_was(spec: tuple, head: int):
         assert_same_model(found, before)
     assert len(found.labels) == weights.n_heads + 1
     assert np.isclose(found.share.sum(), 1)
+
+
+@pytest.mark.parametrize("around", [{"d_mlp": 8}, {"d_model": 6}], ids=["MLP", "read-in"])
+def test_merged_heads_are_seen_as_separate_ones_with_unit_keys(around: dict[str, int]):
+    task = TaskConfig(d_x=3, context_length=8)
+    model = ModelConfig(n_heads=2, merged_qk=True, biases=True, score="linear/L", **around)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in tensor_shapes(model, 3, 1).items()
+    }
+    merged = Weights.of_names(model, 3, 1, tensors)
+    W_QK = tensors.pop("blocks.0.attn.W_QK")
+    keys = {"blocks.0.attn.W_Q": W_QK, "blocks.0.attn.W_K": identity_keys(W_QK)}
+    separate = Weights.of_names(replace(model, merged_qk=False), 3, 1, tensors | keys)
+    (found, r2), (expected, expected_r2) = (read_through(each, task) for each in (merged, separate))
+    for name, tensor in expected.tensors.items():
+        assert_close_to_rounding(found.tensors[name], tensor)
+    assert r2 == pytest.approx(expected_r2)

@@ -1,207 +1,301 @@
-"""Where the classifier draws its lines, the numbers behind them, and what its answers say."""
+"""Numbers behind the labels: common matrices, shares, equal heads, and random models one by one and their p-values."""
 
-import inspect
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from scipy.linalg import block_diag
 
+from mechinterp.analysis.learners.nearest import evaluation
+from mechinterp.analysis.one_layer import random_null
 from mechinterp.analysis.one_layer.circuits import circuits
-from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.label_rules import Form, Thresholds, common_matrix, read_heads
-from mechinterp.analysis.one_layer.random_null import null_of
+from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.label_rules import (
+    Form,
+    common_matrix,
+    equal_heads,
+    faithfulness,
+    idealised,
+    is_definite,
+    read_heads,
+    rotation_angle,
+    spread_over_heads,
+)
+from mechinterp.analysis.one_layer.random_null import Null, is_bare, null_of, stripped
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
     from_circuits,
+    linear_attention,
 )
-from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.models.heads import AttentionWeights, head_outputs, predict, stack
+from mechinterp.presets import preset
+from mechinterp.training.linear.trainer import initial_heads
 from mechinterp.training.one_layer.step import initial_weights
-from tests.analysis.test_labels import (
-    MODE_2,
-    MODE_3,
-    TABLE_2,
-    TWO,
-    assert_undetermined,
-    rotation,
-    with_blocks,
+from tests.analysis.test_labels import EYE, antisymmetric, pair, with_blocks
+
+OF_NULL = TaskConfig(d_x=3, d_y=2)
+MODEL = ModelConfig(n_heads=2, d_head=5, attend_to_self=True)
+SERVES = 0.25  # a head serves a response where |mu_n| is above this part of its largest
+
+
+@cache
+def random_models() -> list[AttentionWeights]:
+    """The initial models of the seeds from 0, one by one; how they are drawn does not depend on their keys."""
+    config = ExperimentConfig(task=OF_NULL, model=replace(MODEL, attend_to_self=False))
+    drawn = [initial_weights(replace(config, seed=seed)) for seed in range(100)]
+    return [replace(weights.to(torch.float64), attend_to_self=True) for weights in drawn]
+
+
+def spread(weights: AttentionWeights) -> float:
+    """The largest max/min - 1 of |omega| over the heads that serve one response."""
+    sizes, mu = weights.omega.norm(dim=1), weights.mu.abs()
+    spreads = []
+    for n in range(2):
+        served = [sizes[h].item() for h in range(2) if mu[h, n] > SERVES * mu[h].max()]
+        if served:
+            spreads.append(max(served) / min(served) - 1)
+    return max(spreads)
+
+
+def zero_sum(weights: AttentionWeights) -> float:
+    total, size = weights.mu.sum(0).abs(), weights.mu.abs().sum(0)
+    return (total / size).max().item()
+
+
+def prompts_of_the_null() -> Prompts:
+    return evaluation(OF_NULL, random_null.N_PROMPTS, 0, True).prompts
+
+
+def substitution_r2(weights: AttentionWeights) -> float:
+    ideal, prompts = (
+        idealised(weights, torch.diag_embed(weights.omega), weights.mu),
+        prompts_of_the_null(),
+    )
+    return faithfulness(predict(weights, prompts), predict(ideal, prompts)).r2
+
+
+def task_r2(weights: AttentionWeights) -> float:
+    prompts = prompts_of_the_null()
+    missed = (predict(weights, prompts) - prompts.y_query).square().mean()
+    return (1 - missed / prompts.y_query.square().mean()).item()
+
+
+def share_of(weights: AttentionWeights) -> torch.Tensor:
+    sizes = head_outputs(weights, prompts_of_the_null()).var(0).sum(1).sqrt()
+    return sizes / sizes.sum()
+
+
+EXACT = {
+    "zero_sum": zero_sum,
+    "omega_spread": spread,
+    "omega_mean": lambda weights: weights.omega.mean(1),
+    "mu": lambda weights: weights.mu.flatten(),
+    "qk_diagonal": lambda weights: weights.qk_diagonal,
+    "qk_diagonal_best": lambda weights: weights.qk_diagonal.max(),
+    "ov_last_entry": lambda weights: weights.ov_last_entry,
+    "ov_last_entry_best": lambda weights: weights.ov_last_entry.max(),
+}
+IN_FLOAT32 = {"substitution_r2": substitution_r2, "task_r2": task_r2, "share": share_of}
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_the_models_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    """Zero sum is the largest over responses, the spread that of heads of one response; the best head stands for its model."""
+    monkeypatch.setattr(random_null, "MODELS", (100, 100))
+    null_of.cache_clear()
+    values = null_of(OF_NULL, MODEL, form="diagonal").values
+    null_of.cache_clear()
+    for name, statistic in (EXACT | IN_FLOAT32).items():
+        each = np.concatenate([np.atleast_1d(statistic(weights)) for weights in random_models()])
+        tolerance = {"rel": 1e-6, "abs": 1e-12} if name in EXACT else {"rel": 1e-4, "abs": 1e-5}
+        assert values[name] == pytest.approx(np.sort(each), **tolerance), name
+
+
+def test_p_values_count_the_value_itself_and_all_as_structured():
+    values = np.array([1.0, 2.0, 2.0])
+    null = Null(3, {"qk_diagonal": values, "zero_sum": values, "omega_spread": values})
+    assert [null.p_value("qk_diagonal", value) for value in (1.0, 2.0, 3.0)] == [1, 0.75, 0.25]
+    for name in ("zero_sum", "omega_spread"):
+        assert [null.p_value(name, value) for value in (0.0, 1.0, 2.0)] == [0.25, 0.5, 1]
+    assert np.isnan(null.p_value("zero_sum", float("nan")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_heads", "n_models"), [(1, 400), (20, 320), (128, 100)])
+def test_there_are_enough_models_for_a_small_p_value(n_heads: int, n_models: int):
+    task = TaskConfig(d_x=1, context_length=2)
+    null = null_of(task, ModelConfig(n_heads=n_heads, d_head=1), form="scalar")
+    assert null.n_models == n_models
+    assert len(null.values["zero_sum"]) == n_models
+    assert len(null.values["qk_diagonal"]) == n_models * n_heads
+
+
+def test_bare_heads_compare_x_with_x_and_read_y():
+    whole = random_models()[0]
+    found = stripped(whole)
+    x, y = slice(3), slice(3, None)
+    torch.testing.assert_close(found.QK[:, x, x], whole.QK[:, x, x])
+    torch.testing.assert_close(found.OV[:, y], whole.OV[:, y])
+    for unused in (found.QK[:, y], found.QK[:, :, y], found.OV[:, x]):
+        assert not unused.any()
+    linear = replace(found, score="linear")
+    assert is_bare(linear)
+    assert not is_bare(found)  # softmax
+    assert not is_bare(replace(whole, score="linear"))
+
+
+@pytest.mark.slow
+def test_random_weights_of_bare_heads_are_bare():
+    task = TaskConfig(d_x=2, context_length=4)
+    model = ModelConfig(n_heads=2, score="linear/L")
+    found = null_of(task, model, form="matrix", bare=True).values
+    for name in ("ov_last_entry", "ov_last_entry_best", "substitution_r2"):
+        assert found[name] == pytest.approx(1, abs=1e-5), name
+    whole = null_of(task, model, form="matrix").values
+    assert whole["substitution_r2"].max() < 1 - 1e-5
+    assert found["qk_diagonal"] == pytest.approx(whole["qk_diagonal"])
+
+
+def test_blocks_are_fitted_by_their_form():
+    whole = random_models()[0].QK[:, :3, :3]
+    eye = torch.eye(3, dtype=torch.float64)
+    assert torch.equal(Form("matrix", eye).fitted(whole), whole)
+    diagonal = torch.stack([torch.diag(block.diagonal()) for block in whole])
+    torch.testing.assert_close(Form("diagonal", eye).fitted(whole), diagonal)
+    scalar = torch.stack([block.diagonal().mean() * eye for block in whole])
+    torch.testing.assert_close(Form("scalar", eye).fitted(whole), scalar)
+    matrix = common_matrix(whole, torch.ones(2).double())
+    scale = (whole * matrix).sum((1, 2)) / 3
+    common = Form("common", matrix).fitted(whole)
+    torch.testing.assert_close(common, scale[:, None, None] * matrix)
+    # Models on a leading axis are fitted one by one.
+    both = torch.stack([whole, whole.mT])
+    each = common_matrix(both, torch.ones(2, 2).double())
+    torch.testing.assert_close(Form("common", each[:, None]).fitted(both)[0], common)
+
+
+def test_blocks_that_have_a_common_matrix_are_their_own_idealised_selves():
+    matrix = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5]).double())
+    blocks = torch.stack([0.1 * matrix, -0.2 * matrix])
+    common = Form("common", common_matrix(blocks, torch.ones(2).double()))
+    torch.testing.assert_close(common.fitted(blocks), blocks)
+
+
+def test_a_range_leaves_out_a_twentieth_on_each_side():
+    values = np.append(np.arange(101.0), [np.nan, np.nan])
+    null = Null(103, {"share": values, "mu": np.full(3, np.nan)})
+    assert null.ranges["share"] == (5, 95)
+    assert np.isnan(null.ranges["mu"]).all()
+
+
+def random_blocks(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, 4, 4, dtype=torch.float64, generator=generator)
+
+
+def common(blocks: torch.Tensor, weight: torch.Tensor) -> Form:
+    return Form("common", common_matrix(blocks, weight))
+
+
+def test_a_common_matrix_is_found_with_its_factors():
+    matrix = random_blocks(1)[0]
+    matrix *= 2 / matrix.norm() * matrix.trace().sign()  # norm sqrt(4), trace >= 0
+    scales = torch.tensor([0.3, -2.0, 0.01], dtype=torch.float64)
+    blocks = scales[:, None, None] * matrix
+    found = common(blocks, torch.ones(3).double())
+    torch.testing.assert_close(found.matrix, matrix)
+    torch.testing.assert_close(found.omega(blocks), scales[:, None].expand(3, 4))
+    np.testing.assert_allclose(found.alignment(blocks), 1)
+
+
+def test_the_common_matrix_explains_most_that_one_matrix_can():
+    blocks, weight = random_blocks(5), torch.tensor([1.0, 2.0, 0.5, 1.0, 0.1]).double()
+    found = common(blocks, weight)
+    # Many models are read as one by one.
+    together = common_matrix(torch.stack([blocks, blocks.mT]), weight.expand(2, -1))
+    torch.testing.assert_close(together[0], found.matrix)
+    flat = blocks.flatten(1)
+    rows = weight[:, None] * flat / flat.norm(dim=1, keepdim=True)
+    largest = torch.linalg.svdvals(rows)[0]
+    explained = np.linalg.norm(weight.numpy() * found.alignment(blocks))
+    assert explained == pytest.approx(largest.item())
+
+
+def test_zero_blocks_have_no_direction():
+    zeros = torch.zeros(2, 3, 3).double()
+    found = common(zeros, torch.ones(2).double())
+    assert found.alignment(zeros).tolist() == [0, 0]
+    assert not found.omega(zeros).any()
+    blocks = torch.stack([torch.eye(3), torch.zeros(3, 3)]).double()
+    mixed = common(blocks, torch.ones(2).double())
+    assert mixed.alignment(blocks).tolist() == pytest.approx([1, 0])
+
+
+def test_equal_heads_within_the_tolerance_and_through_others():
+    base = random_blocks(1)[0]
+    near, nearer, far = base * 1.04, base * 1.08, base * 1.3
+    stack = torch.stack([base, far, nearer, near, -base])
+    # base and nearer differ by more than 5%, but near is within 5% of both.
+    assert equal_heads(stack, tolerance=0.05).tolist() == [0, 1, 0, 0, 2]
+    assert equal_heads(stack, tolerance=0.001).tolist() == [0, 1, 2, 3, 4]
+    # 0.051 / 1.051 is below 5%.
+    close = torch.stack([torch.eye(3), 1.051 * torch.eye(3)])
+    assert equal_heads(close, tolerance=0.05).tolist() == [0, 0]
+    assert equal_heads(close, tolerance=0.048).tolist() == [0, 1]
+    zeros = torch.zeros(2, 2, 3)
+    assert equal_heads(zeros, tolerance=0.05).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected"),
+    [
+        ([[2.0, 1.0], [1.0, 2.0]], True),
+        ([[-2.0, 1.0], [1.0, -2.0]], True),
+        ([[1.0, 2.0], [2.0, 1.0]], False),
+        ([[1.0, 1.0], [-1.0, 1.0]], False),
+        ([[1.0, 0.2], [-0.2, 1.0]], True),
+        ([[0.0, 0.0], [0.0, 0.0]], False),
+    ],
 )
+def test_a_metric_is_symmetric_and_definite(matrix: list[list[float]], expected: bool):
+    assert is_definite(torch.tensor(matrix)) is expected
 
-FREE = replace(TWO, supports=None)
+
+def turn(degrees: float) -> np.ndarray:
+    c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    return np.array([[c, -s], [s, c]])
+
+
+def test_the_angle_of_a_rotation_of_any_size():
+    for degrees in (0.0, 30.0, 120.0):
+        matrix = 0.7 * block_diag(turn(degrees), 1)
+        assert rotation_angle(matrix) == pytest.approx(degrees, abs=1e-6)
+        assert np.isnan(rotation_angle(matrix @ np.diag([1, 1, 2])))
+    assert rotation_angle(block_diag(turn(30), turn(90))) == pytest.approx(90)
+    for diagonal in ([1.0, 1.0, 0.5], [1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]):
+        assert np.isnan(rotation_angle(np.diag(diagonal)))
+
+
+def test_heads_of_other_responses_do_not_count_in_the_spread():
+    sizes = torch.tensor([1.0, 1.2, 5.0, 6.5], dtype=torch.float64)
+    mu = torch.tensor([[4.0, 0.9], [-4.0, 0.0], [0.5, 2.0], [0.0, -2.0]], dtype=torch.float64)
+    assert spread_over_heads(sizes, mu, serving=0.25).item() == pytest.approx(0.3)
+    # With leaks of 0.225 and 0.25 the first and third head serve both responses.
+    assert spread_over_heads(sizes, mu, serving=0.2).item() == pytest.approx(5.5)
+    both = spread_over_heads(sizes.expand(2, -1), torch.stack([mu, mu.flip(1)]), serving=0.25)
+    assert both.tolist() == pytest.approx([0.3, 0.3])
+
+
 ONE_HEAD = ModelConfig(n_heads=1, d_head=6)
-EYE = torch.eye(5, dtype=torch.float64)
-UNEVEN = [0.15, 0.15, 0.2, 0.2, 0.15, 0.15]
-
-
-def two_responses(
-    omega: list[list[float]], mu: list[list[float]], task: TaskConfig = FREE
-) -> Classification:
-    """The label of heads with six coordinates and two responses."""
-    return classify(diagonal_heads(omega, mu, d_x=6, d_y=2), task)
-
-
-def opposite(omega: list[float], mu: list[float]) -> Classification:
-    """The label of a head with its exact opposite."""
-    return two_responses([omega, [-o for o in omega]], [mu, [-m for m in mu]])
-
-
-def pair() -> AttentionWeights:
-    return diagonal_heads([0.13, -0.13], [3.4, -3.4], d_x=5)
 
 
 def random_head(seed: int = 0) -> AttentionWeights:
     return initial_weights(ExperimentConfig(model=ONE_HEAD, seed=seed))
-
-
-def antisymmetric() -> Tensor:
-    """A matrix at right angles to I and to all symmetric ones, of I's norm."""
-    random = torch.Generator().manual_seed(0)
-    matrix = torch.randn(5, 5, dtype=torch.float64, generator=random)
-    matrix = matrix - matrix.T
-    return matrix * 5**0.5 / matrix.norm()
-
-
-def two_shapes(apart: float) -> Tensor:
-    """Two QK x blocks that leave I in one direction, and each other in a second one."""
-    along = 0.5 * torch.diag(torch.tensor([1.0, -0.5, 0.5, -1.0, 0.0]).double())
-    across = 0.5 * torch.diag(torch.tensor([0.0, 1.0, -1.0, 0.0, 0.0]).double())
-    return torch.stack([0.1 * (EYE + along), -0.1 * (EYE + along + apart * across)])
-
-
-@pytest.mark.slow
-def test_heads_that_serve_one_response_with_the_wrong_sign_are_no_task_heads():
-    found = two_responses(MODE_3.omega.tolist(), [[0, -3.2], [0, 3.2], [3.3, 0], [-3.3, 0]], TWO)
-    labels = ("mismatched", "mismatched", "positive", "negative")
-    assert_undetermined(found, "and support_leak is not defined", *labels)
-    assert np.isnan(found.scales.support_leak)
-    assert np.isnan(found.scales.theta_spread)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [0.6, 0.5])
-def test_opposite_heads_may_serve_a_response_half_as_much(part: float):
-    found = opposite(UNEVEN, [2, 2 * part])
-    assert found.pattern == "weighted_preconditioned_gd"
-    assert f"mu within {1 - part:.0%}" in found.reason
-
-
-def test_opposite_heads_that_serve_a_response_too_little_do_not_weigh():
-    found = opposite(UNEVEN, [2, 0.8])
-    assert_undetermined(found, "theta_spread is 0.333, above the limit 0.25")
-
-
-@pytest.mark.slow
-def test_all_heads_must_serve_all_responses_for_a_weighted_step():
-    first, second = [0.15] * 3 + [0.2] * 3, [0.2] * 3 + [0.14] * 3
-    omega = [first, [-o for o in first], second, [-o for o in second]]
-    found = two_responses(omega, [[2, 2], [-2, -2], [2, 0.6], [-2, -0.6]])
-    assert found.pattern == "superposition"
-    assert found.task_leak == pytest.approx([1, 1, 0.3, 0.3])
-
-
-@pytest.mark.slow
-def test_a_step_is_plain_only_where_all_supports_are_full():
-    weights = debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2)
-    full, part = tuple(range(6)), (0, 1, 2, 3)
-    half = classify(weights, replace(TWO, supports=(full, part)))
-    assert half.pattern == "weighted_preconditioned_gd"
-    assert classify(weights, replace(TWO, supports=(full, full))).pattern == "debiased_gd"
-
-
-@pytest.mark.parametrize(
-    ("omega", "mu", "reason"),
-    [
-        ((0.08, -0.16), (3.4, -3.4), "omega_spread is 1.000, above the limit 0.25"),
-        ((0.13, -0.13), (3.4, -2.4), "zero_sum is 0.172, above the limit 0.05"),
-    ],
-)
-def test_what_is_not_even_is_undetermined_with_several_responses(omega, mu, reason):
-    found = two_responses([[each] * 6 for each in omega], [[each] * 2 for each in mu])
-    assert_undetermined(found, reason)
-
-
-@pytest.mark.slow
-def test_an_uneven_theta_is_no_superposition():
-    omega = TABLE_2.omega * torch.tensor([1, 1.6, 1, 1, 1, 1])
-    found = two_responses(omega.tolist(), TABLE_2.mu.tolist(), TWO)
-    assert_undetermined(
-        found, "heads serve several responses and theta_spread is 0.600, above the limit 0.25"
-    )
-
-
-def test_a_response_that_is_pushed_away_is_undetermined():
-    found = opposite([0.13] * 6, [3.4, -3.4])
-    assert_undetermined(
-        found, "heads serve several responses and support_leak is not defined", "mixed", "mixed"
-    )
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_response_that_no_head_serves_is_named(missing: int):
-    mu = [0.0, 0.0]
-    mu[1 - missing] = 3.4
-    found = opposite([0.13] * 6, mu)
-    assert_undetermined(found, f"no head serves response {missing}", "positive", "negative")
-    assert found.scales.unserved == (missing,)
-    assert np.isnan(found.scales.zero_sum)
-
-
-def test_heads_that_all_cancel_are_no_model():
-    found = classify(diagonal_heads([0.13, 0.13], [3.4, -3.4], d_x=5))
-    assert_undetermined(found, "no head is active, or the active heads cancel each other")
-
-
-@pytest.mark.slow
-def test_predictions_of_zero_are_undetermined():
-    weights = diagonal_heads([0.5, -0.5], [1.0, 1.0], d_x=5)
-    found = classify(replace(weights, score="linear", score_slope=0.025))
-    assert_undetermined(found, "the predictions are all 0, or not finite")
-
-
-def test_a_leaning_head_needs_a_better_substitute():
-    found = classify(with_blocks(0.1 * (EYE + 0.55 * antisymmetric())[None], [1.5]))
-    assert found.labels == ("positive",)
-    assert found.pattern == "undetermined"
-    assert 0.9 < found.substitution.r2 < 0.95
-    cosine = 1 / (1 + 0.55**2) ** 0.5
-    assert f"with its form is {cosine:.3f}, below the limit 0.9" in found.reason
-    assert f"R² = {found.substitution.r2:.3f}, below the limit 0.95" in found.reason
-
-
-def test_one_leaning_head_among_clean_ones_is_enough():
-    blocks = torch.stack([0.1 * EYE, 0.1 * (EYE + 0.7 * antisymmetric())])
-    found = classify(with_blocks(blocks, [0.7, 1.5]))
-    assert found.labels == ("positive", "positive")
-    cosine = 1 / (1 + 0.7**2) ** 0.5
-    assert f"with its form is {cosine:.3f}, below" in found.reason
-
-
-@pytest.mark.slow
-def test_dummies_do_not_lean():
-    weights = pair()
-    OV = weights.OV.clone()
-    OV[:, 0, 0] = 0.9  # both read x, so that idealised heads lose some of the prediction
-    dummy = with_blocks(0.1 * antisymmetric()[None], [1e-4])
-    found = classify(stack([from_circuits(weights.QK, OV), dummy]))
-    assert 0.9 < found.substitution.r2 < 0.95
-    assert found.labels[2] == "dummy"
-    assert found.pattern == "debiased_gd"
-
-
-def test_a_head_that_reads_x_is_named_with_its_number():
-    weights = pair()
-    OV = weights.OV.clone()
-    OV[0, 0, 0] = 3.0
-    found = classify(from_circuits(weights.QK, OV))
-    assert found.pattern == "undetermined"
-    value = 3.4 / np.hypot(3.4, 3.0)
-    assert (
-        f"head 0 is unstructured: ov_last_entry is {value:.3f}, below the limit 0.9" in found.reason
-    )
 
 
 @pytest.mark.parametrize(("size", "pattern"), [(0.05, "undetermined"), (0.3, "unstructured")])
@@ -215,85 +309,10 @@ def test_the_prediction_alone_may_be_beyond_random_weights(size: float, pattern:
     assert (found.p_values["substitution_r2"] <= 0.01) == (pattern == "undetermined")
 
 
-@pytest.mark.slow
-def test_linear_heads_are_labelled_by_their_own_diagonal():
-    # Their sum is .9 I, a step; alone none of them is near a multiple of I.
-    turn = 3 * antisymmetric()
-    blocks = torch.stack([0.45 * EYE + turn, 0.45 * EYE - turn])
-    found = classify(replace(with_blocks(blocks, [1.0, 1.0]), score="linear", score_slope=0.025))
-    assert found.pattern == "linear_gd"
-    assert found.labels == ("unstructured",) * 2
-
-
-def test_a_leak_below_its_limit_has_no_sign():
-    mu = [[-0.5, 3.2], [0.5, -3.2], [3.3, 0], [-3.3, 0]]
-    found = two_responses(MODE_3.omega.tolist(), mu, TWO)
-    assert found.pattern == "task_heads"
-    assert found.labels == ("positive", "negative") * 2
-    assert f"leak up to {0.5 / 3.2:.3f}" in found.reason
-
-
-def test_a_small_entry_of_a_negative_head_has_no_sign():
-    found = classify(diagonal_heads([[-0.4, -0.4, -0.4, -0.4, 0.01]], [-1.5], d_x=5))
-    assert found.labels == ("negative",)
-
-
-def test_reasons_of_several_responses_say_what_there_is():
-    assert "mu within 0%" in classify(MODE_2, FREE).reason
-    superposed = classify(TABLE_2, TWO)
-    assert "superposition" in repr(superposed)
-    assert "; head" not in superposed.reason
-
-
-@pytest.mark.slow
-def test_other_score_functions_count_with_their_slope():
-    weights = replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5)
-    found = classify(weights)
-    assert found.pattern == "debiased_gd"
-    assert found.substitution.r2 > 0.999
-    assert found.scales.eta[0] == pytest.approx(0.4)
-    assert found.scales.theta == pytest.approx(np.full((1, 5), 0.4))
-    torch.testing.assert_close(found.scales.step, 0.4 * EYE[None])
-
-
-def test_omega_spread_of_several_responses_compares_norms():
-    norms = np.linalg.norm(TABLE_2.omega.numpy(), axis=1)
-    spread = classify(TABLE_2, TWO).scales.omega_spread
-    assert spread == pytest.approx(norms.max() / norms.min() - 1)
-
-
-def test_omega_spread_compares_heads_of_one_response():
-    omega = [[0.1] * 6, [-0.1] * 6, [0.2] * 6, [-0.2] * 6]
-    found = two_responses(omega, [[4, 0], [-4, 0], [0, 2], [0, -2]], TWO)
-    assert found.scales.omega_spread == pytest.approx(0)
-
-
-@pytest.mark.parametrize("mu", [[[3, 3], [-3, -2]], [[3, 3], [-2, -3]]])
-def test_zero_sum_is_the_largest_over_responses(mu: list[list[float]]):
-    found = two_responses([[0.13] * 6, [-0.13] * 6], mu)
-    assert found.scales.zero_sum == pytest.approx(0.2)
-
-
-def test_supports_hold_what_is_above_half_the_largest():
-    found = opposite([0.15, 0.15, 0.12, 0.12, 0.03, -0.13], [3.0, 3.0])
-    assert found.scales.supports == ((0, 1, 2, 3),) * 2
-    assert found.scales.support_leak == pytest.approx(0.13 / 0.135)  # over the mean on the support
-    assert found.scales.theta_spread == pytest.approx(0.15 / 0.12 - 1)
-
-
-def test_no_step_is_the_best_for_all_where_responses_have_supports():
-    assert np.isnan(classify(TABLE_2, TWO).scales.eta_optimal)
-
-
 def test_task_leak_is_the_second_largest_of_many_responses():
     weights = diagonal_heads([0.13, -0.13], [[3.0, 1.0, 0.5], [-3.0, -1.0, -0.5]], d_x=5, d_y=3)
     found = read_heads(circuits(weights), torch.zeros(2, 2, 3).double())
     assert found.task_leak == pytest.approx([1 / 3, 1 / 3])
-
-
-def test_nearly_equal_heads_take_the_step_of_their_sum():
-    found = classify(diagonal_heads([0.13, 0.134, -0.13], [3.0, 0.4, -3.4], d_x=5))
-    assert found.scales.eta[0] == pytest.approx(0.13 * 3 + 0.134 * 0.4 + 0.13 * 3.4)
 
 
 def test_a_share_is_the_root_of_the_variance_of_all_responses():
@@ -313,72 +332,10 @@ def test_heads_that_read_other_keys_are_not_equal():
 
 
 @pytest.mark.slow
-def test_one_head_that_turns_its_input_is_kernel_regression():
-    turned = rotation()
-    turned = turned * torch.linalg.det(turned).sign()
-    found = classify(with_blocks(0.5 * turned[None], [1.5]))
-    assert (found.form.kind, found.pattern) == ("common", "kernel_regression")
-    torch.testing.assert_close(found.form.matrix, turned)
-
-
-@pytest.mark.slow
-def test_heads_count_by_their_share_in_the_common_matrix():
-    first = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.5]).double())
-    second = first + torch.diag(torch.tensor([0.0, 0.3, 0.0, -0.3, 0.2]).double())
-    blocks = torch.stack([0.1 * first, -0.1 * first, 0.1 * second, -0.1 * second])
-    found = classify(with_blocks(blocks, [4.0, -4.0, 0.2, -0.2]))
-    assert found.form.kind == "common"
-    expected = common_matrix(blocks, torch.from_numpy(found.share))
-    torch.testing.assert_close(found.form.matrix, expected)
-
-
-def test_a_matrix_is_common_only_if_it_explains_most_deviations_from_the_identity():
-    found = classify(with_blocks(two_shapes(1.2), [4.0, -4.0]))
-    assert 1 - found.form.isotropy**2 > 0.05
-    assert 0.5 < found.form.shared < 0.85
-    assert found.form.kind == "scalar"
-
-
-@pytest.mark.slow
-def test_shared_is_the_part_of_the_squared_sines_that_one_matrix_explains():
-    blocks = two_shapes(0.5)
-    found = classify(with_blocks(blocks, [4.0, -4.0]))
-    common = Form("common", common_matrix(blocks, torch.from_numpy(found.share)))
-    traces = blocks.diagonal(dim1=1, dim2=2).sum(1)
-    cosines = traces / (5**0.5 * blocks.flatten(1).norm(dim=1))
-    expected = 1 - (1 - common.alignment(blocks) ** 2).sum() / (1 - cosines**2).sum()
-    assert found.form.shared == pytest.approx(float(expected))
-
-
-@pytest.mark.slow
-def test_circuits_are_read_with_their_law():
-    weights = pair()
-    sloped = classify_circuits(weights.QK, weights.OV, score="1+Cx", score_slope=0.5)
-    assert sloped.scales.eta[0] == pytest.approx(0.5 * 2 * 0.13 * 3.4)
-    to_self = classify_circuits(weights.QK, weights.OV, attend_to_self=True)
-    expected = classify(replace(weights, attend_to_self=True))
-    assert to_self.learner.rms == pytest.approx(expected.learner.rms)
-    assert to_self.learner.rms != pytest.approx(classify(weights).learner.rms)
-
-
-def test_prompts_are_those_of_the_seed_and_as_many_as_asked_for():
-    weights = pair()
-    before = classify(weights).learner.rms
-    for prompts in ({"seed": 1}, {"n_prompts": 4096}):
-        found = classify(weights, **prompts).learner.rms
-        assert found != pytest.approx(before)
-        by_circuits = classify_circuits(weights.QK, weights.OV, **prompts).learner.rms
-        assert by_circuits == pytest.approx(found)
-
-
-def test_thresholds_are_arguments():
-    weights, limits = diagonal_heads([0.13, -0.2], [3.0, -3.0], d_x=5), Thresholds(omega_spread=0.6)
-    assert classify(weights, thresholds=limits).pattern == "debiased_gd"
-    found = classify_circuits(weights.QK, weights.OV, thresholds=limits)
-    assert found.pattern == "debiased_gd"
-
-
-def test_the_best_head_stands_for_its_model():
+def test_p_values_of_a_pattern_are_the_least_possible_and_the_best_head_stands_for_its_model():
+    found = classify(debiased_gradient_step(0.88, 0.13, d_x=5))
+    assert set(found.p_values.values()) == {1 / 401}
+    assert found.head_p_values["ov_last_entry"] == pytest.approx([1 / 801] * 2)
     found = classify(stack([pair(), random_head()]))
     assert found.p_values["qk_diagonal_best"] < 0.01
     assert found.p_values["ov_last_entry_best"] < 0.01
@@ -397,41 +354,51 @@ def test_random_models_are_drawn_with_the_law_of_the_model(law: dict):
     assert p != other.p_value("substitution_r2", r2)
 
 
-@pytest.mark.parametrize("n_prompts", [1, 0])
-def test_too_few_prompts_are_refused(n_prompts: int):
-    with pytest.raises(ValueError, match=f"n_prompts must be >= 8, .*, got {n_prompts}"):
-        classify(pair(), n_prompts=n_prompts)
+# Seeds from 10,000 on are not those of the null.
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (1, 2, 6, 6)])
-def test_circuits_with_other_than_three_axes_are_refused(shape: tuple[int, ...]):
-    good = pair()
-    message = r"must have three axes, head first, got shape \[" + ", ".join(map(str, shape))
-    for found in (np.zeros(shape), torch.zeros(shape)):
-        with pytest.raises(ValueError, match=f"QK {message}"):
-            classify_circuits(found, good.OV)
-        with pytest.raises(ValueError, match=f"OV {message}"):
-            classify_circuits(good.QK, found)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        (TaskConfig(), ModelConfig(n_heads=4)),
+        (TaskConfig(d_x=1), ModelConfig(n_heads=2)),
+        (TaskConfig(d_x=20), ModelConfig(n_heads=2, d_head=4)),
+        (TaskConfig(d_x=6, d_y=2), ModelConfig(n_heads=3)),
+        (TaskConfig(), ModelConfig(n_heads=2, score="1+tanh")),
+        (TaskConfig(), ModelConfig(n_heads=2, score="linear", score_slope=0.025)),
+    ],
+)
+def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
+    config = ExperimentConfig(task=task, model=model)
+    drawn = (initial_weights(replace(config, seed=seed)) for seed in range(10_000, 10_020))
+    patterns = [classify(weights, task).pattern for weights in drawn]
+    assert set(patterns) <= {"unstructured", "undetermined"}
+    assert patterns.count("unstructured") >= 0.85 * len(patterns)
 
 
-def test_complex_circuits_are_refused():
-    weights = pair()
-    unchecked = inspect.unwrap(classify_circuits)  # the tests' own check of types comes first
-    imaginary = weights.QK * 1j
-    with pytest.raises(ValueError, match=r"QK must hold real numbers, got torch\.complex128"):
-        unchecked(imaginary, weights.OV)
-    with pytest.raises(ValueError, match="QK must hold real numbers, got complex128"):
-        unchecked(imaginary.numpy(), weights.OV)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear-separate", "linear-merged", "linear-rank-2"])
+def test_linear_presets_are_held_against_random_weights_of_their_kind(name: str):
+    config, tasks = preset(name), []
+    for seed in range(10_000, 10_015):
+        heads = initial_heads(replace(config, seed=seed))
+        found = classify(linear_attention(heads), config.task)
+        assert found.pattern == "undetermined"
+        assert found.p_values["substitution_r2"] == found.p_values["ov_last_entry_best"] == 1
+        tasks.append(found.p_values["task_r2"])
+    assert np.mean(tasks) == pytest.approx(0.5, abs=4 / (12 * len(tasks)) ** 0.5)
 
 
-def test_reversed_views_are_read():
-    weights = pair()
-    found = classify_circuits(weights.QK.numpy()[::-1], weights.OV.numpy()[::-1])
-    assert (found.pattern, found.labels) == ("debiased_gd", ("negative", "positive"))
-
-
-def test_circuits_that_require_gradients_are_read():
-    weights = pair()
-    QK, OV = weights.QK.clone().requires_grad_(), weights.OV.clone().requires_grad_()
-    assert classify_circuits(QK, OV).pattern == "debiased_gd"
-    assert QK.grad is None
+@pytest.mark.slow
+def test_p_values_of_random_weights_are_uniform():
+    values: dict[str, list[float]] = {}
+    for seed in range(10_000, 10_200):
+        for name, p in classify(initial_weights(ExperimentConfig(seed=seed))).p_values.items():
+            values.setdefault(name, []).append(p)
+    assert len(values) == 6
+    for name, found in values.items():
+        # Two standard errors of a mean of 200 uniform numbers are .041; the null itself has 400 models.
+        if name != "zero_sum":  # it is exactly 1 for half of the models, whose p is 1
+            assert np.mean(found) == pytest.approx(0.5, abs=0.07), name
+        assert np.mean(np.array(found) <= 0.1) == pytest.approx(0.1, abs=0.06), name

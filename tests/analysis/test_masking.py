@@ -1,25 +1,30 @@
 """Masks: from cached streams against plain runs with hooks, and what is said of masks that do nothing."""
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from mechinterp import dmmse, hook_module, load, sample_prompts, task_pool
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
+from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.result import meanings, unit_of
+from mechinterp.config import TaskConfig
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run import general, hooks, one_layer
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
-from tests.deep_models import WIDE, random_gpt2, random_model
+from tests.conftest import refused
+from tests.deep_models import GPT2, WIDE, random_gpt2, random_model
 
-MASKS = [
-    [],
-    [(0, 1)],
-    [(1, 3)],
-    [(2, 0)],
-    [(0, 0), (1, 1), (2, 3)],
-    [(0, 2), (2, 2)],
-    [(2, 1), (2, 2)],
-]
+MASKS = [[], [(0, 1)], [(1, 3)], [(0, 0), (1, 1), (2, 3)], [(0, 2), (2, 2)], [(2, 1), (2, 2)]]
 LAWS = [
     {},
     {"biases": True},
@@ -63,32 +68,6 @@ def assert_as_by_hooks(model, prompts, masks, method):
     assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_many_masks_equal_runs_with_hooks(law, method, few):
-    assert_as_by_hooks(random_model(**law), few, MASKS, method)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("method", METHODS)
-def test_many_masks_of_a_bridge_equal_runs_with_hooks(method, few):
-    masks = [[(layer, head % 2) for layer, head in heads] for heads in MASKS]
-    assert_as_by_hooks(random_gpt2(), few, masks, method)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("law", [{}, {"attend_to_self": True, "biases": True}], ids=str)
-@pytest.mark.parametrize("n_layers", [1, 2])
-def test_shallow_models(n_layers, law, method, few):
-    heads = [(layer, head) for layer in range(n_layers) for head in range(4)]
-    masks = [[], *([head] for head in heads), heads[1:], heads]
-    assert_as_by_hooks(random_model(n_layers, **law), few, masks, method)
-
-
 def test_hooks_of_the_caller_count(few):
     model = random_model()
     halve = ("blocks.2.attn.hook_pattern", lambda pattern, hook: pattern / 2)
@@ -120,50 +99,220 @@ def test_the_context_masks_and_leaves_nothing_behind(few):
     assert torch.equal(model.predict(few), before)
 
 
-@pytest.mark.parametrize(
-    ("head", "name"), [((3, 0), "L3H0"), ((0, 4), "L0H4"), ((-1, 0), "L-1H0"), ((0, -1), "L0H-1")]
-)
-def test_heads_that_do_not_exist_are_refused(head, name, few):
-    model = random_model()
-    rule = f"heads must lie in 3 layers of 4 heads, counted from 0, got {name}"
-    with pytest.raises(ValueError, match=rule), masked(model, [(0, 0), head]):
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_many_masks_equal_runs_with_hooks(law, method, few):
+    assert_as_by_hooks(random_model(**law), few, MASKS, method)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("law", [{}, {"attend_to_self": True, "biases": True}, None], ids=str)
+def test_masks_of_shallow_models_and_of_a_bridge_equal_runs_with_hooks(law, method, few):
+    if law is None:
+        masks = [[(layer, head % 2) for layer, head in heads] for heads in MASKS]
+        assert_as_by_hooks(random_gpt2(), few, masks, method)
+        return
+    for n_layers in (1, 2):
+        heads = [(layer, head) for layer in range(n_layers) for head in range(4)]
+        masks = [[], *([head] for head in heads), heads[1:], heads]
+        assert_as_by_hooks(random_model(n_layers, **law), few, masks, method)
+
+
+@pytest.mark.parametrize("head", [(3, 0), (0, 4), (-1, 0), (0, -1)])
+def test_heads_that_do_not_exist_are_refused(head, few):
+    name = f"L{head[0]}H{head[1]}"
+    with refused("3 layers of 4 heads", name), masked(random_model(), [(0, 0), head]):
         raise AssertionError("the block must not run")
-    with pytest.raises(ValueError, match=rule):
-        predictor_of(model).run(few, [[(0, 0)], [head]])
-
-
-def test_hooks_of_heads_that_do_not_exist_are_refused(few):
-    for head, name in (((0, -1), "L0H-1"), ((-1, 0), "L-1H0")):
-        with pytest.raises(ValueError, match=f"heads must be counted from 0, got {name}"):
+    with refused("3 layers of 4 heads", name):
+        predictor_of(random_model()).run(few, [[(0, 0)], [head]])
+    if min(head) < 0:
+        with refused("counted from 0", name):
             mask_heads([(0, 0), head])
+
+
+def test_masks_that_cannot_run_are_refused(few):
     model = random_model()
-    rule = r"heads of blocks\.1\.attn\.hook_z must lie in 0 to 3, got 9"
-    with pytest.raises(ValueError, match=rule):
+    with refused("blocks.1.attn.hook_z", 3, 9):
         model.run_with_hooks(few.tokens, fwd_hooks=mask_heads([(1, 2), (1, 9)]))
-
-
-def test_a_mask_that_never_ran_is_named(few):
-    model = random_model()
-    message = "Masking L2H1 changed nothing: the hook blocks.2.attn.hook_z never fired"
-    with pytest.raises(ValueError, match=message), masked(model, [(0, 0), (2, 1)]):
+    with refused("L2H1", "blocks.2.attn.hook_z never fired"), masked(model, [(0, 0), (2, 1)]):
         model(few.tokens, stop_at_layer=2)
     with pytest.raises(RuntimeError, match="own"), masked(model, [(0, 0)]):
         raise RuntimeError("own")
-
-
-def test_prompts_that_swap_must_be_even_in_number(few):
-    with pytest.raises(ValueError, match="there must be an even number, got 29"):
-        predictor_of(random_model()).run(few[:29], method="resample")
-
-
-def test_something_else_than_a_hooked_model_is_refused(few):
-    rule = "model must be a checkpoint, an ICLTransformer or a HookedPredictor, got Linear; hook_module"
-    with pytest.raises(ValueError, match=rule):
+    with refused("even", 29):
+        predictor_of(model).run(few[:29], method="resample")
+    with refused("model", "Linear", "hook_module"):
         masked_errors(torch.nn.Linear(2, 2), few, [[]])
-
-
-def test_a_model_without_the_hooks_is_refused():
-    model = random_model(2)
     read = {"embed": lambda prompts: prompts.tokens, "read": lambda output: output[:, -1]}
-    with pytest.raises(ValueError, match=r"3 layers must have the hook blocks\.2\.attn\.hook_z"):
-        HookedPredictor(model, n_layers=3, n_heads=4, **read)
+    with refused("3 layers", "blocks.2.attn.hook_z"):
+        HookedPredictor(random_model(2), n_layers=3, n_heads=4, **read)
+
+
+def own_gpt2() -> ICLTransformer:
+    return random_model(3, 2, **GPT2)
+
+
+def task_of(prompts: Prompts) -> TaskConfig:
+    return TaskConfig(d_x=prompts.x.shape[2], context_length=prompts.x.shape[1])
+
+
+def square_errors(predictions: Tensor, prompts: Prompts) -> Tensor:
+    return (predictions - prompts.y_query_clean).square().mean(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", [random_model, own_gpt2])
+def test_a_head_is_masked_at_one_position(make, method, few):
+    model, even = make(), few[:8].prefix(4)
+    found = ablate_heads(model, even, positions="all", method=method)
+    n_layers, n_heads, n_pos = found.rise.shape
+    assert len(found.positions) == n_pos == model.tokens(even).shape[1]
+    _, cache = model.run_with_cache(even)
+    full = square_errors(model.predict(even), even)
+    places = [(0, 1, 2), (1, 0, n_pos - 1), (n_layers - 1, n_heads - 1, n_pos - 1)]
+    # Nothing reads the last layer but the query: such masks are not run, and change nothing in a run by hand.
+    places += [(n_layers - 1, 0, 0), (n_layers - 1, 1, n_pos - 2)]
+    for layer, head, at in places:
+        name = f"blocks.{layer}.attn.hook_z"
+        z = cache[name]
+        values = {"zero": torch.zeros_like(z), "mean": z.mean(0).expand_as(z)}
+        values["resample"] = z.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+        def put(own: Tensor, hook: object, value=values[method], head=head, at=at) -> Tensor:
+            own = own.clone()
+            own[:, at, head] = value[:, at, head]
+            return own
+
+        masked = model.run_with_hooks(model.tokens(even), fwd_hooks=[(name, put)])[:, -1]
+        rise = (square_errors(masked, even) - full).mean().item()
+        assert found.rise[layer, head, at] == pytest.approx(rise, rel=1e-8, abs=1e-12)
+    assert found.rise[:-1].any()
+    assert len(found.to_frame()) == found.rise.size
+    assert found.plot().data[0].z.shape == (n_layers * n_heads, n_pos)
+
+
+def test_in_one_layer_the_query_alone_counts(few):
+    model = random_model(1)
+    by_position = ablate_heads(model, few, positions="all")
+    np.testing.assert_allclose(by_position.rise[..., -1], ablate_heads(model, few).rise, rtol=1e-9)
+    np.testing.assert_array_equal(by_position.rise.sum(2), by_position.rise[..., -1])
+
+
+def test_positions_of_a_plain_module(few):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    read = torch.nn.Sequential(
+        torch.nn.Linear(5, 8),
+        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        torch.nn.Linear(8, 1),
+    ).double()
+    hooked = hook_module(read, task=task_of(few))
+    found = ablate_heads(hooked, few, positions="all")
+    assert found.rise.shape == (2, 2, few.x.shape[1] + 1)
+    assert found.rise[0].all()  # every position is read by the next layer
+    np.testing.assert_allclose(found.rise[1, :, :-1], 0, atol=1e-15)
+
+
+def test_a_metric_of_ones_own(few):
+    model = random_model(2)
+
+    def distance_to_one(predictions: Tensor, prompts: Prompts) -> Tensor:
+        return (predictions[:, 0] - 1).abs()
+
+    found = ablate_heads(model, few, metric=distance_to_one)
+    full = distance_to_one(model.predict(few), few)
+    assert found.full_risk == pytest.approx(full.mean().item(), rel=1e-12)
+    assert found.null_risk == 1
+    with torch.no_grad(), model.hooks(fwd_hooks=mask_heads([(1, 2)])):
+        rise = distance_to_one(model.predict(few), few) - full.detach()
+    assert found.rise[1, 2] == pytest.approx(rise.mean().item(), rel=1e-9)
+    assert found.rise_sem[1, 2] == pytest.approx(rise.std().item() / len(few) ** 0.5, rel=1e-9)
+    units = meanings(found, ["rise", "median_rise"])
+    assert [unit_of(text) for text in units.values()] == ["", ""]
+    assert found.metric == "distance to one"
+    assert "distance to one" in found.plot().layout.title.text
+    pairs = ablate_heads(model, few, metric=distance_to_one, sets="pairs")
+    np.testing.assert_allclose(pairs.rise.diagonal(), found.rise.ravel(), rtol=1e-9)
+    greedy = ablate_heads(model, few, metric=distance_to_one, sets="greedy")
+    assert greedy.risk[-1] == pytest.approx(1)  # nothing is left: 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sets": "triples"}, ("sets", "greedy", "'triples'")),
+        ({"positions": "first"}, ("positions", "'all'", "'first'")),
+        ({"sets": "pairs", "mlps": True}, ("mlps", "'single'", "'pairs'")),
+        ({"positions": "all", "mlps": True}, ("positions", "mlps")),
+        ({"positions": "all", "runs": "all"}, ("positions", "runs")),
+        ({"mlps": True, "runs": "all"}, ("mlps", "runs")),
+        ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
+        ({"metric": "dmmse"}, ("metric='dmmse'", "task")),
+        ({"metric": "loss"}, ("metric", "'ridge'", "'loss'")),
+        ({"metric": lambda y_hat, prompts: y_hat[:, 0] / 0}, ("metric", "finite", "inf")),
+        ({"mlps": True}, ("mlps", "MLPs", "attention")),
+    ],
+)
+def test_options_that_do_not_go_together(options, words, few):
+    with refused(*words):
+        ablate_heads(random_model(2), few, **options)
+
+
+def test_a_position_or_an_mlp_that_is_not_there_is_refused(few):
+    model = own_gpt2()
+    n_pos = model.tokens(few).shape[1]
+    for options, words in (
+        ({"heads": [(0, 0)], "at": n_pos}, ("at", n_pos - 1, n_pos)),
+        ({"heads": [], "mlps": [0], "at": -1}, ("at", -1)),
+        ({"heads": [], "mlps": [3]}, ("blocks.3.hook_mlp_out",)),
+    ):
+        with refused(*words), masked(model, **options):
+            model.predict(few)
+    with masked(model, [(0, 1)], mlps=[1], at=2):
+        both = model.predict(few)
+    assert not torch.equal(both, model.predict(few))
+
+
+@pytest.mark.parametrize(
+    ("make", "method"), [(own_gpt2, "zero"), (own_gpt2, "mean"), (random_gpt2, "zero")]
+)
+def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
+    source = make()
+    hooked = hooked_predictor(source)
+    inputs = hooked.inputs(few)
+    _, cache = hooked.model.run_with_cache(inputs)
+    found = ablate_heads(source, few, mlps=True, method=method)
+    full = square_errors(hooked.predict(few), few)
+    for layer, name in enumerate(f"blocks.{layer}.hook_mlp_out" for layer in range(3)):
+        put = cache[name].mean(0) if method == "mean" else torch.zeros(()).double()
+        hook = (name, lambda out, hook, put=put: put.expand_as(out))
+        masked_by_hand = hooked.read(hooked.model.run_with_hooks(inputs, fwd_hooks=[hook]))
+        rise = (square_errors(masked_by_hand, few) - full).detach()
+        sem = rise.std().item() / len(few) ** 0.5
+        assert found.mlp_rise[layer] == pytest.approx(rise.mean().item(), rel=1e-9)
+        assert found.mlp_rise_sem[layer] == pytest.approx(sem, rel=1e-9)
+    heads = ablate_heads(source, few, method=method)
+    assert heads.mlp_rise is None
+    assert unit_of(meanings(heads, ["rise"])["rise"]) == "y²"
+    np.testing.assert_array_equal(found.rise, heads.rise)
+    mlps = found.to_frame().query("head == 'MLP'")
+    assert mlps["rise"].tolist() == found.mlp_rise.tolist()
+    assert found.plot().data[0].z.shape == (3, heads.rise.shape[1] + 1)
+
+
+def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
+    shipped = load("pool-linear-m4-s0")
+    checkpoint = replace(shipped, weights=shipped.weights.to(torch.float64))
+    task, prompts = checkpoint.task, sample_prompts(checkpoint.task, 64, dtype=torch.float64)
+    for name, learner in (
+        ("ridge", partial(ridge, penalty=task.posterior_penalty)),
+        ("dmmse", partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)),
+    ):
+        found = ablate_heads(checkpoint, prompts, metric=name)
+        apart = checkpoint.predictor.run(prompts, [[], [(0, 0)]]) - learner(prompts)
+        without = apart.square().mean((1, 2))
+        assert (found.metric, found.unit) == (f"distance to {name}", "y²")
+        assert found.rise[0, 0] == pytest.approx((without[1] - without[0]).item(), rel=1e-6)

@@ -6,18 +6,31 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 import torch
 from torch import Tensor
+from transformer_lens.tools.analysis.interchange import (
+    NormMatchedPlacebo,
+    SubspaceInterchange,
+    collect_activations,
+    intervened_logits,
+    random_basis,
+)
 
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
-from mechinterp.analysis.multi_layer.naming_scores import ORDER, reflected, relative_risk, rest_of
+from mechinterp.analysis.multi_layer.naming_scores import (
+    ORDER,
+    reflected,
+    relative_risk,
+    rest_of,
+    step_effects,
+)
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.predictors import ridge, zero_prediction
 from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import (
     Prompts,
@@ -41,7 +54,7 @@ from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights, stacked
 from mechinterp.training.general.trainer import initial_deep_weights
-from tests.conftest import sampled
+from tests.conftest import refused, sampled
 
 DENSE = TaskConfig(d_x=8)
 KMS = TaskConfig(d_x=8, covariance=CovarianceConfig(kind="kms", rho=0.6))
@@ -55,8 +68,10 @@ PRECONDITIONED = preconditioned_gd_model(
     [0.5, 0.4, 0.3, 0.3], [0.2, 0.2, 0.4, 0.4], covariance=SIGMA
 )
 ALGORITHM_1 = preprocess_then_optimise_model([1.0, 0.8, 0.6], d_x=16)
-PROMPTS = sample_prompts(DENSE, 128, dtype=torch.float64)
+PROMPTS = sample_prompts(DENSE, 64, dtype=torch.float64)
 """Given to a test, no more are drawn until the label stands."""
+MORE = sample_prompts(DENSE, 128, dtype=torch.float64)
+BY_LABEL = {each.label: each for each in ALGORITHMS}
 LABELS = {
     "gradient_descent": (FALLING, DENSE),
     "gd_plus_plus": (GD_PLUS_PLUS, DENSE),
@@ -103,7 +118,7 @@ def test_chebyshevs_iteration_is_gradient_descent(seed: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_prompts", "seed"), [(256, 0), *((4096, seed) for seed in range(3))])
+@pytest.mark.parametrize(("n_prompts", "seed"), [(256, 0), (4096, 0)])
 def test_more_prompts_that_reach_the_tails_give_no_worse_label(n_prompts: int, seed: int):
     """One prompt in 6,900 has a prediction 10,000 times too large: 256 prompts have none, 65,536 always some."""
     task = TaskConfig(d_x=4)
@@ -121,21 +136,19 @@ def test_more_prompts_that_reach_the_tails_give_no_worse_label(n_prompts: int, s
 @pytest.mark.slow
 def test_an_exact_model_is_explained_to_rounding_in_every_setting(exact: Naming):
     assert (exact.label, exact.mechanism, exact.function) == ("gradient_descent",) * 3
+    assert exact.followed == exact.label
     assert all(risk < 0.95 for _, risk in exact.risks.values())
-    np.testing.assert_allclose(r2_of(exact, "gradient_descent"), 1, rtol=0, atol=1e-9)
-    np.testing.assert_allclose(path_r2_of(exact, "gradient_descent"), 1, rtol=0, atol=1e-9)
+    for r2 in (r2_of(exact, exact.label), path_r2_of(exact, exact.label)):
+        np.testing.assert_allclose(r2, 1, rtol=0, atol=1e-9)
+    for r2 in (exact.steps.steps_r2, exact.steps.exchanged_r2):
+        np.testing.assert_allclose(r2, 1, rtol=0, atol=1e-8)
     # From the path each step comes back in its place.
-    scalars = exact.scalars("gradient_descent")
-    np.testing.assert_allclose(scalars, [0.7, 0.5, 0.3, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(exact.scalars(exact.label), [0.7, 0.5, 0.3, 0.2], rtol=1e-6)
     assert len(exact.test_frame()) == 6
     np.testing.assert_allclose(exact.test_frame().mismatch, 0, rtol=0, atol=1e-12)
     assert [length for length, _ in exact.risks.values()] == [40, 20, 80, 40]
     assert [len(exact.scalars(name)) for name in exact.members] == [4, 7, 1, 3, 8, 1]
     assert exact.frequency == {"gradient_descent": 1.0}
-
-
-@pytest.mark.slow
-def test_leads_are_differences_of_the_r2_and_paired(exact: Naming):
     ridge, newton = (r2_of(exact, name)[0] for name in ("ridge_like", "newton"))
     lead, sem = exact.lead("ridge_like", "newton")
     assert lead == pytest.approx(ridge - newton, abs=1e-9)
@@ -146,25 +159,31 @@ def test_leads_are_differences_of_the_r2_and_paired(exact: Naming):
 @pytest.mark.slow
 def test_the_label_is_the_row_without_a_why_not(exact: Naming):
     frame = exact.to_frame().set_index("learner")
-    assert frame.index[0] == exact.label == "gradient_descent"
+    assert frame.index[0] == exact.label
     assert (frame.why_not == "").tolist() == [True] + [False] * (len(frame) - 1)
     assert frame.scalars.iloc[0] == "0.700, 0.500, 0.300, 0.200"
     assert frame.loc["ridge_like", "r2"] == r2_of(exact, "ridge_like")[0]
     newton = frame.loc["newton", [f"layer_{layer}_r2" for layer in range(4)]]
     assert newton.tolist() == path_r2_of(exact, "newton").tolist()
-    assert "gradient_descent, which it contains" in frame.loc["gd_plus_plus", "why_not"]
     assert exact.why_not["ridge_like"].rule == "rival"
-    assert frame.loc["gradient_descent with a scaled read-out", "why_not"] == "gives no label"
-    np.testing.assert_allclose(frame.loc["gradient_descent", ["steps_r2", "exchanged_r2"]], 1)
     assert frame.steps_r2.isna().sum() == len(frame) - 1
 
 
-def test_picture_and_sentence(exact: Naming):
-    figure = exact.plot()
-    assert isinstance(figure, go.Figure)
-    assert {trace.name for trace in figure.data} >= {"gradient_descent", "gd_plus_plus"}
-    assert "ridge_like" not in {trace.name for trace in figure.data}
-    assert repr(exact).startswith("Naming(gradient_descent: gradient_descent at R² 1.0000 ± ")
+@pytest.mark.slow
+def test_at_the_edge_the_label_is_undetermined_with_its_candidates(exact: Naming):
+    """Gradient descent of which noise takes off as much as is allowed."""
+    path = exact.measured.path
+    assert path.names.index("gradient_descent") == 0
+    error = path.error.copy()
+    noise = np.random.default_rng(0).exponential(size=path.size.shape[1])
+    error[:, :4] += 0.02 * path.size[:4].mean(1, keepdims=True) * noise / noise.mean()
+    measured = replace(exact.measured, path=replace(path, error=error))
+    decision, frequency = labelled(measured, Limits())
+    assert set(frequency) == {"gradient_descent", "undetermined"}
+    assert max(frequency.values()) < 0.9
+    assert decision.label == "undetermined"
+    unsure = decision.why_not["gradient_descent"]
+    assert (unsure.rule, unsure.value) == ("frequency", frequency["gradient_descent"])
 
 
 @pytest.mark.slow
@@ -175,15 +194,13 @@ def test_random_weights_have_no_structure(seed: int):
         model=ModelConfig(n_layers=4, n_heads=4, score="linear/L", context_only=True, d_model=64),
         seed=seed,
     )
-    found = name_algorithm(initial_deep_weights(config), task=SPARSE, n_prompts=128)
+    found = name_algorithm(initial_deep_weights(config), task=SPARSE, n_prompts=64)
     assert (found.label, found.why) == ("unstructured", "useless")
     assert found.members == []
-    assert found.to_frame().why_not.tolist() == ["the model does not do its task"]
     assert found.measured.relative_risk > 0.95
 
 
-@pytest.mark.parametrize("factor", [2.0, 3.0, -1.0])
-@pytest.mark.parametrize("by_weights", [True, False])
+@pytest.mark.parametrize(("factor", "by_weights"), [(2.0, True), (3.0, False), (-1.0, True)])
 def test_a_model_whose_output_is_scaled_is_told_its_factor(factor: float, by_weights: bool):
     target = PROMPTS.y_query_clean
     predicted = predictor_of(FALLING).predict(PROMPTS).double()
@@ -200,34 +217,44 @@ def test_a_model_whose_output_is_scaled_is_told_its_factor(factor: float, by_wei
     assert scale.factor == pytest.approx(1 / factor, rel=1e-4)
     assert scale.risk == pytest.approx(risk, rel=1e-4)
     assert 0 < scale.ridge < scale.risk < 0.1
-    for words in (f"times {scale.factor:.3g}", f"{scale.risk:.3g}", "`read=`"):
-        assert words in found.reason
+    assert f"times {scale.factor:.3g}" in found.reason
 
 
-def test_a_logistic_model_is_undetermined_with_its_factor():
+def test_a_logistic_model_has_a_factor_and_predictions_that_no_factor_helps_are_unstructured():
+    other = torch.Generator().manual_seed(0)
+
     def logit(prompts: Prompts) -> Tensor:
         return 8 * ridge(prompts, penalty=0.1).tanh()
-
-    found = name_algorithm(logit, PROMPTS, task=DENSE)
-    assert (found.label, found.why) == ("undetermined", "scale")
-    assert 0 < found.measured.scale.factor < 0.5
-
-
-def test_predictions_that_no_factor_helps_are_unstructured():
-    other = torch.Generator().manual_seed(0)
 
     def noise(prompts: Prompts) -> Tensor:
         return torch.randn(prompts.y_query.shape, generator=other, dtype=torch.float64)
 
+    found = name_algorithm(logit, PROMPTS, task=DENSE)
+    assert (found.label, found.why) == ("undetermined", "scale")
+    assert 0 < found.measured.scale.factor < 0.5
     for model in (noise, lambda prompts: 0 * prompts.y_query):
         found = name_algorithm(model, PROMPTS, task=DENSE)
         assert (found.label, found.why) == ("unstructured", "useless")
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        (FALLING, {"n_prompts": 4}, ["n_prompts", 16, 4]),
+        (FALLING, {"task": SPARSE, "n_prompts": 16}, ["(8, 1)", "(16, 1)"]),
+        (zero_prediction, {}, ["name_algorithm", "task"]),
+        (lambda prompts: prompts.y, {"task": DENSE}, ["[2, 1]", "[layer, 2, 1]"]),
+    ],
+)
+def test_what_cannot_be_named_is_refused(model, settings: dict, words: list):
+    with refused(*words):
+        name_algorithm(model, **settings)
+
+
 @pytest.mark.slow
 def test_where_a_model_fails_it_is_not_answered():
     # Steps that are stable for I and far from it for eigenvalues of 3 and more.
-    found = name_algorithm(gradient_descent_model([0.9] * 6, d_x=8), task=DENSE, n_prompts=128)
+    found = name_algorithm(gradient_descent_model([0.9] * 6, d_x=8), task=DENSE, n_prompts=64)
     assert found.risks["wide spread"][1] > 1
     assert found.measured.relative_risk < 0.5
     assert "wide spread" not in found.measured.last.columns
@@ -237,7 +264,7 @@ def test_where_a_model_fails_it_is_not_answered():
 @pytest.mark.slow
 def test_preconditioning_is_no_candidate_where_it_changes_nothing(exact: Naming):
     assert "preconditioned_descent" not in exact.members
-    found = name_algorithm(gradient_descent_model([0.3, 0.2], d_x=8), task=KMS, n_prompts=128)
+    found = name_algorithm(gradient_descent_model([0.3, 0.2], d_x=8), task=KMS, n_prompts=64)
     assert "preconditioned_descent" in found.members
     assert found.label == "gradient_descent"
 
@@ -252,23 +279,6 @@ def test_lengths_beyond_the_positions_are_not_answered():
     task = replace(checkpoint.task, context_length=longest)
     found = name_algorithm(checkpoint, sample_prompts(task, 16), task=task)
     assert list(found.risks) == ["own length", "half length", "wide spread"]
-
-
-@pytest.mark.slow
-def test_prompts_of_ones_own():
-    prompts = sample_prompts(DENSE, 64, generator=generator_for(3, "eval", 0), context_length=30)
-    found = name_algorithm(FALLING, prompts, task=DENSE)
-    assert found.label == "gradient_descent"
-    # No more than these are used.
-    lengths = [length for length, _ in found.risks.values()]
-    assert (found.n_prompts, lengths) == (64, [30, 15, 60, 30])
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match=r"^n_prompts must be >= 16, .*8 numbers.*, got 4\.$"):
-        name_algorithm(FALLING, n_prompts=4)
-    with pytest.raises(ValueError, match=r"the model's, \(8, 1\), got \(16, 1\)"):
-        name_algorithm(FALLING, task=SPARSE, n_prompts=16)
 
 
 def unnormalised(weights: Weights, length: int) -> Weights:
@@ -290,7 +300,7 @@ def test_steps_of_sums_over_the_pairs_grow_with_their_number():
 
 @pytest.mark.slow
 def test_gd_plus_plus_is_named_by_its_path_of_predictions():
-    plain = name_algorithm(rotated(GD_PLUS_PLUS, seed=0), PROMPTS, task=DENSE)
+    plain = name_algorithm(rotated(GD_PLUS_PLUS, seed=0), MORE, task=DENSE)
     assert plain.label == "gd_plus_plus"
     np.testing.assert_allclose(plain.steps.steps_r2, 1, rtol=0, atol=1e-6)
     scalars = plain.scalars("gd_plus_plus").tolist()
@@ -299,31 +309,32 @@ def test_gd_plus_plus_is_named_by_its_path_of_predictions():
     def path(prompts: Prompts) -> Tensor:
         return member.predictions(PromptMoments(prompts, DENSE), scalars, 4)
 
-    for source in (path, impostor(path, 4)):
-        found = name_algorithm(source, PROMPTS, task=DENSE)
+    for source in (path, Impostor(path)):
+        found = name_algorithm(source, MORE, task=DENSE)
         assert (found.label, found.steps) == ("gd_plus_plus", None)
 
 
-def impostor(path: Callable[[Prompts], Tensor], layers: int) -> Predictor:
+class Impostor(Predictor):
     """A model whose stream holds x_query as it is, and given predictions."""
 
-    class Impostor(Predictor):
-        n_layers, n_heads, weights, is_hooked = layers, 1, None, False
+    n_layers, n_heads, weights, is_hooked = 4, 1, None, False
 
-        @property
-        def hooked(self) -> HookedPredictor:
-            raise NoStreamError("It has no hooks.")
+    def __init__(self, path: Callable[[Prompts], Tensor]) -> None:
+        super().__init__(task=DENSE)
+        self.path = path
 
-        def predict(self, prompts: Prompts) -> Tensor:
-            return path(prompts.to(torch.float64))[-1]
+    @property
+    def hooked(self) -> HookedPredictor:
+        raise NoStreamError("It has no hooks.")
 
-        def streams(self, prompts: Prompts, **_: object) -> Tensor:
-            known = path(prompts.to(torch.float64))
-            known = torch.cat([torch.zeros_like(known[:1]), known])
-            x = prompts.x_query.double().expand(len(known), -1, -1)
-            return torch.cat([x, known], dim=2)[:, :, None]
+    def predict(self, prompts: Prompts) -> Tensor:
+        return self.path(prompts.to(torch.float64))[-1]
 
-    return Impostor(task=DENSE)
+    def streams(self, prompts: Prompts, **_: object) -> Tensor:
+        known = self.path(prompts.to(torch.float64))
+        known = torch.cat([torch.zeros_like(known[:1]), known])
+        x = prompts.x_query.double().expand(len(known), -1, -1)
+        return torch.cat([x, known], dim=2)[:, :, None]
 
 
 def descent(prompts: Prompts) -> Tensor:
@@ -332,29 +343,38 @@ def descent(prompts: Prompts) -> Tensor:
 
 @pytest.mark.slow
 def test_functions_of_prompts_are_sources():
-    found = name_algorithm(descent, PROMPTS, task=DENSE)
-    assert (found.label, found.n_layers) == ("gradient_descent", 3)
+    # No more prompts are used than these.
+    given = sample_prompts(DENSE, 48, generator=generator_for(3, "eval", 0), context_length=30)
+    found = name_algorithm(descent, given, task=DENSE)
+    assert (found.label, found.n_layers, found.n_prompts) == ("gradient_descent", 3, 48)
+    assert [length for length, _ in found.risks.values()] == [30, 15, 60, 30]
     np.testing.assert_allclose(found.scalars("gradient_descent"), 0.5, rtol=1e-6)
     last = name_algorithm(lambda prompts: descent(prompts)[-1], PROMPTS, task=DENSE)
     assert (last.label, last.function, last.why) == ("undetermined", "gradient_descent", "no path")
     ridged = name_algorithm(partial(ridge, penalty=0.7), PROMPTS, task=DENSE)
     assert (ridged.label, ridged.mechanism) == ("ridge_like", "undetermined")
     np.testing.assert_allclose(ridged.scalars("ridge_like"), 0.7, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"^name_algorithm needs a task for a function"):
-        name_algorithm(descent)
-    with pytest.raises(ValueError, match=r"must give predictions \[2, 1\] or \[layer, 2, 1\]"):
-        name_algorithm(lambda prompts: prompts.y, task=DENSE)
+    assert "linear in y: sum" in ridged.measured.tests
 
 
 @pytest.mark.slow
 def test_the_posterior_mean_of_a_pool_is_a_function():
     task = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
-    memory = partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
     prompts = sample_prompts(task, 128, dtype=torch.float64)
-    found = name_algorithm(memory, prompts, task=task)
+
+    def named(noise_var: float) -> Naming:
+        memory = partial(dmmse, pool=task_pool(task), noise_var=noise_var)
+        return name_algorithm(memory, prompts, task=task)
+
+    found = named(task.noise_var)
     assert (found.label, found.mechanism) == ("posterior_mean", "undetermined")
-    other = name_algorithm(partial(ridge, penalty=1.0), prompts, task=task)
-    assert other.label == "ridge_like"
+    # (beta_1 + beta_2) / sqrt 2 is no task of the pool.
+    assert "linear in y: sum" not in found.measured.tests
+    assert name_algorithm(partial(ridge, penalty=1.0), prompts, task=task).label == "ridge_like"
+    # For a little less noise it is within .5%; the task has no symmetry, so that only rounding is noise.
+    found = named(0.9 * task.noise_var)
+    assert r2_of(found, "posterior_mean")[0] > 1 - Limits().tie
+    assert (found.label, found.why) == ("undetermined", "rest, no symmetry"), found.reason
 
 
 def momentum(c: PromptMoments, w: Tensor, before: Tensor, layer: int) -> Tensor:
@@ -381,7 +401,12 @@ def hard(c: PromptMoments, w: Tensor, before: Tensor, layer: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [momentum, decay, centred, line_search, hard])
+@pytest.mark.parametrize(
+    "step",
+    sampled(
+        [momentum, decay, centred, line_search, hard], keep=[momentum, line_search].__contains__
+    ),
+)
 def test_a_descent_that_is_not_in_the_list_gets_no_label(step: Callable[..., Tensor]):
     def path(prompts: Prompts) -> Tensor:
         moments, told = PromptMoments(prompts, DENSE), []
@@ -404,7 +429,7 @@ def test_an_order_of_the_pairs_is_no_batch_learner():
         root = (0.95**age).sqrt()[:, None]
         return ridge(replace(prompts, x=prompts.x * root, y=prompts.y * root), penalty=0.5)
 
-    found = name_algorithm(forgetting, PROMPTS, task=DENSE)
+    found = name_algorithm(forgetting, MORE, task=DENSE)
     assert found.label == "undetermined"
     assert found.measured.tests[ORDER].mismatch() > Limits().tie
     assert found.why_not["ridge_like"].where == ORDER or found.why_not["ridge_like"].rule == "far"
@@ -431,7 +456,7 @@ def test_steps_of_one_algorithm_and_then_of_another_get_no_label():
             told.append((prompts.x_query[:, None] @ w)[:, 0])
         return torch.stack(told)
 
-    found = name_algorithm(path, task=SPARSE, n_prompts=128)
+    found = name_algorithm(path, task=SPARSE, n_prompts=64)
     assert (found.label, found.why) == ("undetermined", "rest"), found.reason
 
 
@@ -450,7 +475,6 @@ def test_ridge_by_another_penalty_in_each_prompt_is_another_learner():
     assert (found.label, found.why) == ("undetermined", "rest"), found.reason
     assert r2_of(found, "ridge_like")[0] > 1 - Limits().tie
     assert found.measured.last.rests["ridge_like"].share()[0] == pytest.approx(1, abs=1e-9)
-    assert "reflections of x keep 100% of it" in found.reason
 
 
 @pytest.mark.parametrize("task", [DENSE, SPARSE, KMS], ids=["dense", "sparse", "chain"])
@@ -476,47 +500,7 @@ def test_noise_of_weights_keeps_a_share_of_one_over_d(task: TaskConfig):
 
 
 @pytest.mark.slow
-def test_where_a_task_has_no_symmetry_only_rounding_is_noise():
-    """The posterior mean of a pool for a little less noise, within .5%."""
-    task = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
-    memory = partial(dmmse, pool=task_pool(task), noise_var=0.9 * task.noise_var)
-    found = name_algorithm(memory, sample_prompts(task, 128, dtype=torch.float64), task=task)
-    assert r2_of(found, "posterior_mean")[0] > 1 - Limits().tie
-    assert (found.label, found.why) == ("undetermined", "rest, no symmetry"), found.reason
-
-
-@pytest.mark.slow
-def test_sums_of_tasks_of_a_pool_are_not_asked():
-    """(beta_1 + beta_2) / sqrt 2 is no task of the pool, as no sparse vectors' sum is sparse."""
-    pool = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
-    for task, asked in ((pool, False), (replace(pool, n_tasks=None), True)):
-        prompts = sample_prompts(task, 32, dtype=torch.float64)
-        found = name_algorithm(partial(ridge, penalty=1.0), prompts, task=task)
-        assert ("linear in y: sum" in found.measured.tests) == asked
-
-
-@pytest.mark.slow
-def test_at_the_edge_the_label_is_undetermined_with_its_candidates():
-    """Gradient descent of which noise takes off as much as is allowed."""
-    found = name_algorithm(rotated(FALLING, seed=0), PROMPTS, task=DENSE)
-    path = found.measured.path
-    own = path.names.index("gradient_descent")
-    error = path.error.copy()
-    generator = np.random.default_rng(0)
-    noise = generator.exponential(size=path.size.shape[1])
-    error[:, :4] += 0.02 * path.size[:4].mean(1, keepdims=True) * noise / noise.mean()
-    measured = replace(found.measured, path=replace(path, error=error))
-    decision, frequency = labelled(measured, Limits())
-    assert set(frequency) == {"gradient_descent", "undetermined"}
-    assert max(frequency.values()) < 0.9
-    assert decision.label == "undetermined"
-    unsure = decision.why_not["gradient_descent"]
-    assert (unsure.rule, unsure.value) == ("frequency", frequency["gradient_descent"])
-    assert own == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("omega", [0.1, 0.3, 0.8])
+@pytest.mark.parametrize("omega", sampled([0.1, 0.3, 0.8], keep=lambda omega: omega == 0.1))
 def test_pairs_of_softmax_heads_are_no_gd_plus_plus(omega: float):
     """Layers of two softmax heads of opposite scales on residuals, in the weights."""
     found = name_algorithm(softmax_pairs([0.5] * 3, omega, d_x=4), task=TaskConfig(d_x=4))
@@ -531,3 +515,72 @@ def softmax_pairs(etas: list[float], omega: float, *, d_x: int) -> Weights:
     values = [torch.cat([w, w], dim=1) for w in (plain.W_K, plain.W_V)]
     W_O = torch.cat([plain.W_O, -plain.W_O], dim=1) / (2 * omega)
     return stack_of_layers(W_Q, *values, W_O, d_y=1, scale=1.0, reading=plain.reading)
+
+
+# Steps of the fitted algorithm in place of what layers add.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "label",
+    sampled(
+        ["gd_plus_plus", "preprocess_then_optimise", "preconditioned_descent"],
+        keep=lambda label: label == "gd_plus_plus",
+    ),
+)
+def test_what_else_an_algorithm_holds_is_put_in_too(label: str):
+    weights, task = LABELS[label]
+    found = name_algorithm(rotated(weights, seed=0), task=task)
+    assert found.followed == found.label == label
+    np.testing.assert_allclose(found.steps.steps_r2, 1, rtol=0, atol=1e-6)
+    exchanged = found.steps.exchanged_r2
+    # Algorithm 1 has predicted nothing after its first layer.
+    first = label == "preprocess_then_optimise"
+    assert np.isnan(exchanged).tolist() == [first, *[False] * (len(exchanged) - 1)]
+    np.testing.assert_allclose(exchanged[~np.isnan(exchanged)], 1, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_other_steps_does_not_follow():
+    """The stream moves on by the steps of another step size than those that are put in."""
+    weights, task = LABELS["gradient_descent"]
+    predictor, prompts = predictor_of(weights), sample_prompts(task, 128, dtype=torch.float64)
+    found = step_effects(predictor, BY_LABEL["newton"], np.array([0.1]), prompts, task)
+    assert found.steps_r2.min() < 0.95
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_what_is_held_is_exchanged_by_the_interchange_of_transformer_lens_too(layer: int):
+    """Of the prediction so far, in the direction that is read out; a random direction of the same length is none."""
+    weights = rotated(FALLING, seed=0)
+    hooked = predictor_of(weights).hooked
+    prompts = sample_prompts(DENSE, 64, seed=3, dtype=torch.float64)
+    moments = PromptMoments(prompts, DENSE)
+    path = BY_LABEL["gradient_descent"].predictions(moments, [0.7, 0.5, 0.3, 0.2], 4)
+    expected = path[-1] - path[layer - 1] + path[layer - 1].roll(1, 0)
+
+    read_out = weights.reading[1]
+    own = SubspaceInterchange(read_out / read_out.norm())
+    other = NormMatchedPlacebo(own, random_basis(weights.d_model, 1, seed=0).double())
+    inputs, name = hooked.inputs(prompts), hooked.stream_name(layer)
+    last = torch.full((64,), inputs.shape[1] - 1)
+    at = {"task_logits": lambda given: hooked.model(given)[:, -1], "positions": last}
+    streams = collect_activations(hooked.model, name, inputs, **at).roll(1, 0)
+    found = {
+        how: intervened_logits(hooked.model, name, how, inputs, streams, **at)
+        for how in (own, other)
+    }
+    torch.testing.assert_close(found[own], expected, rtol=0, atol=1e-10)
+    assert (found[other] - expected).square().mean() > 0.5 * (path[-1] - expected).square().mean()
+
+
+def test_too_few_prompts_for_the_images_are_not_enough():
+    weights, task = LABELS["gradient_descent"]
+    # Images of the prediction and 8 entries of x, fitted to half of the prompts, two for each.
+    for n, known in ((35, False), (36, True)):
+        prompts = sample_prompts(task, n, dtype=torch.float64)
+        scalars = np.array([0.7, 0.5, 0.3, 0.2])
+        found = step_effects(
+            predictor_of(weights), BY_LABEL["gradient_descent"], scalars, prompts, task
+        )
+        assert (found is not None) == known

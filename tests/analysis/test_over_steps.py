@@ -1,25 +1,34 @@
-"""An analysis over steps is that analysis of each kept model, beside the loss of the history."""
+"""Analyses over steps: of the kept models of a run, and by a monitor inside a loop of somebody's own."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from mechinterp import over_steps
-from mechinterp.analysis import over_steps as module
+from mechinterp import (
+    Monitor,
+    TaskConfig,
+    hook_module,
+    load_run,
+    sample_prompts,
+)
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.linear_components import linear_components
-from mechinterp.analysis.over_steps import OverSteps
+from mechinterp.analysis.over_steps import OverSteps, over_steps
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.runs import Run
 from mechinterp.config import ExperimentConfig, override
+from mechinterp.icl.predictors import ridge
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, python, refused
 
 
 @pytest.fixture
@@ -32,6 +41,7 @@ def grown(tmp_path: Path) -> Checkpoint:
     return load(tmp_path / "grown")
 
 
+@pytest.mark.slow
 def test_each_step_is_classified_as_a_model_of_its_own(grown: Checkpoint):
     found = over_steps(grown, n_prompts=256)
     assert found.headlines == ["kernel_regression", "debiased_gd"]
@@ -44,6 +54,8 @@ def test_each_step_is_classified_as_a_model_of_its_own(grown: Checkpoint):
     # Without a history there is no loss, and no figure of it.
     assert np.isnan(found.eval_loss).all()
     assert "classify_loss" not in found.figures()
+    drawn = {trace.name: tuple(trace.y) for trace in found.plot_curve("omega_mean").data}
+    assert drawn == {"H0": pytest.approx((0.5, 0.02)), "H1": pytest.approx((0, -0.02))}
 
 
 def test_a_slider_holds_the_circuits_of_each_step_on_one_scale(grown: Checkpoint):
@@ -61,70 +73,16 @@ def test_a_slider_holds_the_circuits_of_each_step_on_one_scale(grown: Checkpoint
             assert trace.zmax == -trace.zmin == pytest.approx(largest)
 
 
-def test_curves_hold_a_column_of_each_row(grown: Checkpoint):
-    found = over_steps(grown, "classify", n_prompts=64)
-    figure = found.plot_curve("omega_mean")
-    assert {trace.name: tuple(trace.y) for trace in figure.data} == {
-        "H0": pytest.approx((0.5, 0.02)),
-        "H1": pytest.approx((0, -0.02)),
-    }
-    assert figure.data[0].x.tolist() == [10, 20]
-
-
-@pytest.mark.slow
-def test_loss_and_mark_are_those_of_the_history():
-    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    found = over_steps(checkpoint, n_prompts=64)
-    history = checkpoint.history.set_index("step")["eval_loss"]
-    expected = [history.loc[step].iloc[0] for step in found.step]
-    np.testing.assert_allclose(found.eval_loss, expected)
-    figure = found.plot_loss()
-    marks = {frame.name: (frame.data[0].x[0], frame.data[0].y[0]) for frame in figure.frames}
-    assert marks["5,000"] == (5000, pytest.approx(history.loc[5000].iloc[0]))
-    # Step 0 has no place on a logarithmic axis: it has half the first logged step.
-    assert marks["0"] == (found.curve[1, 0] / 2, pytest.approx(history.loc[0].iloc[0]))
-    assert {frame.traces for frame in figure.frames} == {(1,)}
-    assert found.headlines[-1] == classify(checkpoint).pattern
-
-
-def test_the_loss_between_logged_steps_is_that_of_the_last_one():
+def test_the_loss_between_logged_steps_is_that_of_the_last_one(tmp_path: Path):
     curve, step = np.array([[10.0, 3.0], [20.0, 2.0]]), np.array([5, 10, 19, 20, 99])
     found = OverSteps("classify", (), step, curve)
     np.testing.assert_array_equal(found.eval_loss, [np.nan, 3, 3, 2, 2])
-
-
-def test_a_history_ends_at_the_step_of_the_model():
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
     assert checkpoint.at(5000).history["step"].max() == 5000
-
-
-@pytest.mark.slow
-def test_a_slider_of_many_numbers_is_thinned_and_keeps_the_last_step(
-    grown: Checkpoint, monkeypatch: pytest.MonkeyPatch
-):
-    pair = grown.snapshots[20]
-    many = Checkpoint(grown.path, grown.config, 9, pair, kept=dict.fromkeys(range(10), pair))
-    many.__dict__["history"] = None
-    found = over_steps(many, "circuits")
-    assert len(found.plot().frames) == 10
-    numbers = sum(np.size(trace[name]) for trace in circuits(pair).plot().data for name in "xyz")
-    monkeypatch.setattr(module, "MOST_NUMBERS", 4 * numbers)
-    assert [frame.name for frame in found.plot().frames] == ["0", "3", "6", "9"]
-
-
-@pytest.mark.slow
-def test_heads_are_masked_at_each_step_on_the_same_prompts():
-    checkpoint = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
-    some = evaluation_prompts(checkpoint, n_prompts=64)
-    found = over_steps(checkpoint, "ablate-heads", some)
-    assert found.step.tolist() == [0, 1000, 2000, 5000, 10_000, 20_000, 50_000]
-    for row in (0, 2):
-        own = ablate_heads(checkpoint.snapshots[int(found.step[row])], some)
-        np.testing.assert_array_equal(found.results[row].rise, own.rise)
-        assert found.headlines[row] == own.headline
-    assert len(found.to_frame()) == 7 * 16
-    shown = [np.array(each.data[0].z) for each in found.plot().frames]
-    np.testing.assert_allclose(shown, [each.rise for each in found.results], rtol=1e-6)
+    config = override(ExperimentConfig(), "model.n_heads=1")
+    save(tmp_path / "one", config, zero_head(d_x=5), step=0)
+    with refused("classify over steps", "snapshots"):
+        over_steps(load(tmp_path / "one"))
 
 
 def test_arguments_of_the_analysis_are_passed_on():
@@ -133,30 +91,187 @@ def test_arguments_of_the_analysis_are_passed_on():
     for step, each in zip(found.step, found.results, strict=True):
         own = compare_priors(checkpoint.at(int(step)), n_prompts=64, context_lengths=[5, 2]).overall
         np.testing.assert_allclose(each.overall.relative, own.relative)
-    with pytest.raises(ValueError, match=r"priors takes .*context_lengths.*, got steps"):
+    with refused("priors", "context_lengths", "steps"):
         over_steps(checkpoint, "priors", steps=3)
 
 
+ROOT = Path(__file__).parents[2]
+SETTING = {"d_x": 2, "context_length": 6, "noise_var": 0.0, "beta_var": 1.0}
+TASK = TaskConfig(**SETTING)
+JOINED = {"norm": "after", "activation": "relu", "context_only": True, "positions": "none"}
+
+
+def module() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))
+        return nn.Sequential(nn.Linear(3, 8), *layers, nn.Linear(8, 1))
+
+
+def last(output: torch.Tensor) -> torch.Tensor:
+    return output[:, -1]
+
+
+def trained(*monitors: Monitor) -> nn.Module:
+    """A plain loop, with dropout, which draws from the shared random numbers."""
+    model = module()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for step in range(11):
+            for monitor in monitors:
+                monitor(step, model)
+            prompts = sample_prompts(TASK, 16, seed=step + 1)
+            loss = (last(model(prompts.tokens)) - prompts.y_query).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model
+
+
 @pytest.mark.slow
-def test_levels_of_the_loss_are_dotted():
-    found = over_steps(load(CHECKPOINTS / "linear-separate-s0"), "components")
-    lines = [shape.y0 for shape in found.plot_loss().layout.shapes if shape.line.dash == "dot"]
-    assert lines == linear_components(load(CHECKPOINTS / "linear-separate-s0")).levels.tolist()
-
-
-def test_a_checkpoint_without_snapshots_is_refused(tmp_path: Path):
-    config = override(ExperimentConfig(), "model.n_heads=1")
-    save(tmp_path / "one", config, zero_head(d_x=5), step=0)
-    with pytest.raises(ValueError, match="classify over steps needs a checkpoint with snapshots"):
-        over_steps(load(tmp_path / "one"))
+def test_training_goes_on_as_without_it_and_it_logs_flat_rows(tmp_path: Path):
+    rows: list[dict] = []
+    given = {"task": TASK, "read": last, "every": 5, "n_prompts": 64}
+    monitor = Monitor(**given, log=rows.append, labels=True)
+    in_file = Monitor(**given, log=tmp_path / "log.jsonl", ablation=False)
+    watched, alone = trained(monitor, in_file), trained()
+    assert watched.training
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(tensor, watched.state_dict()[name]), name
+    assert monitor.run().steps == [row["icl/step"] for row in rows] == [0, 5, 10]
+    history = monitor.run().history
+    prompts = evaluation_prompts(monitor.run(), n_prompts=64)
+    error = ridge(prompts, penalty=TASK.posterior_penalty) - prompts.y_query
+    lines = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    for row, line in zip(rows, map(json.loads, lines), strict=True):
+        at = history[history["step"] == row["icl/step"]].reset_index()
+        assert row["icl/loss"] == line["icl/loss"] == at["eval_loss"][0]
+        assert row["icl/L1H0/rise"] == at["rise"][2]
+        assert row["icl/pattern"] == at["pattern"][0]
+        assert row["icl/ridge"] == pytest.approx(error.square().mean().item())
+        assert all(isinstance(value, int | float | str) for value in row.values())
+    first = ["step", "layer", "head", "loss", "eval_loss", "eval_loss_sem"]
+    assert in_file.run().history.columns.tolist() == first
 
 
 @pytest.mark.slow
-def test_the_command_gives_the_numbers_of_the_call(run: Run):
-    path = CHECKPOINTS / "softmax-h2-s0"
-    ran = run("analyse", "classify", path, "--over-steps", "--n-prompts", 64, "--json").done()
-    rows = json.loads(ran.out)["rows"]
-    found = over_steps(load(path), "classify", n_prompts=64)
-    assert [row["headline"] for row in rows] == found.to_frame()["headline"].tolist()
-    shown = run("analyse", "ablate-heads", path, "--over-steps", "--n-prompts", 16).done().out
-    assert "10 saved steps, 0 to 500,000" in shown
+def test_what_it_keeps_is_what_the_analyses_say():
+    monitor = Monitor(task=TASK, read=last, every=5, n_prompts=32)
+    trained(monitor)
+    run = monitor.run()
+    first = hook_module(module(), task=TASK, read=last)
+    prompts = evaluation_prompts(first, n_prompts=32)
+    rows = run.history[run.history["step"] == 0]
+    with torch.no_grad():
+        error = (last(module().eval()(prompts.tokens)) - prompts.y_query).square().mean(1)
+    found = ablate_heads(first, prompts)
+    for name, expected in (
+        ("eval_loss", error.mean().item()),
+        ("eval_loss_sem", error.std().item() / 32**0.5),
+        ("rise", found.rise.ravel()),
+        ("rise_sem", found.rise_sem.ravel()),
+    ):
+        np.testing.assert_allclose(rows[name], expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(rows.groupby("layer")["share"].sum(), 1, rtol=1e-6)
+    rise = over_steps(run, "ablate-heads", prompts).to_frame()["rise"]
+    np.testing.assert_allclose(rise, run.history["rise"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_head_that_writes_nothing_has_no_share():
+    model = module()
+    nn.init.zeros_(model[1].self_attn.out_proj.weight[:, :4].data)
+    monitor = Monitor(task=TASK, read=last, n_prompts=32)
+    monitor(0, model)
+    rows = monitor.run().history
+    assert rows["share"].tolist()[:2] == [0, 1]
+    assert rows["rise"][0] == 0
+
+
+def test_what_it_refuses():
+    with refused("every", 1, 0):
+        Monitor(every=0)
+    with refused(1000):
+        Monitor().run()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_in = nn.Linear(3, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.read_out = nn.Linear(8, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.read_out(self.encoder(self.read_in(tokens)))
+
+
+@pytest.mark.slow
+def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
+    """A run by a monitor in memory, by one in a folder, and by the files of the same loop."""
+    kept = Monitor(task=TASK, every=5, n_prompts=1024, keep=tmp_path / "mine")
+    memory = Monitor(task=TASK, every=5, n_prompts=1024)
+    (tmp_path / "files").mkdir()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Encoder()
+    for step in (0, 5, 10):
+        with torch.no_grad():
+            model.read_out.weight.mul_(1 + step / 10)
+        for monitor in (kept, memory):
+            monitor(step, model)
+        torch.save(model.state_dict(), tmp_path / "files" / f"step_{step}.pt")
+    assert len(kept.snapshots) == 1
+    given = {"model": {**JOINED, "layout": "pairs"}, "anyway": True}
+    files = load_run(tmp_path / "files", n_heads=2, task=SETTING, **given)
+    runs = (memory.run(), kept.run(), files, load_run(tmp_path / "mine", **given))
+    prompts = evaluation_prompts(memory.run(), n_prompts=16)
+    for run in runs:
+        assert isinstance(run, Run)
+        assert isinstance(run.at(5), type(run))
+        assert (run.step, run.at(5).step, list(run.snapshots)) == (10, 5, [0, 5, 10])
+        for step in run.steps:
+            expected = memory.run().at(step).predictor.predict(prompts)
+            torch.testing.assert_close(run.at(step).predictor.predict(prompts), expected)
+        with refused("step", "0, 5, 10", 7):
+            run.at(7)
+    shared = ["step", "layer", "head", "loss", "eval_loss", "eval_loss_sem"]
+    own, other = (run.history for run in (memory.run(), files))
+    assert list(own)[:6] == list(other)[:6] == shared
+    np.testing.assert_allclose(own[shared], other[shared], rtol=1e-5)
+    own, other = (over_steps(run, "ablate-heads", prompts).to_frame() for run in (runs[0], files))
+    assert list(own) == list(other)
+    one, two = (frame.select_dtypes("number") for frame in (own, other))
+    np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+    with refused("step_0.pt", "already exists"):
+        Monitor(task=TASK, keep=tmp_path / "mine")(0, model)
+
+
+@pytest.mark.slow
+def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "docs" / "how" / "module.md").read_text(encoding="utf-8")
+    parts = re.findall(r"```python\n(.*?)```", text, re.S)
+    (example,) = (part for part in parts if "Monitor(" in part)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example, names)
+    losses = names["run"].history.groupby("step")["eval_loss"].first()
+    assert names["run"].steps == [0, 100, 200, 300]
+    assert losses[300] < losses[0]
+    assert (tmp_path / "reports" / "training" / "index.html").is_file()
+
+
+@pytest.mark.exhaustive
+def test_it_logs_to_wandb(tmp_path: Path):
+    """Offline, in a process of its own, as wandb starts one and warns."""
+    pytest.importorskip("wandb")
+    code = """
+import sys, wandb
+from tests.analysis.test_over_steps import *
+run = wandb.init(project="x", mode="offline", dir=sys.argv[1])
+trained(Monitor(task=TASK, read=last, every=5, n_prompts=32, log=wandb.log))
+print(run.summary["icl/step"], "icl/L0H1/rise" in run.summary.keys())
+"""
+    ran = python("-W", "ignore", "-c", code, tmp_path, cwd=ROOT).done()
+    assert "10 True" in ran.out

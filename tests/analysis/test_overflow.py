@@ -12,8 +12,7 @@ from mechinterp.models.constructions.one_layer import diagonal_heads
 from tests.conftest import Run
 
 
-@pytest.mark.parametrize("factor", [1e10, 1e19])
-@pytest.mark.parametrize("command", ["fit", "ablate", "report"])
+@pytest.mark.parametrize(("command", "factor"), [("fit", 1e10), ("ablate", 1e19), ("report", 1e19)])
 def test_predictions_that_overflow_are_named(run: Run, tmp_path: Path, command: str, factor: float):
     small = load("checkpoints/softmax-h1-s0")
     large = small.weights.with_tensors(

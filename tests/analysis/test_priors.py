@@ -3,32 +3,36 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import pytest
 import torch
 from torch import Tensor
 
+from analyses.pools.map import transient
+from analyses.pools.prior_heads import _rises, prior_heads
 from mechinterp.analysis.learners.compare import baselines, fit_learners
 from mechinterp.analysis.learners.priors import (
     ERROR,
     KINDS,
-    PriorComparison,
     compare_priors,
     trimmed_closeness,
 )
-from mechinterp.config import TaskConfig
-from mechinterp.display import with_sem
+from mechinterp.analysis.over_steps import OverSteps
+from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.pools import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import weights_of_layer
 from mechinterp.theory.linear_heads import merged_heads
+from mechinterp.training.one_layer.step import initial_weights
+from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=4, n_tasks=6, beta_var=1.0, noise_var=0.25)
 POOL = task_pool(TASK)
@@ -42,9 +46,10 @@ def mixture(a: float, pool: Tensor = POOL) -> Callable[[Prompts], Tensor]:
     return predictions
 
 
-@pytest.mark.parametrize("a", [-0.5, 0.0, 0.3, 0.5, 1.0, 1.7])
+@pytest.mark.parametrize("a", [-0.5, 0.0, 0.5, 1.0])
 def test_a_mixture_gives_back_its_weight_and_relative_distance(a: float):
-    found = compare_priors(mixture(a), TASK, n_prompts=200)
+    found = compare_priors(mixture(a), TASK, n_prompts=500)
+    assert found.strategy == {0.0: "generalises", 1.0: "memorises"}.get(a, "neither")
     relative = (1 - a) ** 2 / ((1 - a) ** 2 + a**2)
     for part in (found.at_length, found.overall):
         np.testing.assert_allclose(part.weight_dmmse, a, atol=1e-12)
@@ -76,20 +81,6 @@ def test_the_numbers_are_those_of_the_definition():
     assert list(row[["risk", "risk_dmmse", "risk_ridge"]]) == pytest.approx(risks)
 
 
-@pytest.mark.slow
-def test_standard_errors_are_those_of_repeated_samples():
-    def model(prompts: Prompts) -> Tensor:
-        return 0.8 * prompts.y.mean(1)
-
-    runs = [compare_priors(model, TASK, n_prompts=256, seed=seed).overall for seed in range(60)]
-    for name in ("distance_dmmse", "relative", "weight_dmmse", "unexplained", "risk_ridge"):
-        values = np.array([getattr(run, name) for run in runs])
-        sems = np.array([getattr(run, f"{name}_sem") for run in runs])
-        # The spread of 60 runs is known to 1 / sqrt(2 * 59); heavier tails than the normal's are allowed for by twice that.
-        ratio = values.std(0, ddof=1) / np.sqrt((sems**2).mean(0))
-        assert (np.abs(np.log(ratio)) < 4 * 2 / (2 * 59) ** 0.5).all(), name
-
-
 def test_a_given_pool_takes_the_place_of_the_tasks_own():
     other = task_pool(replace(TASK, task_seed=7))
     plain = replace(TASK, n_tasks=None)
@@ -100,15 +91,6 @@ def test_a_given_pool_takes_the_place_of_the_tasks_own():
     # New prompts are the same ones; those of the pool have its tasks, and the best predictor on them is its posterior mean.
     np.testing.assert_allclose(found.overall.risk_ridge[1], own.overall.risk_ridge[1])
     assert found.overall.risk_dmmse[0] < found.overall.risk_ridge[0] / 2
-
-
-def test_strategies():
-    assert compare_priors(mixture(1.0), TASK, n_prompts=500).strategy == "memorises"
-    assert compare_priors(mixture(0.0), TASK, n_prompts=500).strategy == "generalises"
-    assert compare_priors(mixture(0.5), TASK, n_prompts=500).strategy == "neither"
-    zero = compare_priors(lambda prompts: 0 * prompts.y_query, TASK, n_prompts=500)
-    assert zero.overall.unexplained[0] > 0.5
-    assert zero.strategy == "neither"
 
 
 @pytest.mark.slow
@@ -136,7 +118,7 @@ def with_error_on(share: float, size: float) -> Callable[[Prompts], Tensor]:
     return predictions
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_errors_on_one_prompt_in_five_thousand_do_not_change_the_strategy(seed: int):
     model = with_error_on(1 / 5000, 1e6)
     found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000, seed=seed)
@@ -149,7 +131,6 @@ def test_errors_on_one_prompt_in_five_thousand_do_not_change_the_strategy(seed: 
     hit = found.overall.risk[1] > 1e6
     assert hit == (found.overall.risk[1] != pytest.approx(plain.overall.risk[1]))
     assert found.carried_by_few[1] == hit
-    assert len(found.sentences()) == 3 + found.carried_by_few.sum()
 
 
 def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
@@ -157,7 +138,6 @@ def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
     found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000)
     assert found.trimmed.unexplained[0] > 1
     assert found.strategy == "undetermined"
-    assert "the worst 1%" in found.sentences()[0]
     # So many prompts are no few: a hundredth less of them leaves the answer as it is.
     many = compare_priors(with_error_on(1 / 20, 60.0), TASK, context_lengths=[4], n_prompts=4000)
     assert many.strategy == "neither"
@@ -174,41 +154,26 @@ def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
         squares[..., :2] += squares[..., [ERROR]] * [1.0, 0.5]
         return trimmed_closeness(squares, 1000)
 
-    runs = [sample() for _ in range(300)]
+    runs = [sample() for _ in range(100)]
     for name in ("risk", "distance_dmmse", "relative", "risk_ridge"):
         values, sems = (
             np.array([getattr(run, f"{name}{end}") for run in runs]) for end in ("", "_sem")
         )
-        # The spread of 300 runs is known to 4%; the worst prompt that stays varies by 20^-1/2 / 0.8 of its size.
+        # The spread of 100 runs is known to 7%; the worst prompt that stays varies by 20^-1/2 / 0.8 of its size.
         assert 0.75 < values.std(ddof=1) / np.square(sems).mean() ** 0.5 < 1.35, name
 
 
-@pytest.mark.parametrize(
-    ("lengths", "words"), [([3], "L = 3"), ([2, 4], "mean over L = 2 to 4"), (None, "L = 1 to 4")]
-)
-def test_the_sentence_says_which_lengths_it_is_a_mean_over(lengths: list[int] | None, words: str):
-    found = compare_priors(mixture(0.0), TASK, context_lengths=lengths, n_prompts=8)
-    assert words in repr(found)
-    assert words in found.sentences()[1]
-
-
-def test_a_model_of_the_package_frame_and_figures():
-    heads = merged_heads(2, 3, std=0.1, seed=0)
+def test_a_model_of_the_package_has_a_row_per_length_and_kind_of_tasks():
     task = replace(TASK, d_y=1)
-    found = compare_priors(linear_attention(heads), task, n_prompts=64, context_lengths=[4, 1])
+    heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
+    found = compare_priors(heads, task, n_prompts=64, context_lengths=[4, 1])
     frame = found.to_frame()
-    assert frame[["tasks", "context_length"]].to_numpy().tolist() == [
-        [kind, length] for kind in KINDS for length in (1, 4)
-    ]
-    names = [*with_sem(*list(PriorComparison.COLUMNS)[:8])]
-    assert list(frame.columns) == ["tasks", "context_length", *names]
-    assert isinstance(found.summary_frame(), pd.DataFrame)
-    assert found.summary_frame()["prompts"].tolist() == ["trimmed", "trimmed", "all", "all"]
-    assert np.isfinite(frame[names].to_numpy()).all()
-    assert isinstance(found.plot(), go.Figure)
-    assert len(found.plot().data) == 2
-    assert len(found.plot_risks().data) == 6
-    assert repr(found).startswith("PriorComparison(With a pool of 6 tasks the model neither ")
+    rows = [[kind, length] for kind in KINDS for length in (1, 4)]
+    assert frame[["tasks", "context_length"]].to_numpy().tolist() == rows
+    assert np.isfinite(frame.select_dtypes("number").to_numpy()).all()
+    assert (len(found.plot().data), len(found.plot_risks().data)) == (2, 6)
+    zero = compare_priors(lambda prompts: 0 * prompts.y_query, task, n_prompts=500)
+    assert (zero.strategy, zero.overall.unexplained[0] > 0.5) == ("neither", True)
     # The lengths, as long as they are few, are all from 1 on.
     default = compare_priors(mixture(0.0), replace(TASK, context_length=40), n_prompts=8)
     assert len(default.context_length) == 16
@@ -216,51 +181,150 @@ def test_a_model_of_the_package_frame_and_figures():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "settings", "words"),
     [
-        ((mixture(0.0),), "compare_priors needs a task for a function of prompts"),
-        (
-            (mixture(0.0), replace(TASK, n_tasks=None)),
-            "needs a pool: pass a pool, or a task with n_tasks",
-        ),
-        ((mixture(0.0), TASK, POOL[:, :2]), r"\[M, 3, 2\], got \[6, 2, 2\]"),
+        ((mixture(0.0),), {}, ["compare_priors", "task"]),
+        ((mixture(0.0), replace(TASK, n_tasks=None)), {}, ["pool", "n_tasks"]),
+        ((mixture(0.0), TASK, POOL[:, :2]), {}, ["[M, 3, 2]", "[6, 2, 2]"]),
+        ((mixture(0.0), TASK), {"context_lengths": [0]}, ["context_lengths", 1, "[0]"]),
+        ((partial(ridge, penalty=float("nan")), TASK), {}, ["predictions overflow"]),
     ],
 )
-def test_what_cannot_be_compared_is_refused(arguments: tuple, message: str):
-    with pytest.raises(ValueError, match=message):
-        compare_priors(*arguments, n_prompts=8)
+def test_what_cannot_be_compared_is_refused(arguments: tuple, settings: dict, words: list):
+    with refused(*words):
+        compare_priors(*arguments, n_prompts=8, **settings)
 
 
-def test_lengths_and_predictions_are_checked():
-    with pytest.raises(ValueError, match=r"context_lengths must be >= 1, got \[0\]"):
-        compare_priors(mixture(0.0), TASK, context_lengths=[0])
-    with pytest.raises(ValueError, match="The model's predictions overflow"):
-        compare_priors(partial(ridge, penalty=float("nan")), TASK, n_prompts=8)
-
-
-def test_dmmse_is_a_learner_of_a_task_with_a_pool():
+def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     task = replace(TASK, d_y=1)
     memory = partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
     fits = fit_learners(memory, task, context_lengths=[4], n_prompts=500)
-    assert fits.best == "dmmse"
+    assert fits.best == fits.to_frame()["learner"].iloc[-1] == "dmmse"
     assert fits.r2[0, -1] == pytest.approx(1)
-    assert fits.to_frame()["learner"].iloc[-1] == "dmmse"
-    assert len(fits.plot().data) == len(fits.plot_distance().data) + 1 == 7
     plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
     assert len(plain.learners) == 5
-    assert plain.best != "dmmse"
-
-
-def test_dmmse_is_a_baseline_of_a_model_whose_task_has_a_pool():
-    task = replace(TASK, d_y=1)
-    weights = weights_of_layer(linear_attention(merged_heads(2, 3, std=0.1, seed=0)))
-    model = ICLTransformer.from_weights(weights, task=task)
     prompts = sample_prompts(task, 300, dtype=torch.float64)
-    given = replace(predictor_of(model), task=task)
+    heads = weights_of_layer(linear_attention(merged_heads(2, 3, std=0.1, seed=0)))
+    given = replace(predictor_of(heads), task=task)
     found = baselines(given, prompts)
-    risk = (dmmse(prompts, pool=task_pool(task), noise_var=0.25) - prompts.y_query_clean).square()
     assert found.learners[-1] == "dMMSE"
-    assert found.risk[0, -1] == pytest.approx(risk.mean().item())
+    risk = (memory(prompts) - prompts.y_query_clean).square().mean().item()
+    assert found.risk[0, -1] == pytest.approx(risk)
     assert found.risk[0, -1] < found.risk[0, :-1].min()
     without = replace(given, task=replace(task, n_tasks=None))
     assert "dMMSE" not in baselines(without, prompts).learners
+
+
+TWO_TASKS = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.25)
+CONFIG = ExperimentConfig(
+    task=TWO_TASKS, model=ModelConfig(n_heads=3, score="linear/L"), train=TrainConfig(steps=20)
+)
+
+EFFECTS = ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
+
+
+def layer(seed: int = 0) -> AttentionWeights:
+    return initial_weights(replace(CONFIG, seed=seed)).to(torch.float64)
+
+
+def without(weights: AttentionWeights, head: int) -> AttentionWeights:
+    W_O = weights.W_O.clone()
+    W_O[head] = 0
+    return weights.with_tensors({**weights.tensors, "W_O": W_O})
+
+
+def test_a_mask_does_what_comparing_the_masked_model_says():
+    weights = layer()
+    found = prior_heads(weights, TWO_TASKS, n_prompts=200, method="zero")
+    full = compare_priors(weights, TWO_TASKS, n_prompts=200).overall
+    for head in range(3):
+        masked = compare_priors(without(weights, head), TWO_TASKS, n_prompts=200).overall
+        change = masked.weight_dmmse - full.weight_dmmse
+        assert found.weight_change[0, head] == pytest.approx(change[0])
+        rise = masked.distance_dmmse - full.distance_dmmse
+        assert found.dmmse_rise[0, head] == pytest.approx(rise[0])
+        to_ridge = masked.distance_ridge - full.distance_ridge
+        assert found.ridge_rise[0, head] == pytest.approx(to_ridge[1])
+        assert found.memory_excess[0, head] == pytest.approx(rise[0] - to_ridge[0])
+
+
+def test_a_head_of_zeros_has_no_effect_and_no_error():
+    found = prior_heads(without(layer(), 1), TWO_TASKS, n_prompts=100, method="zero")
+    for name in EFFECTS:
+        assert getattr(found, name)[0, 1] == 0
+        assert getattr(found, f"{name}_sem")[0, 1] == 0
+        assert getattr(found, f"{name}_sem")[0, 0] > 0
+    assert (0, 1) not in found.memorises + found.generalises
+
+
+@pytest.mark.slow
+def test_standard_errors_of_heads_are_those_of_repeated_samples():
+    runs = [prior_heads(layer(), TWO_TASKS, n_prompts=200, seed=seed) for seed in range(40)]
+    for name in EFFECTS:
+        values = np.array([getattr(run, name) for run in runs])
+        sems = np.array([getattr(run, f"{name}_sem") for run in runs])
+        ratio = values.std(0, ddof=1) / np.sqrt((sems**2).mean(0))
+        # Known to 1 / sqrt(2 * 39) for normal values; twice that is allowed for heavy tails.
+        assert (np.abs(np.log(ratio)) < 4 * 2 / (2 * 39) ** 0.5).all(), name
+
+
+def test_prompts_on_which_the_full_or_the_masked_model_errs_most_are_left_out():
+    squares = np.random.default_rng(0).chisquare(1, (2000, 3, 8))
+    squares[7, 1] = squares[8, 0] = (
+        1e9  # one mask explodes on one prompt, the full model on another
+    )
+    worst = max((i for i in range(2000) if i != 8), key=lambda i: squares[i, [0, 2], ERROR].max())
+    rises = _rises(squares)
+    for head, gone in enumerate(([7, 8], [8, worst])):
+        expected = np.delete(squares[:, head + 1] - squares[:, 0], gone, 0)
+        np.testing.assert_array_equal(rises[:1998, head, 0], expected)
+    # The rows behind stand for the prompts that go, and are those of the worst that stays.
+    assert np.abs(rises).max() < 100
+
+
+def test_which_heads_memorise_follows_from_both_effects():
+    found = prior_heads(layer(), TWO_TASKS, n_prompts=50)
+    ones = {f"{name}_sem": np.ones((2, 2)) for name in EFFECTS}
+    far, near = 3.0, 1.0  # 5% over four heads are 2.5 standard errors
+    known = replace(
+        found,
+        **ones,
+        weight_change=np.array([[-far, -far], [-near, far]]),
+        memory_excess=np.array([[far, near], [far, far]]),
+        dmmse_rise=np.zeros((2, 2)),
+        ridge_rise=np.array([[near, far], [-far, 0.0]]),
+        carried_by_few=np.zeros((2, 2), bool),
+    )
+    assert known.memorises == [(0, 0)]
+    assert known.generalises == [(0, 1)]
+
+
+def test_the_usual_lengths_are_those_of_training(tmp_path: Path):
+    weights = weights_of_layer(layer(), model=CONFIG.model)
+    save(tmp_path / "model", CONFIG, weights, step=20)
+    # This model was trained with five pairs in every prompt.
+    default = compare_priors(load(tmp_path / "model"), n_prompts=16)
+    assert default.context_length.tolist() == [5]
+    shorter = replace(TWO_TASKS, context_length=3)
+    asked = compare_priors(load(tmp_path / "model"), shorter, n_prompts=16)
+    assert asked.context_length.tolist() == [3]
+
+
+def path_of(relative: list[float], sem: float) -> OverSteps:
+    """Comparisons at steps 0, 1000, ... with these relative distances on new tasks."""
+    some = compare_priors(layer(), TWO_TASKS, n_prompts=16, context_lengths=[5])
+    results = []
+    for value in relative:
+        both = np.array([some.trimmed.relative[0], value])
+        trimmed = some.trimmed.assign(relative=both, relative_sem=np.full(2, sem))
+        results.append(replace(some, trimmed=trimmed))
+    step = np.arange(len(relative)) * 1000
+    return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))
+
+
+def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
+    assert transient(path_of([0.5, 0.8, 0.9, 0.2], 0.01)) == 1000
+    assert transient(path_of([0.5, 0.52, 0.4, 0.2], 0.02)) is None  # not clearly above
+    assert transient(path_of([0.8, 0.4, 0.4, 0.2], 0.02)) is None  # untrained
+    assert transient(path_of([0.5, 0.8, 0.9, 0.48], 0.02)) is None  # not clearly below
+    assert transient(path_of([0.5, 0.8, 0.9, 0.95], 0.01)) is None

@@ -1,5 +1,6 @@
-"""Probes: exact where the target is a linear function of the stream, nothing where there is nothing."""
+"""Probes and read-outs of the stream: exact where the target is linear in it, nothing where there is nothing."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.descent_curves import descent_curves, p_probe
+from mechinterp.analysis.probing.descent_curves import p_probe
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
@@ -18,16 +19,20 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
     streams,
 )
+from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
+from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
+from mechinterp.models.constructions.descent import gradient_descent_model, rotated
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.hooked.runner import masked
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run import hooks
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import CHECKPOINTS, assert_close_to_rounding, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
@@ -88,9 +93,7 @@ def test_every_position_and_layer(prompts):
     assert found.risk.shape == (2, 3)
     # A context token holds its own noisy response: noise variance 0.1 of 1.1 is left, shrunk as ridge does.
     np.testing.assert_allclose(found.risk[0, :2], 0.1, atol=0.04)
-    frame = found.to_frame()
-    assert list(frame["pos"]) == [0, 39, 40] * 2
-    assert repr(found).startswith("LayerProbes(excess risk ")
+    assert list(found.to_frame()["pos"]) == [0, 39, 40] * 2
     assert len(found.plot().data) == 3
 
 
@@ -138,25 +141,12 @@ def test_targets(few):
     torch.testing.assert_close(target[:, 2], (S @ few.x[:, 2, :, None])[..., 0] - few.x[:, 2])
 
 
-def test_fewer_prompts_than_features_are_refused(few):
-    model = random_model(1)
-    rule = r"prompts must be >= 10, since 5 numbers are fitted to them, got 6\."
-    with pytest.raises(ValueError, match=rule):
-        probe_layers(model, few[:6])
-
-
-def test_positions_outside_are_refused(few):
-    with pytest.raises(ValueError, match="positions must lie in 0 to 9, got 10"):
-        probe_layers(random_model(1), few, positions=[10])
-
-
 def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     task = TaskConfig(d_x=4, context_length=9)
     prompts = sample_prompts(task, 60, generator=generator_for(0, "eval", 0), dtype=torch.float64)
     bridge = random_gpt2()
-    rule = "Only position -1, .* the model must have 10 positions .*, got 19"
     for positions in ([0, 3], [3, -1]):
-        with pytest.raises(ValueError, match=rule):
+        with refused("position -1", 10, 19):
             probe_layers(bridge, prompts, positions=positions)
     found = probe_layers(bridge, prompts, positions=[9])
     assert found.positions == (9,)
@@ -180,14 +170,6 @@ def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
     assert not torch.allclose(predictor.query_streams(few, 2)[:, 4], expected)
 
 
-def test_query_features_of_a_bridge(few):
-    bridge = random_gpt2()
-    torch.testing.assert_close(
-        predictor_of(bridge).query_streams(few, 1)[:, -1],
-        bridge.model(bridge.embed(few), stop_at_layer=1)[:, -1],
-    )
-
-
 @pytest.mark.parametrize("make", [random_gpt2, lambda: predictor_of(random_model(**WIDE))])
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()
@@ -205,38 +187,108 @@ def test_the_input_is_as_good_as_raw_x(few):
     np.testing.assert_allclose(found.risk[0], expected, rtol=1e-9)
     assert found.log_area[0] == found.log_area_sem[0] == 0
     assert found.log_area[2] == pytest.approx(0, abs=1e-9)
-    assert list(found.to_frame().columns) == ["features", "step", "risk", "risk_sem"]
     assert list(found.area_frame()["features"]) == ["raw x", "reweighted x", "input"]
-    assert repr(found).startswith("DescentCurves(least excess risk: raw x ")
     assert len(found.plot().data) == 3
 
 
-@pytest.mark.slow
-def test_the_error_of_the_area_is_that_of_repeated_samples():
-    task = TaskConfig(d_x=4, context_length=8)
-    areas, sems = [], []
-    for draw in range(200):
-        prompts = sample_prompts(task, 200, seed=draw, dtype=torch.float64)
-        raw = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-        found = descent_curves({"raw": raw, "ideal": reweighted(prompts)[0]}, prompts, steps=4)
-        areas.append(found.log_area[1])
-        sems.append(found.log_area_sem[1])
-    assert np.mean(sems) == pytest.approx(np.std(areas), rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("asked", "rule"),
-    [
-        ({"layer": 4}, "layer must lie in 0 to 3, got 4"),
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"steps": -2}, "steps must be >= 1, got -2"),
-    ],
-)
-def test_bad_p_probes_are_refused(asked, rule, few):
-    with pytest.raises(ValueError, match=rule):
-        p_probe(random_model(), few, **asked)
-
-
-def test_p_probes_of_no_model_are_refused(few):
-    with pytest.raises(ValueError, match="at least one model, got none"):
+def test_what_cannot_be_probed_is_refused(few):
+    model = random_model(1)
+    with refused("prompts", 10, 5, 6):
+        probe_layers(model, few[:6])
+    with refused("positions", "0 to 9", 10):
+        probe_layers(model, few, positions=[10])
+    with refused("layer", "0 to 1", 4):
+        p_probe(model, few, layer=4)
+    with refused("steps", 1, -2):
+        p_probe(model, few, steps=-2)
+    with refused("at least one model"):
         p_probe({}, few)
+
+
+STEPS, ETA = 3, 0.5
+OF_STREAMS = TaskConfig(d_x=4, context_length=9)
+
+
+@pytest.fixture
+def drawn() -> Prompts:
+    return sample_prompts(OF_STREAMS, 256, seed=0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("basis", ["tokens", "rotated"])
+def test_after_layer_k_the_own_read_out_is_step_k_of_gradient_descent(basis: str, drawn: Prompts):
+    weights = gradient_descent_model([ETA] * STEPS, d_x=4)
+    weights = rotated(weights, seed=0) if basis == "rotated" else weights
+    found = read_out_by_layer(weights, drawn, task=predictor_of(weights).task)
+    steps = gradient_descent(drawn, steps=STEPS, eta=ETA)
+    assert len(steps) == STEPS + 1
+    whole = found.head < 0
+    errors = (steps - drawn.y_query).square().mean(2)
+    np.testing.assert_allclose(found.own_loss[0, whole], errors.mean(1), rtol=1e-11)
+    sem = errors.std(1) / len(drawn) ** 0.5
+    np.testing.assert_allclose(found.own_loss_sem[0, whole], sem, rtol=1e-9)
+    penalty = predictor_of(weights).task.posterior_penalty
+    apart = (steps - ridge(drawn, penalty=penalty)).square().mean((1, 2))
+    np.testing.assert_allclose(found.own_loss[2, whole], apart, rtol=1e-10)
+    # The only head of a layer is the layer.
+    heads, layers = found.own_loss[:, 1::2], found.own_loss[:, 2::2]
+    np.testing.assert_allclose(heads, layers, rtol=1e-10, atol=1e-20)
+    assert found.own_r2[1, -1] == pytest.approx(1, abs=1e-12)
+
+
+def test_a_fitted_read_out_finds_the_prediction_where_it_is_and_nothing_in_the_query(
+    drawn: Prompts,
+):
+    found = read_out_by_layer(gradient_descent_model([ETA] * STEPS, d_x=4), drawn)
+    model = TARGETS.index("model")
+    assert found.fitted_r2[model, -1] == pytest.approx(1, abs=1e-6)
+    # Task vectors are drawn anew for each prompt and have mean 0: the query alone says nothing of y.
+    before, sem = found.fitted_r2[:, 0], found.fitted_r2_sem[:, 0]
+    assert np.all(before < 4 * sem)
+    assert np.all(np.diff(found.fitted_loss[2, found.head < 0]) < 0)
+
+
+def test_choosing_and_measuring_use_different_prompts(drawn: Prompts):
+    # Targets at random: on the prompts that it was fitted to, 31 of 128 degrees of freedom would explain a share of them.
+    noise = sample_prompts(OF_STREAMS, 256, seed=7, dtype=torch.float64)
+    mixed = replace(drawn, y_query=noise.y_query)
+    found = read_out_by_layer(random_model(context_only=True, d_model=30, d_head=3), mixed)
+    assert np.all(found.fitted_r2[0] < 4 * found.fitted_r2_sem[0])
+
+
+@pytest.mark.parametrize("norm", ["before", "after"])
+def test_each_head_is_added_to_the_stream_before_its_layer(norm: str, drawn: Prompts):
+    model = random_model(norm=norm, final_norm=True, d_model=8, d_head=4, d_mlp=6, biases=True)
+    found = read_out_by_layer(model, drawn)
+    _, cache = model.run_with_cache(model.tokens(drawn))
+    z, W_O = cache["z", 1][:, -1, 2], model.W_O[1, 2]
+    stream = cache["resid_pre", 1][:, -1] + z @ W_O
+    read = model.unembed(model.ln_final(stream[:, None]))[:, 0]
+    place = found.places.index("L1H2")
+    expected = (read - drawn.y_query).square().mean().item()
+    np.testing.assert_allclose(found.own_loss[0, place], expected, rtol=1e-10)
+    loss = (model.predict(drawn) - drawn.y_query).square().mean().item()
+    np.testing.assert_allclose(found.own_loss[0, -1], loss, rtol=1e-10)
+
+
+def test_a_bridge_has_its_own_read_out(drawn: Prompts):
+    gpt2 = replace(predictor_of(random_gpt2()), task=OF_STREAMS)
+    found = read_out_by_layer(gpt2, drawn)
+    loss = (gpt2.predict(drawn) - drawn.y_query).square().mean().item()
+    np.testing.assert_allclose(found.own_loss[0, -1], loss, rtol=1e-10)
+    assert found.places.count("L2H1") == 1
+
+
+def test_one_layer_ends_with_the_loss_that_classify_has():
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    found = read_out_by_layer(checkpoint, n_prompts=512)
+    assert found.places == ["input", "L0H0", "L0H1", "after L0"]
+    assert found.own_r2[0, 0] == 0  # nothing is in the query's y slot
+    last = found.to_frame().query("target == 'model' and place == 'after L0'")
+    assert last["own_r2"].item() == pytest.approx(1, abs=1e-9)
+
+
+def test_too_few_prompts_are_refused(drawn: Prompts):
+    with refused("prompts", 10, 8):
+        read_out_by_layer(gradient_descent_model([ETA], d_x=4), drawn[:8])
+    with refused("task"):
+        read_out_by_layer(random_gpt2())

@@ -10,7 +10,7 @@ import torch
 from analyses.known.methods import components, edge_frame, patches, random_order
 from mechinterp.known import Entry, Suite, judge_sampler, score, score_components, suite
 from mechinterp.known.scores import MEANINGS, score_edges, score_heads
-from tests.conftest import Run, python
+from tests.conftest import Run, python, refused
 
 HAND = suite(trained="none")
 LARGE = suite()["sparse-h4-noise0.1-s0"]
@@ -25,18 +25,15 @@ def test_the_truth_has_the_best_scores():
     def truth(entry: Entry) -> dict[str, object]:
         known = HAND[entry.name].truth
         answer = patches(entry, known=HAND)
-        for name, value in (
-            ("label", known.algorithm),
-            ("components", known.components),
-            ("learning_coefficient", known.learning_coefficient),
-        ):
+        for name, value in (("label", known.algorithm), ("components", known.components)):
             if value is not None:
-                answer[name] = (value.value, 0.0) if name == "learning_coefficient" else value.value
+                answer[name] = value.value
+        if known.learning_coefficient is not None:
+            answer["learning_coefficient"] = (known.learning_coefficient.value, 0.0)
         return answer
 
-    chosen = some(
-        "gd-3", "gd-3-dead-heads", "preprocess-2-rotated", "debiased-two-pairs", "minimum-3"
-    )
+    by_hand = ("gd-3-dead-heads", "preprocess-2-rotated", "debiased-two-pairs", "minimum-3")
+    chosen = some(*by_hand)
     found = score(truth, chosen).to_frame()
     assert set(found["entry"]) == set(chosen)
     assert set(found["score"]) == set(MEANINGS)
@@ -48,7 +45,7 @@ def test_the_truth_has_the_best_scores():
 @pytest.mark.slow
 def test_a_random_order_has_the_scores_of_chance():
     entry = HAND["preprocess-2-rotated"]
-    orders = [random_order(entry, seed=seed)["edges"] for seed in range(8)]
+    orders = [random_order(entry, seed=seed)["edges"] for seed in range(6)]
     found = pd.DataFrame([score_edges(entry, order) for order in orders])
     for name in ("spearman", "kendall", "auroc"):
         values = found[f"edges {name}"]
@@ -99,17 +96,12 @@ def test_what_a_method_leaves_on_its_model_changes_no_score():
     chosen = some("gd-2-dead-heads")
     one, other = (score(method, chosen).to_frame() for method in (careful, careless))
     pd.testing.assert_frame_equal(one, other)
-    again = score(careful, chosen).to_frame()
-    pd.testing.assert_frame_equal(one, again)
 
 
 def test_a_method_that_says_nothing_scores_nothing():
     heads = np.ones_like(LARGE.truth.heads.value)
-    assert score_heads(LARGE, heads) == {
-        "heads spearman": 0,
-        "heads kendall": 0,
-        "heads auroc": 0.5,
-    }
+    chance = {"heads spearman": 0, "heads kendall": 0, "heads auroc": 0.5}
+    assert score_heads(LARGE, heads) == chance
     assert score(lambda entry: {}, some("gd-2")).to_frame().empty
 
 
@@ -127,15 +119,13 @@ def test_a_method_that_says_nothing_scores_nothing():
     ],
 )
 def test_answers_of_another_form_are_refused(answer: dict[str, object], named: str):
-    with pytest.raises(ValueError, match=named) as raised:
+    with refused(named):
         score(lambda entry: answer, some("gd-2"))
-    assert "\n" not in str(raised.value)
 
 
 def test_a_sampler_is_judged_by_its_bias_and_its_coverage():
-    exact = {
-        name: e.truth.learning_coefficient.value for name, e in HAND.items() if e.kind == "minimum"
-    }
+    minima = {name: entry for name, entry in HAND.items() if entry.kind == "minimum"}
+    exact = {name: entry.truth.learning_coefficient.value for name, entry in minima.items()}
 
     def off_by_two_errors(entry: Entry, seed: int) -> tuple[float, float]:
         return exact[entry.name] * (1.1 if seed else 0.9), exact[entry.name] / 15
@@ -151,11 +141,8 @@ def test_a_sampler_is_judged_by_its_bias_and_its_coverage():
 
 
 METHOD = """
-import numpy as np
-
 def by_output(entry):
-    weights = entry.checkpoint.weights
-    return {"heads": weights.W_O.square().sum((-2, -1)).numpy()}
+    return {"heads": entry.checkpoint.weights.W_O.square().sum((-2, -1)).numpy()}
 """
 
 

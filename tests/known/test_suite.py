@@ -16,7 +16,7 @@ from analyses.known.models import CS, ETAS, GAMMAS, WIDE
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known import Entry, suite
 from mechinterp.known.entries import FOLDER, HASHES, TRUTHS
-from tests.conftest import sampled
+from tests.conftest import refused, sampled
 
 ROOT = Path(__file__).parents[2]
 ALL = suite(trained="all")
@@ -38,14 +38,14 @@ def test_a_changed_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("mechinterp.known.entries.FOLDER", tmp_path)
     text = (FOLDER / TRUTHS).read_text(encoding="utf-8")
     (tmp_path / TRUTHS).write_text(text.replace("gradient_descent", "gradient_ascent"))
-    with pytest.raises(ValueError, match=TRUTHS):
+    with refused(TRUTHS):
         suite()
 
 
 def test_what_it_lacks_is_refused():
-    with pytest.raises(ValueError, match=r"version .*, got 2"):
+    with refused("version", 2):
         suite(2)
-    with pytest.raises(ValueError, match=r"trained .*'most'"):
+    with refused("trained", "'most'"):
         suite(trained="most")
     with pytest.raises(KeyError, match="gd-9"):
         ALL["gd-9"]
@@ -103,8 +103,8 @@ class _Loss(torch.nn.Module):
 def test_the_exact_loss_is_the_limit_of_losses_on_prompts(name: str):
     entry = ALL[name]
     errors = []
-    for seed in range(4):
-        batch = entry.sample(20_000, seed)
+    for seed in range(2):
+        batch = entry.sample(10_000, seed)
         predicted = entry.module(batch)[:, -1]
         torch.testing.assert_close(predicted, entry.checkpoint.predictor.predict(batch))
         errors.append((predicted - batch.y_query).square().detach())
