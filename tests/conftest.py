@@ -16,8 +16,7 @@ from mechinterp import cli
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
-from mechinterp.models.heads import AttentionWeights, head_outputs, stack
+from mechinterp.models.heads import AttentionWeights, head_outputs
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -84,12 +83,6 @@ def generator() -> torch.Generator:
 def prompts(generator: torch.Generator) -> Prompts:
     """256 prompts of the softmax paper's task, in float64."""
     return sample_prompts(TaskConfig(), 256, generator=generator, dtype=torch.float64)
-
-
-@pytest.fixture
-def gradient_step_weights() -> AttentionWeights:
-    """Three heads, d_x = 5: heads 0 and 1 are one debiased step of size 0.88, head 2 is zero."""
-    return stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
 
 
 @dataclass
