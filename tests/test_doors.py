@@ -214,7 +214,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "ablate_subsets": lambda c: mi.ablate_subsets(c.source, c.prompts()),
     "ablate_heads pairs": lambda c: mi.ablate_heads(c.source, c.prompts(), sets="pairs"),
     "ablate_heads greedy": lambda c: mi.ablate_heads(c.source, c.prompts(), sets="greedy"),
-    "ablate_heads positions": lambda c: mi.ablate_heads(c.source, c.prompts(), positions="all"),
+    "ablate_heads positions": lambda c: mi.ablate_heads(
+        c.source, c.prompts()[:16], positions="all"
+    ),
     "ablate_heads mlps": lambda c: mi.ablate_heads(c.source, c.prompts(), mlps=True),
     "prune": lambda c: mi.prune(c.source, c.prompts(), rule=best_head_later),
     "save_pruned": pruned,
@@ -222,7 +224,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
     "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
-    "patch_positions": lambda c: mi.patch_positions(c.source, c.prompts(), c.prompts(seed=1)),
+    "patch_positions": lambda c: mi.patch_positions(
+        c.source, c.prompts()[:32], c.prompts(seed=1)[:32]
+    ),
     "faithfulness": lambda c: mi.faithfulness(
         c.source, None, c.prompts()[:4], c.prompts(seed=1)[:4], sizes=[1]
     ),
@@ -248,7 +252,11 @@ FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
 BASES = ("softmax", "deep-softmax", "gpt2", "predictor")
 """Sources of which `make test` asks every analysis: one layer, several, other code's layers, and a function of prompts."""
-LONG = {"write_report": "gpt2", "info_document": "bridge", "local_learning_coefficient": "softmax"}
+LONG = {
+    "write_report": "hooked-transformer",
+    "info_document": "bridge",
+    "local_learning_coefficient": "softmax",
+}
 """Analyses that take long, and the source of which `make test` asks each."""
 
 

@@ -98,7 +98,7 @@ def test_a_head_may_cost_more_than_its_layer(tmp_path: Path):
     tensors["attn.W_O"][2, 1] *= -100
     config = ExperimentConfig(task=TASK, model=MODEL)
     save(tmp_path / "pair", config, weights.with_tensors(tensors), step=0)
-    write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64)
+    write_report(load(tmp_path / "pair"), tmp_path / "page", n_prompts=64, analyses=["ablate"])
     layers = pd.read_csv(tmp_path / "page" / "layers.csv")
     heads = pd.read_csv(tmp_path / "page" / "ablation.csv").query("layer == 2")
     assert abs(layers["layer_rise"][2]) < 1e-9 < heads["rise"].max()

@@ -90,12 +90,15 @@ class Page(HTMLParser):
         return re.findall(r"<h2>(.*?)</h2>", self.source)
 
 
-def write(folder: Path, name: str, weights: AttentionWeights) -> tuple[Checkpoint, Page]:
+def write(
+    folder: Path, name: str, weights: AttentionWeights, **asked: list[str]
+) -> tuple[Checkpoint, Page]:
     """A checkpoint of hand-built weights, without history, and its page in `folder`/report."""
     config = override(ExperimentConfig(), f"model.n_heads={weights.n_heads}")
     save(folder / name, config, weights, step=0)
     checkpoint = load(folder / name)
-    return checkpoint, opened(write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS))
+    written = write_report(checkpoint, folder / "report", n_prompts=N_PROMPTS, **asked)
+    return checkpoint, opened(written)
 
 
 def unexplained_columns(page: Path) -> set[str]:
@@ -213,7 +216,7 @@ def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):
 
 
 def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
-    checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5))
+    checkpoint, page = write(tmp_path, "zero", zero_head(d_x=5), analyses=["classify"])
     found = classify(checkpoint, n_prompts=N_PROMPTS)
     scales = found.scales
     undefined = (scales.omega_spread, scales.zero_sum, found.substitution.r2)
