@@ -17,6 +17,7 @@ from tests.conftest import CHECKPOINTS, Run, sampled, started
 H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, "--n-prompts", "64"]
 INFO = [*COMMAND[:3], "info", H1]
+REPORT = ("report", H1, "--n-prompts", 64, "--analysis", "circuits", "-q")
 
 
 @pytest.mark.slow
@@ -75,7 +76,7 @@ SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--devic
     ("command", "name", "limit"),
     sampled(
         [
-            (("report", H1, "--n-prompts", 64, "-q", "--out"), "index.html", 2**20),
+            ((*REPORT, "--out"), "index.html", 2**20),
             (("predict-jumps", "linear-separate", "--out"), "jumps.html", 2**20),
             (("predict-jumps", "linear-separate", "--out"), "jumps.html", 0),
             (("classify", H1, "-q", "--out"), "table.csv", 0),
@@ -111,7 +112,7 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
 @pytest.mark.slow
 def test_a_full_disk_when_a_folder_is_claimed(run: Run, tmp_path: Path):
     with full(0):
-        ran = run("report", H1, "--n-prompts", 64, "-q", "--out", tmp_path / "out")
+        ran = run(*REPORT, "--out", tmp_path / "out")
     ran.assert_refused(str(tmp_path / "out"), "File too large")
     assert not list(tmp_path.iterdir())
 
