@@ -17,8 +17,7 @@ from mechinterp import cli
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
-from mechinterp.models.heads import AttentionWeights, head_outputs, stack
+from mechinterp.models.heads import AttentionWeights, head_outputs
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"

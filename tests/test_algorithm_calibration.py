@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analyses.algorithms import calibration, shipped
+from analyses.algorithms import calibration
 from analyses.algorithms import models as algorithm_models
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 
@@ -51,12 +51,6 @@ def test_a_near_miss_gets_no_label(family: str, seed: int):
     row = MODELS[(MODELS.family == family) & (MODELS.seed == seed)].iloc[0]
     found = name_algorithm(case.source, task=case.task, seed=case.seed)
     assert found.label == row.label == "undetermined"
-
-
-@pytest.mark.slow
-def test_every_shipped_model_of_several_layers_has_one_answer():
-    assert set(SHIPPED.checkpoint) == set(shipped.deep_checkpoints())
-    assert (SHIPPED.groupby("checkpoint").label.nunique() == 1).all()
 
 
 def test_exact_descent_with_summed_scores_is_right_and_softmax_pairs_are_no_gd_plus_plus():

@@ -9,7 +9,6 @@ from scipy.stats import binomtest
 
 from analyses.calibration import errors as calibration
 from analyses.calibration.models import ONE, Case, confirming, earlier, random_steps
-from analyses.lib import check
 from analyses.lib.measured import RESULTS
 from analyses.lib.result_tables import two_by_two
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
@@ -35,18 +34,7 @@ def test_confirming_models_and_their_labels_are_those_stored():
     pd.testing.assert_frame_equal(again, stored[::EVERY].reset_index(drop=True), rtol=1e-5)
 
 
-@pytest.mark.parametrize("changed", [[], ["calibration model 7"]])
-def test_the_check_of_analyses_fails_if_a_label_changed(
-    changed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(check, "fast", lambda results: [])
-    monkeypatch.setattr(check, "changed_labels", lambda results: changed)
-    with pytest.raises(SystemExit) as ended:
-        check.main()
-    assert bool(ended.value.code) == bool(changed)
-    assert set(changed) <= set(capsys.readouterr().out.splitlines())
-
-
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_no_confirming_model_is_an_earlier_one():
     def norms(models: list[Case]) -> set[float]:

@@ -23,8 +23,7 @@ from mechinterp.config import (
     from_dict,
     override,
 )
-from mechinterp.config.task import COVARIANCES
-from mechinterp.presets import PRESETS, preset
+from mechinterp.presets import preset
 
 positive = st.floats(min_value=1e-6, max_value=1e6)
 count = st.integers(min_value=1, max_value=10**6)
@@ -83,15 +82,6 @@ def test_a_trip_through_json_changes_nothing(values: dict):
     assert differences(config, back) == {}
 
 
-def test_an_empty_object_is_the_published_setting():
-    config = ExperimentConfig.from_json("{}")
-    assert config == ExperimentConfig() == preset("softmax-h2")
-    task, model, train = config.task, config.model, config.train
-    assert (task.d_x, task.d_y, task.context_length, task.noise_var) == (5, 1, 40, 0.1)
-    assert (model.n_layers, model.n_heads, model.score) == (1, 2, "softmax")
-    assert (train.steps, train.batch_size, train.learning_rate) == (500_001, 256, 1e-3)
-
-
 def test_the_id_is_stable():
     # Folders and histories carry ids, so a new version of the package must not change them.
     assert ExperimentConfig().id == "5926da76"
@@ -144,7 +134,7 @@ def test_derived_numbers_follow_their_fields():
     assert kms.signal_var == 1
 
 
-def test_a_task_is_told_whole_with_the_numbers_of_its_defaults():
+def test_a_task_in_words_has_every_field_with_the_number_of_its_default():
     assert TaskConfig().assuming(()).in_words == (
         "d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes"
     )
@@ -153,17 +143,8 @@ def test_a_task_is_told_whole_with_the_numbers_of_its_defaults():
     assert kms.assuming(["covariance", "query_noise"]).in_words.endswith(
         "covariance kms with rho 0.5, beta_var 0.2 (1/d_x), noise_var 0; assumed: covariance"
     )
-    signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs", query_noise=False)
-    assert signs.assuming(()).in_words.endswith(
-        "beta_var 0.25 (1/sparsity), noise_var 0.1, query_noise no, sparsity 4, nonzeros signs"
-    )
-    several = TaskConfig(d_x=3, d_y=2, beta_var=1, supports=((0, 1), (1, 2)), shared_beta=True)
-    assert several.assuming(()).in_words.endswith("supports (0, 1), (1, 2), shared_beta yes")
-    assert TaskConfig(d_y=2).told["supports"] == "all"
-    assert TaskConfig(n_sequences=7).told["n_sequences"] == "7"
-    covariance = CovarianceConfig("eigenvalues", eigenvalues=tuple(range(1, 10)))
-    many = TaskConfig(d_x=9, covariance=covariance)
-    assert many.told["covariance"] == "diagonal, 9 numbers from 1 to 9"
+    signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs")
+    assert signs.told["beta_var"] == "0.25 (1/sparsity)"
 
 
 def test_snapshot_steps():
@@ -199,15 +180,6 @@ def test_override_changes_the_named_fields_at_once():
     assert override(base, 'model={"n_heads": 3}').model == ModelConfig(n_heads=3)
 
 
-def test_softmax_presets_are_named_by_their_heads():
-    presets = {name: PRESETS[name] for name in PRESETS if name.startswith("softmax")}
-    assert {name: config.model.n_heads for name, config in presets.items()} == {
-        f"softmax-h{n}": n for n in (1, 2, 3, 4, 8)
-    }
-    for config in presets.values():
-        assert differences(config, PRESETS["softmax-h2"]).keys() <= {"model.n_heads"}
-
-
 @pytest.mark.parametrize(
     ("name", "code_rate", "code_std", "tau"),
     [
@@ -228,161 +200,113 @@ def test_linear_presets_are_the_codes_settings_with_a_mean_for_its_sum(
     assert config.d_head == {"linear-merged": 5, "linear-separate": 1, "linear-rank-4": 4}[name]
 
 
-def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"^Preset must be one of .*, got 'softmax-h5'\.$"):
-        preset("softmax-h5")
-
-
-KINDS = ", ".join(COVARIANCES)
-KNOWN = ", ".join(f"model.{field.name}" for field in fields(ModelConfig))
-NO_INTEGERS = {
-    **{"2.5": "2.5", "2.0": "2.0", "true": "True", "abc": "'abc'", "": "''", "null": "None"},
-    **{"[2]": "[2]", "NaN": "nan", "Infinity": "inf"},
-}
-"""Texts of values, and what is said of them."""
-AT_LEAST_ONE = {
-    "task": ("d_x", "d_y", "context_length", "n_tasks", "n_sequences"),
-    "model": ("n_layers", "n_heads", "d_head", "d_mlp", "n_positions"),
-    "train": ("steps", "batch_size", "log_every", "n_eval_prompts", "snapshot_every", "warm_up"),
-}
+NOT_POSITIVE = [
+    *(f"task.{name}" for name in ("d_x", "d_y", "context_length", "n_tasks", "n_sequences")),
+    *(f"model.{name}" for name in ("n_layers", "n_heads", "d_head", "d_mlp", "n_positions")),
+    *(f"train.{name}" for name in ("steps", "batch_size", "log_every", "n_eval_prompts")),
+    *(f"train.{name}" for name in ("snapshot_every", "warm_up", "shortest_context")),
+]
+"""Counts, which must be >= 1."""
 REFUSED = {
-    **{
-        f"model.n_heads={value}": f"model.n_heads must be an integer, got {got}."
-        for value, got in NO_INTEGERS.items()
-    },
-    **{
-        f"{group}.{name}=0": f"{group}.{name} must be >= 1, got 0."
-        for group, names in AT_LEAST_ONE.items()
-        for name in names
-    },
-    # wrong types
-    "model.d_head=x": "model.d_head must be an integer or null, got 'x'.",
-    "model.score=3": "model.score must be text, got 3.",
-    "task.query_noise=1": "task.query_noise must be true or false, got 1.",
-    "task.noise_var=true": "task.noise_var must be a number, got True.",
-    "task.noise_var=NaN": "task.noise_var must be finite, got nan.",
-    "task.noise_var=Infinity": "task.noise_var must be finite, got inf.",
-    "task.noise_var=1e999": "task.noise_var must be finite, got inf.",
-    "task.noise_var=1" + "0" * 400: "task.noise_var must be finite, got inf.",
-    "task.beta_var=x": "task.beta_var must be a number or null, got 'x'.",
-    "task.covariance.eigenvalues=3": "task.covariance.eigenvalues must be a list, got 3.",
-    'task.covariance.eigenvalues=["a"]': "task.covariance.eigenvalues[0] must be a number, got 'a'.",
-    "task.covariance.eigenvalues=[1, NaN]": "task.covariance.eigenvalues[1] must be finite, got nan.",
-    "task.covariance=kms": 'task.covariance must be a JSON object such as {"kind": "identity", "scale": 2} or '
-    '{"kind": "matrix", "matrix": [[1, 0.5], [0.5, 1]]}, got \'kms\'.',
-    "task=[]": "task must be a JSON object, got [].",
-    # values out of range
-    "task.noise_var=-0.1": "task.noise_var must be >= 0, got -0.1.",
-    "task.beta_var=0": "task.beta_var must be > 0, got 0.0.",
-    "task.covariance.kind=wishart": f"task.covariance.kind must be one of {KINDS}, got 'wishart'.",
-    "task.covariance.rho=0.5": "task.covariance.rho is used by kind 'kms' only, got 0.5.",
-    'task.covariance={"kind": "kms", "rho": 1}': "task.covariance.rho must lie in (-1, 1), got 1.0.",
-    "task.covariance.eigenvalues=[1, 2]": (
-        "task.covariance.eigenvalues are used by kind 'eigenvalues' only, got [1.0, 2.0]."
-    ),
-    'task.covariance={"kind": "eigenvalues"}': (
-        "task.covariance.eigenvalues must be positive numbers, got []."
-    ),
-    'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 0]}': (
-        "task.covariance.eigenvalues must be positive numbers, got [1.0, 0.0]."
-    ),
-    'task.covariance={"kind": "eigenvalues", "eigenvalues": [1, 2]}': (
-        "task.covariance.eigenvalues must have d_x = 5 numbers, got 2."
-    ),
-    "task.supports=[]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [].",
-    "task.supports=[[]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [()].",
-    "task.supports=[[1, 1]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [(1, 1)].",
-    "task.supports=[[0, 5]]": "task.supports must list coordinates from 0 to 4, each once, for each of 1 responses, got [(0, 5)].",
-    "task.sparsity=6": "task.sparsity must lie between 1 and d_x = 5, got 6.",
-    "task.sparsity=0": "task.sparsity must lie between 1 and d_x = 5, got 0.",
-    'task={"sparsity": 1, "supports": [[0]]}': (
-        "task.sparsity cannot be combined with task.supports, got 1."
-    ),
-    "task.nonzeros=cauchy": "task.nonzeros must be one of gaussian, signs, got 'cauchy'.",
-    "task.nonzeros=signs": "task.nonzeros needs a task.sparsity, got 'signs'.",
-    'task={"sparsity": 1, "nonzeros": "signs", "beta_var": 1}': (
-        "task.beta_var must be null if task.nonzeros is 'signs' (it is then 1/sparsity), got 1.0."
-    ),
-    "task.n_sequences=9": "task.n_sequences is not used by train.optimizer 'adam', got 9.",
-    "task.task_seed=3": "task.task_seed needs a task.n_tasks, got 3.",
-    "task.n_tasks=1048577": "task.n_tasks must be <= 1048576, got 1048577.",
-    "model.norm=batch": "model.norm must be one of before, after, null, got 'batch'.",
-    "model.activation=step": (
-        "model.activation must be one of relu, gelu, gelu_new, silu, tanh, got 'step'."
-    ),
-    "model.layout=mixed": "model.layout must be one of pairs, in_turn, got 'mixed'.",
-    "model.d_read_in=4": "model.d_model must be given if d_read_in is, got null.",
-    "model.layout=in_turn": "model.d_model must be given if layout is 'in_turn', got null.",
-    'model={"layout": "in_turn", "d_model": 8, "n_positions": 80}': (
-        "task.context_length must be <= 39, the most that 80 positions allow, got 40."
-    ),
-    "model.n_positions=40": (
-        "task.context_length must be <= 39, the most that 40 positions allow, got 40."
-    ),
-    "model.norm_eps=-1": "model.norm_eps must be >= 0, got -1.0.",
-    "model.score=relu/L": f"model.score must be one of {', '.join(SCORES)}, got 'relu/L'.",
-    'model={"context_only": true, "d_model": 0}': "model.d_model must be >= 1, got 0.",
-    'model={"context_only": true, "d_model": 9}': (
-        "model.n_heads must divide the width 9 if d_head is null, got 2."
-    ),
-    'model={"context_only": true, "n_heads": 4}': (
-        "model.n_heads must divide the width 6 if d_head is null, got 4."
-    ),
-    "train.shortest_context=0": "train.shortest_context must be >= 1, got 0.",
-    "train.shortest_context=4": (
-        "train.shortest_context is not used in training one layer of plain attention, got 4."
-    ),
-    "train.schedule=cosine": "train.schedule is not used in training one layer of plain attention, got 'cosine'.",
-    "train.clip_norm=1": "train.clip_norm is not used in training one layer of plain attention, got 1.0.",
-    "train.warm_up=2": "train.warm_up is not used in training one layer of plain attention, got 2.",
-    "train.clip_norm=0": "train.clip_norm must be > 0, got 0.0.",
-    "model.score=relu": f"model.score must be one of {', '.join(SCORES)}, got 'relu'.",
-    "train.data_seed=-1": "train.data_seed must be >= 0, got -1.",
-    "train.learning_rate=0": "train.learning_rate must be > 0, got 0.0.",
-    "train.optimizer=sgd": "train.optimizer must be one of adam, gradient_descent, gradient_flow, got 'sgd'.",
-    "train.init_std=0": "train.init_std must be > 0, got 0.0.",
-    "train.init_std=-1": "train.init_std must be > 0, got -1.0.",
-    "train.init_std=0.1": "train.init_std is not used by train.optimizer 'adam', got 0.1.",
-    'model={"merged_qk": true, "d_head": 3}': (
-        "model.d_head must be d_model = 6 if merged_qk is true, got 3."
-    ),
-    "seed=-1": "seed must be >= 0, got -1.",
-    # wrong names
-    "model.n_heads": "An assignment must have the form field=value, got 'model.n_heads'.",
-    "n_heads=2": "Unknown field 'n_heads'; known: task, model, train, seed.",
-    "model.heads=2": f"Unknown field 'model.heads'; known: {KNOWN}.",
-    "seed.x=2": "Unknown field 'seed.x'; known: none.",
-    'model={"heads": 2}': f"Unknown field 'model.heads'; known: {KNOWN}.",
+    **{name: ("0",) for name in NOT_POSITIVE},
+    "model.n_heads": ("0", "2.5", "2.0", "true", "abc", "", "null", "[2]", "NaN", "Infinity"),
+    "model.d_head": ("0", "x"),
+    "model.score": ("3", "relu/L", "relu"),
+    "model.norm": ("batch",),
+    "model.norm_eps": ("-1",),
+    "model.activation": ("step",),
+    "model.layout": ("mixed",),
+    "task": ("[]",),
+    "task.query_noise": ("1",),
+    "task.noise_var": ("true", "NaN", "Infinity", "1e999", "1" + "0" * 400, "-0.1"),
+    "task.beta_var": ("x", "0"),
+    "task.covariance": ("kms",),
+    "task.covariance.kind": ("wishart",),
+    "task.covariance.rho": ("0.5",),
+    "task.covariance.eigenvalues": ("3", '["a"]', "[1, NaN]", "[1, 2]"),
+    "task.supports": ("[]", "[[]]", "[[1, 1]]", "[[0, 5]]"),
+    "task.sparsity": ("0", "6"),
+    "task.nonzeros": ("cauchy", "signs"),
+    "task.n_sequences": ("0", "9"),
+    "task.task_seed": ("3",),
+    "task.n_tasks": ("0", "1048577"),
+    "train.shortest_context": ("0", "4"),
+    "train.schedule": ("cosine",),
+    "train.clip_norm": ("0", "1"),
+    "train.warm_up": ("0", "2"),
+    "train.data_seed": ("-1",),
+    "train.learning_rate": ("0",),
+    "train.optimizer": ("sgd",),
+    "train.init_std": ("0", "-1", "0.1"),
+    "seed": ("-1",),
 }
+"""Values of single fields of the default config, as text."""
+TOGETHER = [
+    ("task.covariance.rho", 'task.covariance={"kind": "kms", "rho": 1}'),
+    ("task.covariance.eigenvalues", 'task.covariance={"kind": "eigenvalues"}'),
+    *(
+        ("task.covariance.eigenvalues", f'task.covariance={{"kind": "eigenvalues", {values}}}')
+        for values in ('"eigenvalues": [1, 0]', '"eigenvalues": [1, 2]')
+    ),
+    ("task.sparsity", 'task={"sparsity": 1, "supports": [[0]]}'),
+    ("task.beta_var", 'task={"sparsity": 1, "nonzeros": "signs", "beta_var": 1}'),
+    ("model.d_model", "model.d_read_in=4"),
+    ("model.d_model", "model.layout=in_turn"),
+    ("model.d_model", 'model={"context_only": true, "d_model": 0}'),
+    ("task.context_length", 'model={"layout": "in_turn", "d_model": 8, "n_positions": 80}'),
+    ("task.context_length", "model.n_positions=40"),
+    *(
+        ("model.n_heads", f'model={{"context_only": true, {sizes}}}')
+        for sizes in ('"d_model": 9', '"n_heads": 4')
+    ),
+    ("model.d_head", 'model={"merged_qk": true, "d_head": 3}'),
+]
+"""Fields that do not go together, and the one that the refusal names first."""
+NOT_IN_MOMENTS = [
+    *("model.score=linear", "model.attend_to_self=true", "model.biases=true", "model.d_model=5"),
+    *("model.n_layers=2", "model.norm=before", "model.score_slope=0", "task.d_y=2"),
+    *("task.noise_var=0.1", "task.supports=[[0, 1]]", "task.n_sequences=9", "task.sparsity=2"),
+]
+"""Settings that the exact moments of gradient flow do not cover."""
+CASES = [
+    *((name, "softmax-h2", f"{name}={value}") for name in REFUSED for value in REFUSED[name]),
+    *((name, "softmax-h2", assignment) for name, assignment in TOGETHER),
+    *((one.partition("=")[0], "linear-merged", one) for one in NOT_IN_MOMENTS),
+]
 
 
-@pytest.mark.parametrize(("assignment", "message"), REFUSED.items(), ids=[k[:45] for k in REFUSED])
-def test_refused_with_one_line(assignment: str, message: str):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+@pytest.mark.parametrize(
+    ("field", "base", "assignment"), CASES, ids=[each[-1][:45] for each in CASES]
+)
+def test_a_refusal_is_one_line_that_names_field_rule_and_value(
+    field: str, base: str, assignment: str
+):
+    with pytest.raises(ValueError, match=rf"^{re.escape(field)}\S* .+, got .+\.$") as error:
+        override(preset(base), assignment)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("model.n_heads", ["field=value", "'model.n_heads'"]),
+        ("n_heads=2", ["'n_heads'", "task, model, train, seed"]),
+        ("seed.x=2", ["'seed.x'"]),
+        *(
+            (one, ["'model.heads'", *(f"model.{field.name}" for field in fields(ModelConfig))])
+            for one in ("model.heads=2", 'model={"heads": 2}')
+        ),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_known_ones(assignment: str, words: list[str]):
+    with pytest.raises(ValueError, match=r"^[^\n]+\.$") as error:
         override(ExperimentConfig(), assignment)
+    assert all(word in str(error.value) for word in words)
 
 
-BEYOND_MOMENTS = {
-    "model.score=linear": 'model.score must be "linear/L"{}, got "linear".',
-    "model.attend_to_self=true": "model.attend_to_self must be false{}, got true.",
-    "model.biases=true": "model.biases must be false{}, got true.",
-    "model.d_model=5": "model.d_model must be null{}, got 5.",
-    "model.n_layers=2": "model.n_layers must be 1{}, got 2.",
-    "model.norm=before": 'model.norm must be null{}, got "before".',
-    "model.score_slope=0": "model.score_slope must not be 0{}, got 0.0.",
-    "task.d_y=2": "task.d_y must be 1{}, got 2.",
-    "task.noise_var=0.1": "task.noise_var must be 0.0{}, got 0.1.",
-    "task.supports=[[0, 1]]": "task.supports must be null{}, got [[0, 1]].",
-    "task.n_sequences=9": "task.n_sequences must be null{}, got 9.",
-    "task.sparsity=2": "task.sparsity must be null{}, got 2.",
-}
-
-
-@pytest.mark.parametrize(("assignment", "message"), BEYOND_MOMENTS.items(), ids=BEYOND_MOMENTS)
-def test_what_the_moments_do_not_cover_is_refused(assignment: str, message: str):
-    message = message.format(" for train.optimizer 'gradient_flow'")
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        override(preset("linear-merged"), assignment)
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"softmax-h2.*, got 'softmax-h5'\.$"):
+        preset("softmax-h5")
 
 
 def test_a_training_set_is_for_descent():
@@ -390,23 +314,23 @@ def test_a_training_set_is_for_descent():
     assert override(descent, "task.n_sequences=9").task.n_sequences == 9
 
 
-def test_fields_are_checked_when_a_config_is_made_in_python():
-    for noise_var in (math.nan, math.inf):
-        with pytest.raises(ValueError, match=r"task\.noise_var must be finite"):
-            TaskConfig(noise_var=noise_var)
-    with pytest.raises(ValueError, match=r"train\.learning_rate must be finite"):
-        replace(TrainConfig(), learning_rate=math.nan)
+def test_the_shortest_context_is_no_longer_than_the_longest():
+    several = override(ExperimentConfig(), "model.context_only=true")
+    assert override(several, "train.shortest_context=40").train.shortest_context == 40
+    with pytest.raises(ValueError, match=r"^train\.shortest_context .*40, got 41\.$"):
+        override(several, "train.shortest_context=41")
 
 
-@pytest.mark.parametrize("text", ["[]", "3", '"x"', "null"])
-def test_json_that_is_no_object_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"^A config must be a JSON object, got "):
+@pytest.mark.parametrize("noise_var", [math.nan, math.inf])
+def test_fields_are_checked_when_a_config_is_made_in_python(noise_var: float):
+    with pytest.raises(ValueError, match=r"^task\.noise_var "):
+        TaskConfig(noise_var=noise_var)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "softmax"])
+def test_text_that_is_no_json_object_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
         ExperimentConfig.from_json(text)
-
-
-def test_text_that_is_no_json_is_refused():
-    with pytest.raises(ValueError, match="line 1 column 1"):
-        ExperimentConfig.from_json("softmax")
 
 
 def test_json_holds_every_field():
@@ -420,12 +344,6 @@ def test_json_holds_every_field():
     assert fields_of_json == every
     matrix = TaskConfig(d_x=2, covariance=CovarianceConfig(scale=2))
     assert ExperimentConfig.from_json(ExperimentConfig(task=matrix).to_json()).task == matrix
-
-
-def test_the_shortest_context_is_no_longer_than_the_longest():
-    message = "train.shortest_context must be <= task.context_length = 40, got 41."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        override(ExperimentConfig(), "model.context_only=true", "train.shortest_context=41")
 
 
 def test_a_task_remembers_what_was_passed_and_nothing_else_sees_it():

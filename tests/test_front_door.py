@@ -67,15 +67,6 @@ def test_what_is_cited_is_this_version():
     assert f"\nversion: {mechinterp.__version__}\n" in citation
 
 
-def test_a_release_needs_a_clean_tree(tmp_path: Path):
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    for name in ("Makefile", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    ran = make("make release", tmp_path)
-    assert ran.returncode == 2
-    assert "release: the tree has changes; commit them first." in ran.stderr
-
-
 @pytest.mark.slow
 def test_the_picture_is_that_of_the_model(tmp_path: Path):
     code = "import sys, pathlib; sys.path.insert(0, 'docs'); import picture; picture.FILE = pathlib.Path(sys.argv[1]); picture.main()"

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import started
 from tests.gpu import bench
-from tests.gpu.machine import NO_DEVICE, READY, WRONG_BUILD, state
+from tests.gpu.machine import NO_DEVICE, WRONG_BUILD, state
 
 MAKEFILE = Path(__file__).parents[1] / "Makefile"
 
@@ -27,25 +26,6 @@ def test_a_device_that_pytorch_is_not_built_for_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     code, line = state(["Some GPU"])
     assert (code, "cannot use" in line) == (NO_DEVICE, True)
-
-
-def test_a_device_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda at: "Some GPU")
-    code, line = state(["Some GPU"])
-    assert (code, line.startswith("Found Some GPU (PyTorch ")) == (READY, True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
-def test_make_without_a_device_says_so_and_ends_well(target: str, tmp_path: Path):
-    """The recipe runs this Python, and installs nothing."""
-    folder = Path(sys.executable).parent
-    asked = ["make", "-s", "-f", MAKEFILE, target, f"BIN={folder}", "STAMP=", "-o", "install"]
-    said = started(*asked, cwd=MAKEFILE.parent).done(silent=True).out
-    assert said == "No CUDA device on this machine: nothing was tested.\n"
 
 
 @pytest.mark.slow

@@ -119,38 +119,37 @@ def answer(name: str, model: object) -> Answer:
     return Answer(result.to_frame())
 
 
-PAIRS = sampled(
-    [(name, kind) for name in ANALYSES for kind in KINDS if SLOW.get(name, kind) == kind],
-    keep=lambda pair: pair[1] == ("descent" if pair[0] in DEEP else "softmax-h2-s0"),
-)
+PAIRS = [(name, kind) for name in ANALYSES for kind in KINDS if SLOW.get(name, kind) == kind]
+USUAL = ("notebook", "inference_mode")
+"""Modes of `make test`: the first is gradients off, float64, meta and numpy's errors at once."""
+
+
+def kept(case: tuple[str, str, tuple[str, ...]]) -> bool:
+    name, kind, modes = case
+    return modes == USUAL and kind == ("descent" if name in DEEP else "softmax-h2-s0")
+
+
+CASES = [
+    (*pair, modes)
+    for pair in PAIRS
+    for modes in (USUAL, tuple(mode for mode in MODES if mode not in USUAL))
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_an_analysis_is_the_same_in_every_mode(name: str, kind: str, source):
+@pytest.mark.parametrize(("name", "kind", "modes"), sampled(CASES, keep=kept))
+def test_an_analysis_is_the_same_in_every_mode(
+    name: str, kind: str, modes: tuple[str, ...], source
+):
     with as_for_users():
         expected = answer(name, source(kind))
-        for mode in MODES:
+        for mode in modes:
             got = in_a_thread(lambda: answer(name, source(kind)), MODES[mode])
             assert got.refusal == expected.refusal, mode
             if expected.frame is not None:
                 pd.testing.assert_frame_equal(
                     got.frame, expected.frame, rtol=1e-5, atol=1e-8, obj=mode
                 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_algorithms_and_edges_take_gradients_where_there_are_none(mode, source):
-    model = source("descent")
-    calls = {
-        "algorithm": lambda: mi.name_algorithm(model, n_prompts=64),
-        "edges": lambda: mi.attribute_edges(model, n_prompts=4),
-    }
-    with as_for_users():
-        for name, call in calls.items():
-            got = in_a_thread(call, MODES[mode]).to_frame()
-            pd.testing.assert_frame_equal(got, call().to_frame(), rtol=1e-6, atol=1e-9, obj=name)
 
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -177,7 +176,7 @@ def test_what_is_drawn_does_not_depend_on_torchs_defaults(draw, mode):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL)
 def test_training_gives_the_same_weights(mode, tmp_path):
     config = mi.override(preset("softmax-h2"), "train.steps=4", "train.n_eval_prompts=16")
     with as_for_users():

@@ -97,22 +97,6 @@ def test_floors_import_nothing_by_themselves(folder: str):
     assert imported_modules(text) <= {"rooms"}
 
 
-def test_imports_are_seen_wherever_they_stand():
-    source = """
-import mechinterp.config
-from mechinterp.models import scores
-if TYPE_CHECKING:
-    from mechinterp.icl.prompts import Prompts
-def f():
-    from mechinterp import load
-    from mechinterp.training.one_layer.step import membership, initial_weights
-    from . import neighbour
-    import numpy
-"""
-    names = {"config", "models.scores", "icl.prompts", "training.one_layer.step"}
-    assert imported_modules(source) == names | {"mechinterp", "."}
-
-
 ROOT = PACKAGE.parent
 DOCUMENTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 
@@ -128,17 +112,10 @@ def test_names_of_the_package_are_where_it_says():
     for name in set(mechinterp.__all__) - {"__version__"}:
         assert getattr(mechinterp, name).__name__ == name
     assert set(mechinterp.__all__) <= set(dir(mechinterp))
-    with pytest.raises(AttributeError, match="module 'mechinterp' has no attribute 'nothing'"):
-        _ = mechinterp.nothing
-
-
-@pytest.mark.parametrize("room", ["theory", "icl", "models", "analysis"])
-def test_names_of_a_room_are_where_it_says(room: str):
-    module = import_module(f"mechinterp.{room}")
-    for name, home in module.HOMES.items():
-        assert getattr(module, name) is getattr(import_module(home), name)
-    with pytest.raises(AttributeError, match=f"module 'mechinterp.{room}' has no attribute 'no'"):
-        _ = module.no
+    for room in ("theory", "icl", "models", "analysis"):
+        module = import_module(f"mechinterp.{room}")
+        for name, home in module.HOMES.items():
+            assert getattr(module, name) is getattr(import_module(home), name)
 
 
 STARTED = """
@@ -160,7 +137,7 @@ def loaded_by(*arguments: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sampled(["x.pt", "model", "one layer"], keep="one layer".__ne__))
+@pytest.mark.parametrize("kind", sampled(["x.pt", "model", "one layer"], keep="model".__eq__))
 def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     gpt2_file(tmp_path)
     deep_softmax(tmp_path)
@@ -177,9 +154,7 @@ def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     [
         (["--help"], set()),
         (["info", "nothing"], {"numpy"}),
-        (["classify", "nothing"], {"numpy"}),
         (["train", "--list"], {"numpy"}),
-        (["report", "nothing", "--out", "nowhere"], {"numpy"}),
         (["info", "checkpoints/softmax-h2-s0"], {"numpy", "pandas"}),  # for its history
     ],
 )

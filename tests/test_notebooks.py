@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.shipped import bundled_names
-
 FOLDER = Path(__file__).parents[1] / "notebooks"
-CHECKPOINTS = FOLDER.parent / "checkpoints"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHOWN = ("text/plain", "text/html")
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
@@ -71,16 +68,3 @@ def test_a_number_of_the_text_is_shown_by_the_cell_beside_it(file: Path):
             assert min(distances, default=math.inf) <= tolerance, (
                 f"{number} stands in no cell beside."
             )
-
-
-BUNDLED = set(bundled_names())
-
-
-def test_models_are_in_the_wheel_or_the_first_lines_ask_for_a_clone(file: Path):
-    code = "\n".join(source(cell) for cell in cells(file, "code"))
-    names = set(re.findall(r'"([\w.-]+)"', code))
-    outside = {name for name in names if (CHECKPOINTS / name).is_dir()} - BUNDLED
-    # Names that code puts together, and files and modules of the repository.
-    parts = ('f"d8s2', "../analyses", "../checkpoints", "from analyses.")
-    built = any(part in code for part in parts)
-    assert bool(outside or built) == ("needs a clone" in source(cells(file, "markdown")[0]))

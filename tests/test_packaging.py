@@ -1,6 +1,5 @@
 """What is handed on: the source archive has all that a wheel needs, and the wheel works far from the repository."""
 
-import json
 import os
 import shutil
 import tarfile
@@ -99,24 +98,11 @@ def test_the_installed_package_loads_every_bundled_model_by_its_name(
     assert names == bundled()
 
 
-def test_presets_are_inside(installed: Path, tmp_path: Path):
-    assert "softmax-h2" in run(installed, tmp_path, "-m", "mechinterp", "train", "--list").split()
-
-
 def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
     out = tmp_path / "page"
     arguments = ("report", str(CHECKPOINT), "--out", str(out), "--n-prompts", "64")
     run(installed, tmp_path, "-m", "mechinterp", *arguments)
     assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.exhaustive
-def test_commands_take_names_and_paths(installed: Path, tmp_path: Path):
-    models = ("softmax-h2-s0", "linear-merged-s0", str(CHECKPOINT))
-    answer = run(installed, tmp_path, "-m", "mechinterp", "classify", *models, "--json")
-    documents = json.loads(answer)
-    patterns = [document["pattern"] for document in documents]
-    assert patterns == ["debiased_gd", "linear_gd", "debiased_gd"]
 
 
 def test_console_script_is_declared(installed: Path):

@@ -31,15 +31,6 @@ def test_the_copy_is_in_sizes_of_print_and_the_figure_is_left_alone():
     assert LINES.to_dict() == before
 
 
-def test_of_a_figure_with_a_slider_the_frame_that_is_shown_is_printed():
-    frames = {"0": [{"y": [1, 1]}], "1": [{"y": [2, 2]}]}
-    figure = figures.with_slider(LINES, frames, label="step", titles=["a", "b"])
-    printed = for_print(figure)
-    assert list(printed.data[0].y) == [2, 2]
-    assert not printed.frames
-    assert not printed.layout.sliders
-
-
 class Found(Result):
     def plot(self):
         return LINES
@@ -61,25 +52,8 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@draws
 @pytest.mark.exhaustive
-@draws
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_files_have_the_size_that_was_asked_for_and_embed_their_fonts(tmp_path: Path):
-    written = Found().save_figure(tmp_path / "figure.pdf", width=3.3, height=2)
-    content = written.read_bytes()
-    assert content.startswith(b"%PDF")
-    assert b"/FontFile" in content
-    box = content.split(b"/MediaBox [0 0 ")[1].split(b"]")[0]
-    assert tuple(float(number) for number in box.split()) == pytest.approx(
-        (3.3 * 72, 2 * 72), abs=1
-    )
-    png = save_figure(LINES, tmp_path / "figure.png", width=3.3, height=2).read_bytes()
-    size = tuple(int.from_bytes(png[place : place + 4], "big") for place in (16, 20))
-    assert size == pytest.approx((3.3 * 300, 2 * 300), abs=3)
-
-
-@draws
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_has_its_figures_as_files(tmp_path: Path):

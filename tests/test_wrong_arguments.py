@@ -23,6 +23,7 @@ from mechinterp import (
     sample_prompts,
 )
 from mechinterp.checkpoints.plain_modules import HookedModule
+from tests.conftest import sampled
 from tests.test_doors import as_for_users
 
 SHIPPED, DEEP = "checkpoints/softmax-h2-s0", "checkpoints/sparse-h4-noise0.1-s0"
@@ -51,33 +52,56 @@ def refusal(call) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("analysis", "path"), [*product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])]
-)
-def test_prompts_in_place_of_a_task_are_refused(analysis, path):
-    checkpoint = load(path)
-    said = refusal(lambda: analysis(checkpoint, drawn(checkpoint.task)))
-    assert said.startswith("task must be a TaskConfig, ")
-    assert "got Prompts; " in said
-    assert said.endswith("prompts=.")
+REFUSED = {
+    **{
+        f"{analysis.__name__} of {path}": (
+            lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
+            ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
+        )
+        for analysis, path in product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])
+    },
+    "prompts as the task of a function": (
+        lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
+        ["got Prompts; ", "fit_learners"],
+    ),
+    "rows as fields": (
+        lambda: load(SHIPPED, model=["norm=before"]),
+        ["model must be a mapping", "{'norm': 'before'}", "got ['norm=before']"],
+    ),
+    "no sum of streams": (
+        lambda: attribute_edges(hooked(), n_prompts=4),
+        ["model must have a residual stream that is the sum", "layer 0"],
+    ),
+    "no such hook": (
+        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        ["hook blocks.0."],
+    ),
+    "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),
+    **{
+        f"{name} {value!r}": (
+            lambda name=name, value=value: hooked(**{name: value}),
+            [f"{name} must be an integer", f"got {value!r}."],
+        )
+        for name, value in [
+            *product(["heads"], [0, -1, True, 2.0, "2"]),
+            *product(["position"], [True, 1.0, "last"]),
+        ]
+    },
+    **{
+        f"outputs {outputs}": (
+            lambda outputs=outputs: hooked(outputs=outputs),
+            ["outputs must be names of modules", "got 'merge'."],
+        )
+        for outputs in (["merge"], "merge", ["1.self_attn", "merge"])
+    },
+}
 
 
-def test_prompts_in_place_of_a_task_are_refused_for_functions():
-    said = refusal(lambda: fit_learners(lambda given: given.y_query, drawn(TASK)))
-    assert "got Prompts; " in said
-    assert "fit_learners" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "example"),
-    [
-        ("model", ["norm=before"], "{'norm': 'before'}"),
-        ("model", "norm=before", "{'norm': 'before'}"),
-    ],
-)
-def test_rows_in_place_of_fields_are_refused(name, value, example):
-    said = refusal(lambda: load(SHIPPED, **{name: value}))
-    assert said == f"{name} must be a mapping such as {example}, got {value!r}."
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_argument_is_refused_with_its_name_and_value(what: str):
+    call, words = REFUSED[what]
+    said = refusal(call)
+    assert not [word for word in words if word not in said], said
 
 
 @pytest.mark.slow
@@ -94,15 +118,9 @@ def test_a_task_is_as_good_as_its_fields(tmp_path):
         assert {"covariance", "query_noise"} <= set(checkpoint.task.assumed)
     whole = load(file, n_heads=2, task=TaskConfig().assuming(()), anyway=True)
     assert not [name for name in whole.assumed if name.startswith("task.")]
-    assert "noise_var=0.1: not a readable JSON file" in refusal(
-        lambda: load(file, n_heads=2, task="noise_var=0.1")
-    )
-    assert "d_x must be the weights' 5, got 4" in refusal(
-        lambda: load(file, n_heads=2, task=TaskConfig(d_x=4, d_y=1))
-    )
-    assert "task is only for files that do not state it" in refusal(
-        lambda: load(SHIPPED, task=task)
-    )
+    for wrong, word in (("noise_var=0.1", "JSON"), (TaskConfig(d_x=4, d_y=1), "d_x")):
+        assert word in refusal(lambda wrong=wrong: load(file, n_heads=2, task=wrong))
+    assert "task is only for" in refusal(lambda: load(SHIPPED, task=task))
 
 
 @pytest.mark.parametrize("path", [SHIPPED, DEEP])
@@ -119,16 +137,6 @@ def test_a_checkpoint_is_masked_as_its_model_is(path):
     torch.testing.assert_close(checkpoint.predictor.predict(prompts), full, rtol=1e-5, atol=1e-6)
 
 
-def test_what_has_no_stream_that_is_a_sum_is_refused():
-    model = hooked()
-    assert refusal(lambda: attribute_edges(model, n_prompts=4)) == (
-        "model must have a residual stream that is the sum of what is written to it, got a layer 0 that puts out something "
-        "else (a norm after it, or an MLP without one before)."
-    )
-    said = refusal(lambda: patch_positions(model, activation="attn_out", n_prompts=4))
-    assert said.startswith("This needs the hook blocks.0.")
-
-
 class PerPosition(nn.Module):
     """A prediction for each position, [batch, pos]."""
 
@@ -138,6 +146,13 @@ class PerPosition(nn.Module):
 
     def forward(self, tokens):
         return self.inner(tokens)[..., 0]
+
+
+class Tupled(PerPosition):
+    """A prediction for each position, and something else."""
+
+    def forward(self, tokens):
+        return self.inner(tokens), tokens
 
 
 def test_a_module_with_a_number_for_each_position_is_fitted_and_patched():
@@ -176,7 +191,7 @@ def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
     # Twice the length is left out of what an algorithm's name rests on.
     assert "double length" not in classify(model, n_prompts=16).algorithm.risks
     said = refusal(lambda: fit_learners(model, context_lengths=[9], n_prompts=64))
-    assert said == "module must run on the input [64, 10, 4], got: 10 are too many."
+    assert "[64, 10, 4]" in said
 
 
 def test_faults_of_a_module_that_has_run_keep_their_kind():
@@ -208,7 +223,9 @@ def inside(module: nn.Sequential) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("compiled", [torch.compile, in_place, inside])
+@pytest.mark.parametrize(
+    "compiled", sampled([torch.compile, in_place, inside], keep=lambda form: form is inside)
+)
 def test_a_compiled_module_is_hooked_without_it(compiled):
     prompts, expected = drawn(TASK), hooked()
     model = hooked(compiled(encoder()))
@@ -219,38 +236,7 @@ def test_a_compiled_module_is_hooked_without_it(compiled):
     assert (abs(rises) > 0).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "value"),
-    [
-        *product(["heads"], ["an integer >= 1"], [0, -1, True, 2.0, "2"]),
-        *product(["position"], ["an integer"], [True, 1.0, "last"]),
-    ],
-)
-def test_what_is_no_number_is_refused(name, rule, value):
-    assert refusal(lambda: hooked(**{name: value})) == f"{name} must be {rule}, got {value!r}."
-
-
-@pytest.mark.parametrize("outputs", [["merge"], "merge", ["1.self_attn", "merge"]])
-def test_names_of_no_modules_are_refused(outputs):
-    assert refusal(lambda: hooked(outputs=outputs)) == (
-        "outputs must be names of modules, as Sequential.named_modules() gives them, got 'merge'."
-    )
-
-
-def test_one_name_is_a_name():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(TASK.d_x + 1, 2, 8, batch_first=True)
-    assert hooked(layer, outputs="self_attn").outputs == ("self_attn",)
-
-
-def test_an_output_that_is_no_tensor_needs_a_read():
-    class Tupled(PerPosition):
-        def forward(self, tokens):
-            return self.inner(tokens), tokens
-
-    assert refusal(lambda: hooked(Tupled())) == (
-        "read must be given for a module whose output is not a tensor, got tuple."
-    )
+def test_a_read_makes_a_tensor_of_any_output():
     prompts = drawn(TASK)
     with as_for_users():
         found = hooked(Tupled(), read=lambda output: output[0][:, -1]).predict(prompts)

@@ -1,18 +1,15 @@
 """Checkpoints of four layers whose algorithm is known get their labels from `classify --json`."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.constructions.descent import rotated
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.analysis.test_naming import (
     DENSE,
-    EQUAL,
     FALLING,
     GD_PLUS_PLUS,
     KMS,
@@ -21,10 +18,8 @@ from tests.analysis.test_naming import (
     noisy,
     saved,
 )
-from tests.conftest import Run, python, sampled
+from tests.conftest import Run, sampled
 
-SECONDS = 20
-"""Of one core, for one checkpoint."""
 SIXTEEN_HEADS = preprocess_then_optimise_model([1.0, 0.8, 0.6], d_x=16)
 RANDOM = initial_deep_weights(
     ExperimentConfig(
@@ -33,15 +28,9 @@ RANDOM = initial_deep_weights(
     )
 )
 KNOWN: dict[str, tuple[Weights, TaskConfig, str]] = {
-    "equal steps": (rotated(EQUAL, seed=0), DENSE, "gradient_descent"),
-    "falling steps": (rotated(FALLING, seed=0), DENSE, "gradient_descent"),
-    "equal steps, 3% noise": (noisy(EQUAL, 2), DENSE, "gradient_descent"),
     "falling steps, 3% noise": (noisy(FALLING, 2), DENSE, "gradient_descent"),
-    "GD++": (rotated(GD_PLUS_PLUS, seed=0), DENSE, "gd_plus_plus"),
     "GD++, 3% noise": (noisy(GD_PLUS_PLUS, 2), DENSE, "gd_plus_plus"),
-    "Algorithm 1": (SIXTEEN_HEADS, SPARSE, "preprocess_then_optimise"),
     "Algorithm 1, 3% noise": (noisy(SIXTEEN_HEADS, 2), SPARSE, "preprocess_then_optimise"),
-    "preconditioned": (rotated(PRECONDITIONED, seed=0), KMS, "preconditioned_descent"),
     "preconditioned, 3% noise": (noisy(PRECONDITIONED, 2), KMS, "preconditioned_descent"),
     "random": (RANDOM, SPARSE, "unstructured"),
 }
@@ -49,16 +38,12 @@ KNOWN: dict[str, tuple[Weights, TaskConfig, str]] = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "name", sampled(KNOWN, keep=lambda name: name in ("GD++, 3% noise", "preconditioned, 3% noise"))
-)
+@pytest.mark.parametrize("name", sampled(KNOWN, keep="GD++, 3% noise".__eq__))
 def test_the_pattern_is_the_algorithm(name: str, tmp_path: Path, run: Run):
     weights, task, label = KNOWN[name]
     assert weights.n_layers == 4
     folder = saved(weights, task, tmp_path / "model")
-    before = time.process_time()
     (document,) = run("classify", folder, "--json").document
-    assert time.process_time() - before < SECONDS
     assert document["pattern"] == label, document["reason"]
     evidence = document["evidence"]
     if label == "unstructured":
@@ -71,13 +56,3 @@ def test_the_pattern_is_the_algorithm(name: str, tmp_path: Path, run: Run):
     assert (first["learner"], first["why_not"]) == (label, "")
     assert all(row["why_not"] for row in others)
     assert min(first[f"layer_{layer}_r2"] for layer in range(4)) >= 0.98
-
-
-@pytest.mark.parametrize(
-    "name", sampled(["GD++, 3% noise", "random"], keep=lambda name: name == "random")
-)
-def test_the_command_itself(name: str, tmp_path: Path):
-    weights, task, label = KNOWN[name]
-    folder = saved(weights, task, tmp_path / "model")
-    (document,) = python("-m", "mechinterp", "classify", folder, "--json").document
-    assert document["pattern"] == label

@@ -41,7 +41,3 @@ def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
         about_paths(Path("model")),
     ):
         raise error
-
-
-def test_another_device_is_refused(run: Run):
-    run("ablate", ONE, "--device", "tpu").assert_refused("'auto', 'cpu', 'cuda'", "'tpu'")

@@ -1,6 +1,5 @@
 """The commands on other people's files: options for what a file cannot say, tables, layered models."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
-from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
+from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.report.to_csv import classification_frame, write_table
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
@@ -20,7 +19,7 @@ from tests.checkpoints.foreign_files import (
     softmax_paper_state,
     whole_run,
 )
-from tests.conftest import Run
+from tests.conftest import Run, sampled
 from tests.models.test_layered_models import garg
 
 FEW = ("--n-prompts", "64")
@@ -51,36 +50,13 @@ def test_classify_reads_somebody_elses_run(run: Run, pair: Path):
     assert ran.err.startswith(f"mechinterp: {pair}: assumed task.context_length = 40, ")
     assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in ran.err
     assert document["assumed"]["task.beta_var"] == 1 / 3
-    assert document["evidence"]["task"] == (
-        "d_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0.1, query_noise yes; "
-        "assumed: context_length, covariance, beta_var, noise_var, query_noise"
-    )
     assert ran.err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_a_task_is_doubted_whether_it_is_assumed_or_stated(run: Run, tmp_path: Path):
-    """One step of gradient descent of the right size for covariates twice as large."""
-    file, told = tmp_path / "run.pth", tmp_path / "task.json"
-    weights = debiased_gradient_step(0.88 / 4, 0.02, d_x=5)
-    torch.save(softmax_paper_state(weights), file)
-    assumed = run("classify", file, "--json").document[0]
-    evidence = assumed["evidence"]
-    off = evidence["best_factor"] - 1
-    assert off > 4 * evidence["best_factor_sem"] > 0
-    assert evidence["best_factor"] == pytest.approx(4, abs=4 * evidence["best_factor_sem"])
-    assert assumed["verdict"]["doubt"].startswith("the task may be another one")
-    assert "What to doubt: the task may be another one" in run("classify", file).out
-    assert "the task may be another one" in " ".join(run("classify", file, file).out.split())
-    fields = {"context_length": 40, "covariance": {"kind": "identity"}, "beta_var": 0.2}
-    told.write_text(json.dumps(fields | {"noise_var": 0.1, "query_noise": True}))
-    stated = run("classify", file, "--json", "--task", told).document[0]
-    assert stated["verdict"]["doubt"] == assumed["verdict"]["doubt"]
-    assert stated["evidence"]["best_factor"] == pytest.approx(evidence["best_factor"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["ablate", "fit", "info", "classify"])
+@pytest.mark.parametrize(
+    "command", sampled(["ablate", "fit", "info", "classify"], keep="classify".__eq__)
+)
 def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
     file = tmp_path / "torch.pt"
     torch.save(attention_module(5, width=6, n_heads=3, bias=True).state_dict(), file)
@@ -98,26 +74,18 @@ def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one layer", "native", "gpt2"])
-def test_a_context_length_that_is_given_is_not_assumed(
-    run: Run, tmp_path: Path, pair: Path, gpt2: Path, kind: str
-):
-    convert(load(pair), "native", tmp_path / "native")
-    file = {"one layer": pair, "native": tmp_path / "native", "gpt2": gpt2}[kind]
-    hints = ("--n-heads", "4", "--anyway") if kind == "gpt2" else ()
-    classify = ("classify", file, *hints, *FEW, "--json")
+def test_a_context_length_that_is_given_is_not_assumed(run: Run, tmp_path: Path, pair: Path):
+    classify = ("classify", pair, *FEW, "--json")
     without, given = run(*classify), run(*classify, "--context-length", "3").done()
     assert "task.context_length = " in without.err
-    assert "assumed task." in given.err
     assert "task.context_length" not in given.err
     before, after = without.document[0]["assumed"], given.document[0]["assumed"]
     assert set(before) - set(after) == {"task.context_length"}
-    told = tmp_path / "task.json"
-    told.write_text('{"context_length": 3}')
-    if kind != "native":  # readings are tried on prompts of a stated task
-        stated = run(*classify, "--task", told).document[0]
-        for name in ("pattern", "heads", "evidence"):
-            assert stated[name] == given.document[0][name]
+    task = tmp_path / "task.json"
+    task.write_text('{"context_length": 3}')
+    stated = run(*classify, "--task", task).document[0]
+    for name in ("pattern", "heads", "evidence"):
+        assert stated[name] == given.document[0][name]
 
 
 @pytest.mark.slow
@@ -134,16 +102,6 @@ def test_scale_and_context_only(run: Run, tmp_path: Path):
     run("info", out, "--scale", "2").assert_refused(words)
     for option in (("--scale", "0"), ("--scale", "x"), ("--d-x", "0"), ("--format", "onnx")):
         run("info", tmp_path / "a.npz", *option).assert_refused()
-
-
-def test_convert_to_npz(run: Run, tmp_path: Path, pair: Path):
-    out, again = tmp_path / "arrays.npz", tmp_path / "b.npz"
-    ran = run("convert", pair, "--to", "npz", "--out", out)
-    assert ran.done().out == f"{out}: written\n"
-    native = ("--to", "native", "--out", tmp_path / "n", "--json")
-    assert run("convert", out, *native).document["format"] == "arrays"
-    document = run("convert", out, "--to", "npz", "--out", again, "--json").document
-    assert (document["n_ctx"], document["files"]) == (None, [str(again)])
 
 
 def test_classify_goes_through_a_folder_of_files(run: Run, tmp_path: Path):
@@ -215,41 +173,3 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_table(tmp_path / "file" / "a.csv", failed)
-
-
-@pytest.mark.slow
-def test_layered_models_are_classified_and_shown(run: Run, tmp_path: Path, gpt2: Path):
-    file, hints, native = gpt2, ("--n-heads", "4", "--anyway"), tmp_path / "n"
-    (document,) = run("classify", file, *hints, "--json", *FEW).done().document
-    assert (document["format"], document["n_layers"], document["n_heads"]) == ("gpt2", 3, 4)
-    ran = run("classify", file, *hints, "--context-length", "3", *FEW)
-    assert ran.out.startswith(f"{file}: ")
-    title = "gpt2.pt: 3 layers of 4 heads, softmax attention, d_x 3, context length 6"
-    assert run("info", file, *hints).out.startswith(title)
-    there = run("info", file, *hints, "--json").document
-    assert (there["format"], there["experiment"]["model"]["d_mlp"]) == ("gpt2", 64)
-    # What info says of the same model as a folder of this package has the same fields.
-    run("convert", file, *hints, "--to", "native", "--out", native).done()
-    here = run("info", native, "--anyway", "--json").document
-    assert list(here) == list(there)
-    same = ("experiment", "assumed", "weights", "hooks", "id", "n_layers", "n_heads", "step")
-    assert {name: here[name] for name in same} == {name: there[name] for name in same}
-    fits = run("fit", file, *hints, "--context-length", "3", *FEW, "--json").done().document["fits"]
-    assert {row["context_length"] for row in fits} == {3, 6}
-    ran = run("convert", file, *hints, "--to", "transformer-lens", "--out", tmp_path / "lens")
-    ran.assert_refused(f"{file}: export to HookedTransformer needs one layer of attention", lines=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2.pt", "n"]
-
-
-def test_names_with_control_characters_stay_on_one_line(run: Run, tmp_path: Path):
-    file = pair_of_heads(tmp_path / "a\nb\x1b[31m<b>.pth")
-    ran = run("classify", file, *FEW).done()
-    assert r"a\nb\x1b[31m<b>.pth: debiased_gd" in ran.out.splitlines()[0]
-    assert "\x1b" not in ran.err
-    assert ran.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["classify", "ablate"])
-def test_a_context_that_needs_too_much_memory_is_one_line(run: Run, pair: Path, command: str):
-    ran = run(command, pair, "--context-length", 10**15, *FEW)
-    ran.assert_refused(f"mechinterp: {pair}: ")

@@ -15,13 +15,9 @@ from mechinterp.config import override
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
-from mechinterp.report.page import PAGE
-from tests.checkpoints.files import read
-from tests.conformance.check import check_conformance
-from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same, sampled
+from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
-SHIPPED = sorted(file.parent for file in CHECKPOINTS.glob("linear-[mrs]*/config.json"))
 JUMPS = ("predict-jumps", "linear-separate")
 
 
@@ -41,19 +37,6 @@ def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
     assert model.read_bytes() == (MERGED / "model.safetensors").read_bytes()
     with np.load(tmp_path / "plain.npz") as arrays:
         assert sorted(arrays) == ["W_O", "W_QK", "W_V", "config"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
-def test_shipped_linear_models_pass_all_checks(folder: Path):
-    assert check_conformance(load(folder).model).failures == {}
-
-
-def test_the_state_dict_of_the_hooked_model_is_that_of_the_file():
-    checkpoint = load(MERGED)
-    state = checkpoint.model.state_dict()
-    assert {n: torch.equal(t, state[n]) for n, t in load_file(MERGED / "model.safetensors").items()}
-    assert state.keys() == load_file(MERGED / "model.safetensors").keys()
 
 
 def test_merged_and_separate_are_not_taken_for_each_other(tmp_path: Path):
@@ -86,46 +69,7 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
     assert_close_to_rounding(there.weights.circuits.QK, model.weights.circuits.QK)
 
 
-def test_the_linear_papers_merged_files_are_merged(tmp_path: Path):
-    generator = torch.Generator().manual_seed(3)
-    state = {f"{n}.weight": torch.randn(12, 4, generator=generator) / 9 for n in ("kq", "value")}
-    torch.save(state, tmp_path / "m.pt")
-    found = read(tmp_path / "m.pt")
-    assert found.weights.circuits.merged_qk
-    assert found.config.model.merged_qk
-    assert "model.merged_qk" not in found.assumed
-    convert(found, "native", tmp_path / "native")
-    assert_same(read(tmp_path / "native").weights, found.weights)
-
-
 # Commands on shipped models.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    sampled(["linear-merged-s0", "linear-separate-s2"], keep=lambda name: "merged" in name),
-)
-def test_commands_take_linear_models(run: Run, name: str, tmp_path: Path):
-    path = CHECKPOINTS / name
-    count = {"linear-merged-s0": 4, "linear-separate-s2": 3}[name]
-    (document,) = run("classify", path, "--json").document
-    assert (document["pattern"], document["evidence"]["n_components"]) == ("linear_gd", count)
-    table = tmp_path / "table.csv"
-    said = " ".join(run("classify", path, "--out", table).out.split())
-    assert f"it uses {count} of {document['d_x']} principal directions of x" in said
-    assert ",n_components," in table.read_text().splitlines()[0]
-    assert len(run("ablate", path, "--n-prompts", 256, "--json").document["heads"]) == 3 * (
-        8 if count == 4 else 5
-    )
-    weights = run("info", path, "--json").document["weights"]
-    assert ("blocks.0.attn.W_QK" in weights) == (count == 4)
-    run("info", path).done()
-    run("report", path, "--out", tmp_path / "page", "--n-prompts", 128).done()
-    page = (tmp_path / "page" / PAGE).read_text(encoding="utf-8")
-    for words in ("Exact gradient flow on the population", "principal components used"):
-        assert words in page
-    assert "fresh prompts a step" not in page
 
 
 @pytest.mark.slow
@@ -148,14 +92,6 @@ def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):
 # Jumps foretold.
 
 
-def test_predict_jumps_prints_a_table(run: Run):
-    ran = run(*JUMPS).done(silent=True)
-    _, header, *rows, levels = ran.out.splitlines()
-    assert header.split()[:6] == ["jump", "step", "time", "direction", "eigenvalue", "head"]
-    assert [row.split()[3] for row in rows] == ["0", "1", "2", "3"]
-    assert levels == "loss levels (y²): 1.0000, 0.6406, 0.3774, 0.2098, 0.1360"
-
-
 @pytest.mark.slow
 def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     page = tmp_path / "jumps.html"
@@ -176,13 +112,6 @@ def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     run(*JUMPS, "--out", page).assert_refused(page, words)
     run(*JUMPS, "--out", tmp_path / "x.png").assert_refused("x.png", "must end in .html")
     assert "note: 3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
-
-
-def test_predict_jumps_takes_the_config_of_a_checkpoint(run: Run):
-    file = CHECKPOINTS / "linear-separate-s1" / "config.json"
-    of_file = run("predict-jumps", file, "--json").document["jumps"]
-    of_preset = run(*JUMPS, "--set", "seed=1", "--json").document["jumps"]
-    assert [row["step"] for row in of_file] == [row["step"] for row in of_preset]
 
 
 EIGENVALUES = "task.covariance.eigenvalues"

@@ -137,6 +137,7 @@ def test_training_from_yaml_logs_lines_of_json(run, yaml_file: Path, tmp_path: P
     assert "--log must be wandb or" in ran.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_training_logs_to_wandb(yaml_file: Path, tmp_path: Path):
     pytest.importorskip("wandb")

@@ -1,7 +1,6 @@
 """The command line: one JSON document on standard output, one line for each mistake, and the exit code."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import mechinterp
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.cli import interrupts
 from mechinterp.config import ExperimentConfig, override
@@ -32,7 +30,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-head model after 300 steps, trained by the console script; to be read only."""
+    """A two-head model after 300 steps, trained by the console script; read only."""
     folder = tmp_path_factory.mktemp("trained") / "h2"
     words = ("train", "softmax-h2", *SHORT, "--set", "seed=1", "--out", folder, "--json")
     ran = started(SCRIPT, *words).done()
@@ -69,21 +67,6 @@ def test_train_lists_its_presets(run: Run):
     assert run("train", "--list", "--json").document == list(PRESETS)
 
 
-@pytest.mark.slow
-def test_train_reads_config_files_and_remakes_a_model_from_its_checkpoint(
-    run: Run, trained: Path, tmp_path: Path
-):
-    (tmp_path / "plain.json").write_text(load(trained).config.to_json())
-    for number, file in enumerate((trained / "config.json", tmp_path / "plain.json")):
-        folder = tmp_path / f"again{number}"
-        ran = run("train", file, "--out", folder, "--device", "cpu").done()
-        assert re.fullmatch(r".*: loss \d\.\d+ after 300 steps \(\d+ steps/s\)\n", ran.out)
-        assert ran.out.startswith(f"{folder}: ")
-        model = "model.safetensors"
-        assert (folder / model).read_bytes() == (trained / model).read_bytes()
-        assert load(folder).config == load(trained).config
-
-
 def test_train_names_its_folder_and_set_changes_fields(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -96,16 +79,6 @@ def test_train_names_its_folder_and_set_changes_fields(
     expected = override(PRESETS["softmax-h1"], *SHORT[1:8:2], *fields, "train.steps=3")
     assert config == expected
     assert (config.train.steps, config.task.covariance.rho) == (3, 0.5)
-
-
-@pytest.mark.slow
-def test_train_resumes(run: Run, trained: Path):
-    before = (trained / "model.safetensors").stat().st_mtime_ns
-    again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
-    ran = run(*again, "--resume", "--json")
-    assert (ran.code, ran.document["steps"], ran.document["steps_per_second"]) == (0, 0, 0)
-    assert ran.document["loss"] > 0
-    assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
@@ -123,34 +96,6 @@ def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     assert ran.document["loss"] == pytest.approx(sum(losses) / 2)
     ran = run("sweep", file, "--out", out, "--resume", "--device", "cpu")
     assert ran.out.startswith(f"{out}: 2 models, mean loss ")
-
-
-@pytest.mark.slow
-def test_classify_prints_a_list(run: Run, trained: Path, tmp_path: Path):
-    pair = hand_built(tmp_path / "pair")
-    ran = run("classify", trained, pair, "--json", "--n-prompts", 256).done(silent=True)
-    first, second = ran.document
-    assert [first["path"], second["path"]] == [str(trained), str(pair)]
-    assert (second["pattern"], second["d_x"], second["n_heads"]) == ("debiased_gd", 3, 2)
-    assert [head["label"] for head in second["heads"]] == ["positive", "negative"]
-    assert second["evidence"]["eta"] == pytest.approx([0.8])
-    out = run("classify", pair, "--n-prompts", 256).done(silent=True).out
-    assert out.startswith(f"{pair}: debiased_gd\nWhat it computes: one step of gradient descent")
-    assert "omega (1/x²)" in out
-    many = run("classify", trained, pair, "--n-prompts", 256).out
-    assert many.count("omega (1/x²)") == 1
-    assert f"{pair}: debiased_gd\n  loss" in many
-    wide = run("classify", trained, pair, "--n-prompts", 256, "--wide").out
-    assert wide.count("What it is not: ") == 2
-    assert "ov last" in wide
-
-
-def test_classify_takes_a_folder_of_checkpoints(run: Run, tmp_path: Path):
-    for name in ("b", "a", "c"):
-        hand_built(tmp_path / "all" / name)
-    (tmp_path / "all" / "notes").mkdir()
-    documents = run("classify", tmp_path / "all", "--json", "--n-prompts", 64).document
-    assert [each["path"] for each in documents] == [str(tmp_path / "all" / n) for n in "abc"]
 
 
 @pytest.mark.slow
@@ -174,27 +119,6 @@ def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_ablate(run: Run, trained: Path, tmp_path: Path):
-    ran = run("ablate", trained, "--json", "--n-prompts", 128).done(silent=True)
-    assert (len(ran.document["heads"]), len(ran.document["subsets"])) == (6, 4)
-    ran = run("ablate", trained, "--n-prompts", 128)
-    assert ran.out.startswith(f"{trained}: excess risk 0.")
-    assert "Shapley values: fall of the excess risk due to a head" in ran.out
-    # Weights in double precision get prompts in double precision.
-    double = run("ablate", hand_built(tmp_path / "pair"), "--json", "--n-prompts", 128)
-    assert double.document["shapley"][0]["shapley"] > 0
-
-
-@pytest.mark.slow
-def test_fit(run: Run, trained: Path):
-    options = ("--n-prompts", 256, "--context-length", 10, "--context-length", 20)
-    ran = run("fit", trained, *options, "--json").done(silent=True)
-    assert {row["context_length"] for row in ran.document["fits"]} == {10, 20, 40}
-    said = " ".join(run("fit", trained, *options).out.split())
-    assert said.startswith(f"{trained}: No learner is close (R² < 0.5); nearest: ")
-
-
-@pytest.mark.slow
 def test_report(run: Run, trained: Path, tmp_path: Path):
     out = tmp_path / "report"
     ran = run("report", trained, "--out", out, "--n-prompts", 64, "--json").done(silent=True)
@@ -210,29 +134,16 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_info(run: Run, trained: Path):
-    ran = run("info", trained, "--json").done(silent=True)
-    assert (ran.document["step"], ran.document["name"]) == (300, "h2")
-    assert ran.document["experiment"] == json.loads(load(trained).config.to_json())
-    ran = run("info", trained)
-    assert ran.out.startswith("h2: 2 heads, softmax attention, d_x 5, context length 40, step 300,")
-    assert "\n  training   steps 300, " in ran.out
-    assert "hook_pattern" not in ran.out
+    document = run("info", trained, "--json").done(silent=True).document
+    assert (document["step"], document["name"], document["snapshots"]) == (300, "h2", [0])
+    assert document["experiment"] == json.loads(load(trained).config.to_json())
+    assert document["weights"] == {f"blocks.0.attn.W_{name}": [2, 6, 6] for name in "QKVO"}
+    assert document["eval_loss"] == load(trained).history["eval_loss"].iloc[-1]
+    assert [hook["name"] for hook in document["hooks"]] == list(load(trained).model.hook_dict)
+    text = run("info", trained).out
+    assert text.startswith("h2: 2 heads")
+    assert "hook_pattern" not in text
     assert "hook_pattern" in run("info", trained, "--wide").out
-
-
-def test_version(run: Run):
-    assert run("--version").out == f"mechinterp {mechinterp.__version__}\n"
-
-
-@pytest.mark.slow
-def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained: Path):
-    def risk(*options: object) -> float:
-        return run("ablate", trained, "--json", *options).document["excess_risk"]
-
-    first = risk("--n-prompts", 64)
-    assert risk("--n-prompts", 64, "--seed", 0) == first
-    assert len({first, risk("--n-prompts", 64, "--seed", 1), risk("--n-prompts", 65)}) == 3
-    assert risk("--n-prompts", 64, "--context-length", 5) != first
 
 
 # Mistakes.
@@ -241,55 +152,39 @@ def test_the_seed_and_the_number_of_prompts_decide_the_numbers(run: Run, trained
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "softmax-h5"], ["softmax-h5", "softmax-h1, softmax-h2", "or a config file"]),
-        (["train"], ["preset or a config file", "softmax-h1"]),
-        (["train", "softmax-h1", "--set", "model.heads=2"], ["'model.heads'", "model.n_heads"]),
-        (["train", "softmax-h1", "--set", "seed"], ["field=value", "'seed'"]),
-        (["train", "softmax-h1", "--set", "model.n_heads=0"], ["model.n_heads", ">= 1", "got 0"]),
-        (["train", "softmax-h1", "--set", "model.n_heads=two"], ["an integer", "'two'"]),
-        (
-            ["train", "softmax-h1", "--set", "task.noise_var=-1"],
-            ["task.noise_var", ">= 0", "got -1"],
-        ),
-        (
-            ["train", "softmax-h1", "--device", "tpu"],
-            ["--device", "'auto', 'cpu', 'cuda'", "'tpu'"],
-        ),
-        (["train", "softmax-h1", "--set"], ["--set", "requires an argument"]),
-        (["train", "softmax-h1", "--colour"], ["--colour"]),
-        (["sweep", "here.json"], ["--out"]),
-        (["sweep", "here.json", "--out", "run"], ["here.json", "does not exist"]),
-        (["classify"], ["PATH"]),
-        (["classify", "--n-prompts", "1", "softmax-h1-s0"], ["n_prompts must be >= 8", "got 1."]),
-        (["ablate"], ["PATH"]),
-        (["ablate", "gone"], ["gone", "checkpoint is a folder", "does not exist"]),
-        (["ablate", "softmax-h1-s0", "--n-prompts=1"], ["n_prompts must be >= 2", "got 1."]),
-        (["fit", "gone"], ["gone", "does not exist"]),
-        (["fit", "gone", "--context-length", "0"], ["--context-length", "1", "got 0."]),
-        (["fit", "gone", "--seed", "-1"], ["--seed", "0", "got -1."]),
-        (["fit", "gone", "--seed", "x"], ["--seed", "integer", "got x."]),
-        (["report", "gone"], ["--out"]),
-        (["report", "gone", "--out", "page"], ["gone", "does not exist"]),
-        (["info", "gone"], ["gone", "does not exist"]),
-        (["info", "one", "two"], ["two"]),
-        (["prove", "x"], ["prove"]),
-        (["--loud"], ["--loud"]),
+        ("train softmax-h5", ["softmax-h5", "softmax-h1"]),
+        ("train", ["preset or a config file", "softmax-h1"]),
+        ("train softmax-h1 --set seed", ["field=value", "'seed'"]),
+        ("train softmax-h1 --set model.n_heads=0", ["model.n_heads", ">= 1", "got 0"]),
+        ("train softmax-h1 --device tpu", ["--device", "'auto', 'cpu', 'cuda'", "'tpu'"]),
+        ("train softmax-h1 --set", ["--set"]),
+        ("train softmax-h1 --colour", ["--colour"]),
+        ("sweep here.json", ["--out"]),
+        ("report x", ["--out", "mechinterp report --help"]),
+        ("sweep here.json --out run", ["here.json", "does not exist"]),
+        ("classify", ["PATH"]),
+        ("classify --n-prompts 1 softmax-h1-s0", ["n_prompts", ">= 8", "got 1."]),
+        ("fit gone --context-length 0", ["--context-length", "1", "got 0."]),
+        ("fit gone --seed -1", ["--seed", "0", "got -1."]),
+        ("fit gone --seed x", ["--seed", "integer", "got x."]),
+        ("report gone --out page", ["gone", "does not exist"]),
+        ("info one two", ["two"]),
+        ("convert x --to native", ["--out"]),
+        ("convert x --out new", ["--to"]),
+        ("clasify x", ["'classify'", "mechinterp --help"]),
     ],
-    ids=str,
 )
 def test_a_mistake_is_one_line(run: Run, tmp_path: Path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    run(*arguments).assert_refused(*words)
+    run(*arguments.split()).assert_refused(*words)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
     run("train", tmp_path).assert_refused(tmp_path, "a config file", "a folder")
     for text, word in (
-        ("{", "not a readable JSON file"),
-        ("[1]", "must be a JSON object, got [1]"),
+        ("{", "JSON"),
         ('{"task": {"d_x": 0}}', "task.d_x must be >= 1, got 0"),
-        ('{"task": {"dx": 1}}', "'task.dx'"),
         ('{"experiment": {"seed": "a"}}', "seed must be an integer, got 'a'"),
     ):
         file = tmp_path / "config.json"
@@ -298,23 +193,14 @@ def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["classify", "ablate", "fit", "info"])
-def test_a_folder_that_is_no_checkpoint_is_refused(run: Run, tmp_path: Path, command: str):
-    ran = run(command, tmp_path, *(["--json"] if command != "classify" else []))
-    ran.assert_refused(tmp_path, "a checkpoint is a folder", "has no config.json")
-
-
-def test_bad_weights_are_refused(run: Run, trained: Path, tmp_path: Path):
-    narrow = spoiled(trained, tmp_path / "narrow", W_K=torch.zeros(2, 6, 5))
-    ran = run("ablate", narrow, "--json")
-    ran.assert_refused(narrow / "model.safetensors", "W_K", "(2, 6, 6)", "(2, 6, 5)")
-    broken = spoiled(trained, tmp_path / "broken", W_Q=torch.full((2, 6, 6), torch.nan))
-    for command in ("ablate", "fit", "info"):
-        ran = run(command, broken, "--json")
-        ran.assert_refused(broken / "model.safetensors", "W_Q", "finite", "72 NaN")
-    out = tmp_path / "report"
-    run("report", broken, "--out", out).assert_refused(broken / "model.safetensors", "72 NaN")
-    assert not out.exists()
+@pytest.mark.parametrize("command", ["ablate", "info", "report"])
+def test_bad_weights_are_refused(run: Run, tmp_path: Path, command: str):
+    pair = hand_built(tmp_path / "pair")
+    broken = spoiled(pair, tmp_path / "broken", W_Q=torch.full((2, 4, 4), torch.nan))
+    out = ("--out", tmp_path / "report") if command == "report" else ()
+    ran = run(command, broken, *out, "--json")
+    ran.assert_refused(broken / "model.safetensors", "W_Q", "finite", "32 NaN")
+    assert not (tmp_path / "report").exists()
 
 
 @pytest.mark.parametrize(
@@ -339,6 +225,7 @@ def test_a_refusal_to_overwrite_says_what_to_type_next(
     assert (tmp_path / "there.npz").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):
     before = {file: file.read_bytes() for file in trained.rglob("*.*")}
     again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
@@ -391,7 +278,7 @@ def saying(*arguments):
 signal.signal = saying
 cli.main()"""
     listening = LISTENING.replace("cli.main()", said)
-    for delay in (0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6):
+    for delay in (0, 0.1, 0.2, 0.3, 0.6):
         with subprocess.Popen(
             [sys.executable, "-c", listening, "classify", CHECKPOINTS / "softmax-h2-s0", "-q"],
             stdout=subprocess.PIPE,

@@ -36,16 +36,6 @@ def test_convert_there_and_back(run: Run, tmp_path: Path):
     assert (back / file).read_bytes() == (CHECKPOINT / file).read_bytes()
 
 
-def test_convert_says_what_it_did(run: Run, tmp_path: Path):
-    out = tmp_path / "exchange"
-    ran = run("convert", CHECKPOINT, "--to", "transformer-lens", "--out", out)
-    assert ran.done(silent=True).out.splitlines() == [
-        f"{out}: load.py, model.safetensors, transformer_lens.json",
-        "n_ctx is 1024; read load.py, then run it with transformer-lens 2 or 3.",
-        "Left out: history, snapshots.",
-    ]
-
-
 @pytest.mark.slow
 def test_what_is_assumed_is_printed_and_stays_with_the_checkpoint(
     run: Run, state: Path, tmp_path: Path
@@ -62,43 +52,7 @@ def test_what_is_assumed_is_printed_and_stays_with_the_checkpoint(
     assert run("info", out, "--json").document["assumed"] == assumed
 
 
-def test_classify_says_the_same_of_such_a_file(run: Run, state: Path):
-    there, here = run("classify", state, CHECKPOINT, *FEW, "--json").document
-    assert (there["format"], here["format"]) == ("transformer-lens", "native")
-    assert there["assumed"]["task.noise_var"] == 0.1
-    assert (there["heads"], there["pattern"]) == (here["heads"], here["pattern"])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["ablate", *FEW],
-        ["fit", "--context-length", "10", *FEW],
-        ["info"],
-        pytest.param(["report", *FEW], marks=pytest.mark.slow),
-    ],
-    ids=lambda command: command[0],
-)
-def test_other_commands_take_such_a_file(run: Run, state: Path, tmp_path: Path, command: list[str]):
-    name, *options = command
-    options += ["--out", tmp_path / "report"] if name == "report" else []
-    ran = run(name, state, *options, "--json").done()
-    assert ran.err.startswith(f"mechinterp: {state}: assumed ")
-    assert name == "report" or ran.document["format"] == "transformer-lens"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--to", "onnx", "--out", "new"], "Format must be one of native, transformer-lens"),
-        (["--to", "native", "--out", "new", "--task", "gone.json"], "gone.json: not a readable"),
-        (["--to", "native"], "--out"),
-        (["--out", "new"], "--to"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
-):
-    monkeypatch.chdir(tmp_path)
-    run("convert", CHECKPOINT, *arguments).assert_refused(words)
+def test_an_unknown_format_is_refused_with_the_known_ones(run: Run, tmp_path: Path):
+    ran = run("convert", CHECKPOINT, "--to", "onnx", "--out", tmp_path / "new")
+    ran.assert_refused("native, transformer-lens", "'onnx'")
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
 PAIRS = [(a, s) for s in SOURCES for a in ANALYSES if (a, s) in ANSWERS]
-ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "encoder")]
+ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "softmax")]
 """Pairs that the slow tests ask with the processor as the device; the exhaustive ones ask all."""
 
 

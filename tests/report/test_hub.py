@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp import classify, from_pretrained, load, model_card
+from mechinterp import from_pretrained, load, model_card
 from mechinterp.checkpoints.io.errors import CheckpointError
-from tests.conftest import CHECKPOINTS, python
+from tests.conftest import CHECKPOINTS, python, sampled
 from tests.report.hub_stand_in import TOKEN, Hub, stand_in
 
 NAME = "someone/two-heads"
@@ -93,11 +93,6 @@ def test_a_pushed_model_comes_back_and_stays_in_the_cache(session: Session):
 
 
 @pytest.mark.slow
-def test_a_revision_is_that_commit(session: Session):
-    assert session.online["revision"] == load("softmax-h2-s0").step
-
-
-@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line(session: Session):
     refused = session.online["refused"]
     names = ["nothing", "two-heads", "else", "one"]
@@ -129,24 +124,10 @@ def test_a_name_is_no_markup_in_a_card(tmp_path: Path):
     assert ast.literal_eval(call) == odd.name
 
 
-def test_the_card_has_the_verdict_and_its_numbers():
-    checkpoint = load("softmax-h2-s0")
-    card, answer = model_card(checkpoint), classify(checkpoint)
-    assert card.startswith("---\nlicense: mit\n")
-    for text in (answer.pattern, str(answer.loss), answer.verdict.computes, "500,001 steps"):
-        assert text in card
-
-
-@pytest.mark.parametrize("folder", sorted(CHECKPOINTS.iterdir()), ids=lambda folder: folder.name)
-def test_every_shipped_model_has_its_card(folder: Path):
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert f"# {folder.name}\n" in card
-    assert f'from_pretrained("{folder.name}")' in card
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["softmax-h2-s0", "two-tasks-h4-s0", "linear-separate-s0", "kms-0.8-h2-s1", "garg-gpt2"]
+    "name",
+    sampled(["softmax-h2-s0", "two-tasks-h4-s0", "garg-gpt2"], keep="softmax-h2-s0".__eq__),
 )
 def test_cards_of_shipped_models_are_those_that_are_written_now(name: str):
     """`python -m analyses.lib.cards` writes them; measured numbers may differ in their last digits."""

@@ -11,7 +11,7 @@ from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.cli.analyses import settings_of
 from mechinterp.report.page import write_report
-from tests.conftest import CHECKPOINTS, Run, python
+from tests.conftest import CHECKPOINTS, Run
 
 MODULE = '''
 from dataclasses import dataclass
@@ -82,12 +82,6 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
     # Without a default for them, it is given the usual prompts.
     usual = run_analysis(analysis.function, load(PATH)).to_frame()
     assert usual.equals(run_analysis(NAME, load(PATH), n_prompts=4096, seed=0).to_frame())
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_process_of_its_own(folder: Path):
-    ran = python("-m", "mechinterp", "analyse", NAME, PATH, "--n-prompts", 8, "--json")
-    assert ran.document["analysis"] == "mean-power"
 
 
 @pytest.mark.parametrize(

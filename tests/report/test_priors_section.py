@@ -13,7 +13,6 @@ from mechinterp.models.weights import weights_of_layer
 from mechinterp.report.contents import default_names
 from mechinterp.report.page import write_report
 from mechinterp.training.one_layer.step import initial_weights
-from tests.conftest import Run
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=5, n_tasks=4), model=ModelConfig(n_heads=2)
@@ -40,14 +39,3 @@ def test_a_page_has_the_section_where_the_task_has_a_pool(folder: Path, tmp_path
     frame = pd.read_csv(tmp_path / "page" / "priors.csv")
     expected = compare_priors(checkpoint, n_prompts=64).to_frame()
     assert frame.relative.to_numpy() == pytest.approx(expected.relative.to_numpy())
-
-
-def test_the_command_says_what_python_says(folder: Path, run: Run):
-    document = run("analyse", "priors", folder, "--n-prompts", 64, "--seed", 3, "--json").document
-    expected = compare_priors(load(folder), n_prompts=64, seed=3)
-    assert [row["risk"] for row in document["rows"]] == pytest.approx(
-        expected.to_frame().risk.to_list(), rel=1e-6
-    )
-    assert document["result"] == repr(expected)
-    told = " ".join(run("analyse", "priors", folder, "--n-prompts", 64, "--seed", 3).out.split())
-    assert all(sentence in told for sentence in expected.sentences())

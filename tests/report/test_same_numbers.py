@@ -16,7 +16,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
 from mechinterp.report.page import write_report
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.golden.store import FILES
 from tests.test_doors import as_for_users
 
@@ -36,7 +36,7 @@ def without_checks_of_types() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=sampled(MODELS, keep="encoder".__ne__))
 def model(request: pytest.FixtureRequest) -> tuple[Path, dict]:
     return MODELS[request.param]
 
