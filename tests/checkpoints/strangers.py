@@ -23,7 +23,7 @@ class Kind:
     width: int = 16
     layout: str = "pairs"
     positions: str = "none"
-    """none, learned, sines (all before the cosines), halves or adjacent (rotary)."""
+    """none, learned, sines (all before the cosines), waves (in turn), halves or adjacent (rotary)."""
     norm: str = "none"
     """none; layer, rms or bare (without weights) before attention and MLP, and before the read-out; after, each sum."""
     mlp: bool = False
@@ -148,10 +148,13 @@ class Stranger(nn.Module):
         stream = self.read_in(tokens)
         if self.kind.positions == "learned":
             stream = stream + self.pos_emb.weight
-        if self.kind.positions == "sines":
+        if self.kind.positions in ("sines", "waves"):
             turns = 10000.0 ** (-torch.arange(0, self.kind.width, 2) / self.kind.width)
             angle = torch.arange(stream.shape[1])[:, None] * turns
-            stream = stream + torch.cat([angle.sin(), angle.cos()], -1)
+            both = torch.stack(
+                [angle.sin(), angle.cos()], 1 if self.kind.positions == "sines" else 2
+            )
+            stream = stream + both.flatten(1)
         for _ in range(self.kind.passes):
             for block in self.blocks:
                 stream = block(stream)
@@ -209,7 +212,7 @@ def random_weights(kind: Kind) -> Stranger:
 def joins(kind: Kind) -> dict[str, object]:
     """What its file does not show, as the reader says it (`model=`)."""
     rotary = kind.positions in ("halves", "adjacent")
-    positions = {"sines": "sinusoidal_halves", "none": "none"} | dict.fromkeys(("halves", "adjacent"), "rotary")  # fmt: skip
+    positions = {"sines": "sinusoidal_halves", "waves": "sinusoidal", "none": "none"} | dict.fromkeys(("halves", "adjacent"), "rotary")  # fmt: skip
     said = {"layout": kind.layout, "context_only": False, "residual": True, "passes": kind.passes}
     said |= {"norm": {"none": "none", "after": "after"}.get(kind.norm, "before")}
     said |= {"rms_norm": kind.norm == "rms"} if kind.norm in ("rms", "bare") else {}

@@ -99,7 +99,9 @@ def written(
             file = Path(folder) / "x"
             hugging_face(file, stated, state, shards=1 if container == "folder" else 2)
         elif container in TORCH:
-            inner = LOGGED | {wrapper: state} if wrapper else state
+            inner = state
+            for word in reversed(wrapper.split("/") if wrapper else []):
+                inner = LOGGED | {word: inner}
             whole = BESIDE | inner | ({"config": stated} if stated else {})
             torch.save(whole, file, pickle_protocol=protocol)
         elif container == ".npz":
@@ -138,7 +140,10 @@ CHANGES = st.fixed_dictionaries(
     | {"factor": st.sampled_from([1.0, 0.25]), "scale": st.sampled_from([1.0, 0.4])}
 )
 FILES = st.fixed_dictionaries(
-    {"container": st.sampled_from(CONTAINERS), "wrapper": st.sampled_from(["", *WRAPPERS])}
+    {
+        "container": st.sampled_from(CONTAINERS),
+        "wrapper": st.sampled_from(["", "state/model", *WRAPPERS]),
+    }
     | {"protocol": st.integers(2, 5), "heads": st.sampled_from(["", *COUNTS["n_heads"]])}
 )
 
@@ -191,7 +196,7 @@ KINDS = st.builds(
     Kind,
     layers=st.integers(1, 3),
     layout=st.sampled_from(["pairs", "in_turn"]),
-    positions=st.sampled_from(["none", "learned", "sines", "halves", "adjacent"]),
+    positions=st.sampled_from(["none", "learned", "sines", "waves", "halves", "adjacent"]),
     norm=st.sampled_from(["none", "layer", "rms", "bare", "after"]),
     mlp=st.booleans(),
     activation=st.sampled_from(["gelu", "relu", "silu"]),

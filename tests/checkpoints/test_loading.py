@@ -16,6 +16,7 @@ from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
+from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig()
 HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})
@@ -41,6 +42,18 @@ def test_native_to_native_is_a_copy(native: Path, tmp_path: Path):
     pd.testing.assert_frame_equal(copy.history, HISTORY)
     assert list(copy.snapshots) == [0]
     assert (copy.config, copy.step, copy.assumed) == (CONFIG, 3, {})
+
+
+@pytest.mark.parametrize("form", ["native", "transformer-lens"])
+def test_a_weights_file_of_a_folder_of_ours_is_the_folder(native: Path, tmp_path: Path, form: str):
+    convert(load(native), form, tmp_path / "folder")
+    folder, file = load(tmp_path / "folder"), load(tmp_path / "folder" / "model.safetensors")
+    for name in ("config", "step", "path", "format", "assumed"):
+        assert getattr(file, name) == getattr(folder, name)
+    assert_same(file.weights, folder.weights)
+    assert list(file.snapshots) == list(folder.snapshots)
+    words = "n_heads is only for files that do not state it"
+    assert_refused(words, load, tmp_path / "folder" / "model.safetensors", n_heads=2)
 
 
 def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path: Path):
