@@ -39,6 +39,8 @@ from tests.conftest import assert_close_to_rounding, assert_same
 from tests.models.test_layered_models import encoder, garg
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+STATED = {"score": "softmax", "columns": "x,y", "scale": 0.5, "sign": "plus", "attend_to_self": False, "model": {"positions": "none"}}  # fmt: skip
+"""What one layer of attention alone leaves open."""
 
 
 def prompts_of(task: TaskConfig, dtype: torch.dtype = torch.float32) -> Prompts:
@@ -118,7 +120,9 @@ def test_torch_attention(tmp_path: Path, names: object, bias: bool, to_self: boo
         state |= {f"model.attn.{x}_proj_weight": W for x, W in zip("qkv", parts, strict=True)}
     own = names in LAYER_NAMES
     state = linear_layers_state(module, names) if own else state
-    checkpoint = loaded(tmp_path, state, n_heads=3, d_y=d_y, attend_to_self=to_self)
+    hints = {"score": "softmax", "sign": "plus", "columns": "x,y"} if own else {"columns": "x,y"}
+    hints |= {"attend_to_self": to_self, "model": {"positions": "none"}}
+    checkpoint = loaded(tmp_path, state, n_heads=3, d_y=d_y, **hints)
     assert checkpoint.format == "torch-attention"
     assert checkpoint.config.model.biases is bias
     assert checkpoint.weights.circuits.W_Q.shape == (3, 6, 2)
@@ -145,7 +149,8 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
         np.savez(file, **arrays(weights))
     else:
         save_file(weights.tensors, file)
-    checkpoint = load(file)
+    hints = {"columns": "x,y", "attend_to_self": False, "model": {"positions": "none"}}
+    checkpoint = load(file, **hints)
     # W_O is narrower than a token and says d_y.
     assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
     assert "task.d_y" not in checkpoint.assumed
@@ -155,7 +160,7 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
     torch.testing.assert_close(y_hat, predict(weights, prompts))
     assert checkpoint.assumed["model.score"] == "softmax"
     assert checkpoint.assumed["attn_scale"] == pytest.approx(root)
-    scaled = load(file, scale=2.0)
+    scaled = load(file, scale=2.0, **hints)
     assert "attn_scale" not in scaled.assumed
     names = ("W_Q", "b_Q") if bias else ("W_Q",)
     by_hand = weights.with_tensors({name: getattr(weights, name) * 2 * root for name in names})
@@ -169,7 +174,8 @@ def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
     weights = random_heads(n_heads=3, d_x=4, d_y=d_y)
     stored = nn.functional.pad(weights.OV, (4, 0), value=1.0) if wide else weights.OV
     np.savez(tmp_path / "c.npz", QK=weights.QK.numpy(), OV=stored.numpy())
-    checkpoint = load(tmp_path / "c.npz", **({"d_y": d_y} if wide else {}))
+    hints = {name: value for name, value in STATED.items() if name != "scale"}
+    checkpoint = load(tmp_path / "c.npz", **hints, **({"d_y": d_y} if wide else {}))
     assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
     prompts = prompts_of(checkpoint.task)
     y_hat = predict(checkpoint.weights.circuits, prompts)
@@ -184,9 +190,6 @@ def test_half_precision_is_widened(tmp_path: Path):
         assert torch.equal(heads.W_Q, weights.W_Q.to(dtype).float())
     mixed = loaded(tmp_path, weights.tensors | {"W_K": weights.W_K.double()}, **STATED)
     assert mixed.weights.dtype == torch.float64
-
-
-STATED = {"score": "softmax", "columns": "x,y", "scale": 0.5, "sign": "plus", "attend_to_self": False, "model": {"positions": "none"}}  # fmt: skip
 
 
 def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
@@ -291,7 +294,13 @@ def test_a_foreign_folder_without_weights_or_heads(tmp_path: Path):
 
 # Layers of torch and Hugging Face.
 
-RELU = {"norm": "after", "activation": "relu", "context_only": True}
+RELU = {
+    "norm": "after",
+    "activation": "relu",
+    "context_only": True,
+    "passes": 1,
+    "positions": "none",
+}
 """What torch's encoder layers are by default, and no file says."""
 NOT_UNDERSTOOD = {"understood", "doubt", "readings"}
 """What is assumed of random weights besides, which predict nothing."""
@@ -316,6 +325,7 @@ def test_the_task_of_a_gpt2_is_gargs_and_stated(tmp_path: Path):
     assert assumed.keys() - NOT_UNDERSTOOD == names
 
 
+@pytest.mark.slow
 def test_a_stated_task_holds_and_fits_the_positions(tmp_path: Path):
     state = garg().state_dict()
     task = {"noise_var": 0.5, "covariance": {"kind": "kms", "rho": 0.3}, "context_length": 9}
@@ -386,17 +396,20 @@ def test_an_encoder_with_ends_a_last_norm_and_one_without_biases(tmp_path: Path)
     torch.testing.assert_close(checkpoint.model.predict(prompts), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_how_layers_are_joined_is_stated_by_the_file_or_the_reader(tmp_path: Path):
     settings = {"n_head": 4, "activation_function": "relu", "layer_norm_epsilon": 0.1}
-    checkpoint = load(hugging_face(tmp_path / "gpt2", settings, _apart(garg())))
+    folder = hugging_face(tmp_path / "gpt2", settings, _apart(garg()))
+    checkpoint = load(folder, model={"passes": 1})
     model = checkpoint.config.model
     assert (model.n_heads, model.activation, model.norm_eps) == (4, "relu", 0.1)
     assert not {"model.activation", "model.norm_eps"} & set(checkpoint.assumed)
     settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
     folder = hugging_face(tmp_path / "encoder", settings, _apart(encoder(4)))
-    model = load(folder, attend_to_self=False).config.model
+    said = {"passes": 1, "context_only": True}
+    model = load(folder, attend_to_self=False, model=said).config.model
     assert (model.norm, model.activation, model.attend_to_self) == ("before", "gelu", False)
-    said = {"norm": "before", "activation": "gelu"}
+    said |= {"norm": "before", "activation": "gelu"}
     checkpoint = loaded(tmp_path, encoder(4).state_dict(), n_heads=2, model=said)
     assert (checkpoint.config.model.norm, checkpoint.config.model.activation) == ("before", "gelu")
     assert not {"model.norm", "model.activation"} & checkpoint.assumed.keys()
