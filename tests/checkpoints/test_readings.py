@@ -63,8 +63,9 @@ def as_layers(weights: AttentionWeights) -> State:
 
 # Shipped models under names that leave much open.
 
-MODELS = ("softmax-h1-s0", "softmax-h2-s0", "kms-0.3-h1-s0", "linear-h1-s0", "linear-rank1-s2", "tanh-h2-s0", "two-tasks-h2-s0")  # fmt: skip
+MODELS = ("softmax-h1-s0", "softmax-h2-s0", "linear-h1-s0", "two-tasks-h2-s0")
 FORMS = ("modules {x}_proj", "parameters [in, out]", "modules of heads", "outputs of heads", "haiku", "circuits", "layers")  # fmt: skip
+PAIRS = [pair for pair in product(MODELS, FORMS) if pair != ("linear-h1-s0", "circuits")]
 KEPT = {
     ("softmax-h2-s0", "modules {x}_proj"), ("linear-h1-s0", "haiku"), ("softmax-h1-s0", "circuits"),
     ("two-tasks-h2-s0", "circuits"), ("linear-h1-s0", "layers"), ("softmax-h1-s0", "parameters [in, out]"),
@@ -72,7 +73,7 @@ KEPT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), sampled(product(MODELS, FORMS), keep=KEPT.__contains__))
+@pytest.mark.parametrize(("name", "form"), sampled(PAIRS, keep=KEPT.__contains__))
 def test_the_label_is_the_true_one_or_an_option_is_asked_for(tmp_path: Path, name: str, form: str):
     weights, task, true = heads_of(name), shipped(name).task, label_of(name)
     hints: dict[str, object] = {"n_heads": weights.n_heads, "d_y": weights.d_y}
