@@ -9,6 +9,9 @@ WIDTH, HEADS = 8, 4
 EACH = WIDTH // HEADS
 
 
+attend = nn.functional.scaled_dot_product_attention
+
+
 def split(x: torch.Tensor, n: int) -> torch.Tensor:
     return x.unflatten(-1, (n, -1)).transpose(1, 2)
 
@@ -17,22 +20,46 @@ def joined(z: torch.Tensor) -> torch.Tensor:
     return z.transpose(1, 2).flatten(-2)
 
 
-class Grouped(nn.Module):
+def rows(head: int) -> slice:
+    return slice(head * EACH, (head + 1) * EACH)
+
+
+def linear(outputs: int = WIDTH, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(WIDTH, outputs, bias=bias)
+
+
+class Attention(nn.Module):
+    """Attention head by head, from the parts of a head: W_q, W_k, W_v [width, d_head] and W_o [d_head, width]."""
+
+    causal, scale = False, 1 / math.sqrt(EACH)
+    out_bias: torch.Tensor | float = 0.0
+
+    def pattern(self, x, head):
+        W_q, W_k, *_ = self.parts(head)
+        scores = (x @ W_q) @ (x @ W_k).mT * self.scale
+        later = torch.full(scores.shape[-2:], -math.inf).triu(1)
+        return torch.softmax(scores + later if self.causal else scores, -1)
+
+    def written(self, x, head):
+        *_, W_v, W_o = self.parts(head)
+        return self.pattern(x, head) @ (x @ W_v) @ W_o
+
+
+class Grouped(Attention):
     """Four query heads that share two heads of keys and values; causal."""
 
-    groups = 2
+    groups, causal = 2, True
 
     def __init__(self, sdpa: bool = False):
         super().__init__()
         self.n_heads, self.sdpa = HEADS, sdpa
-        self.q_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in "qo")
-        self.k_proj, self.v_proj = (nn.Linear(WIDTH, self.groups * EACH, bias=False) for _ in "kv")
+        self.q_proj, self.o_proj = linear(), linear()
+        self.k_proj, self.v_proj = linear(self.groups * EACH), linear(self.groups * EACH)
 
     def forward(self, x):
         q = split(self.q_proj(x), HEADS)
         k, v = split(self.k_proj(x), self.groups), split(self.v_proj(x), self.groups)
         if self.sdpa:
-            attend = nn.functional.scaled_dot_product_attention
             return self.o_proj(joined(attend(q, k, v, is_causal=True, enable_gqa=True)))
         k, v = (each.repeat_interleave(HEADS // self.groups, dim=1) for each in (k, v))
         n, device = x.shape[1], x.device
@@ -40,28 +67,19 @@ class Grouped(nn.Module):
         scores = (q @ k.mT / math.sqrt(EACH)).masked_fill(later, -math.inf)
         return self.o_proj(joined(scores.softmax(-1) @ v))
 
-    def pattern(self, x, head):
-        rows, own = slice(head * EACH, (head + 1) * EACH), head // (HEADS // self.groups)
-        shared = slice(own * EACH, (own + 1) * EACH)
-        scores = (x @ self.q_proj.weight[rows].T) @ (x @ self.k_proj.weight[shared].T).mT
-        later = torch.full(scores.shape[-2:], -math.inf).triu(1)
-        return torch.softmax(scores / math.sqrt(EACH) + later, -1)
-
-    def written(self, x, head):
-        rows, own = slice(head * EACH, (head + 1) * EACH), head // (HEADS // self.groups)
-        value = x @ self.v_proj.weight[own * EACH : (own + 1) * EACH].T
-        return self.pattern(x, head) @ value @ self.o_proj.weight[:, rows].T
+    def parts(self, head):
+        own, shared = rows(head), rows(head // (HEADS // self.groups))
+        W_k, W_v = self.k_proj.weight[shared].T, self.v_proj.weight[shared].T
+        return self.q_proj.weight[own].T, W_k, W_v, self.o_proj.weight[:, own].T
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Attention):
     """No softmax: q.k over the number of pairs; `strict` reads earlier tokens only."""
 
     def __init__(self, strict: bool = False):
         super().__init__()
         self.n_heads, self.strict = HEADS, strict
-        self.to_q, self.to_k, self.to_v, self.to_out = (
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
-        )
+        self.to_q, self.to_k, self.to_v, self.to_out = (linear() for _ in range(4))
 
     def forward(self, x):
         q, k, v = (split(part(x), HEADS) for part in (self.to_q, self.to_k, self.to_v))
@@ -69,105 +87,125 @@ class LinearAttention(nn.Module):
             return self.to_out(joined(q @ (k.mT @ v)) / (x.shape[1] - 1))
         return self.to_out(joined((q @ k.mT).tril(-1) @ v) / (x.shape[1] - 1))
 
+    def parts(self, head):
+        own = rows(head)
+        reads = (part.weight[own].T for part in (self.to_q, self.to_k, self.to_v))
+        return (*reads, self.to_out.weight[:, own].T)
+
     def pattern(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        products = (x @ self.to_q.weight[rows].T) @ (x @ self.to_k.weight[rows].T).mT
+        W_q, W_k, *_ = self.parts(head)
+        products = (x @ W_q) @ (x @ W_k).mT
         return (products.tril(-1) if self.strict else products) / (x.shape[1] - 1)
 
-    def written(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        return (
-            self.pattern(x, head) @ (x @ self.to_v.weight[rows].T) @ self.to_out.weight[:, rows].T
+
+class Packed(Attention):
+    """Queries, keys and values in one matrix; the output has a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads, self.c_attn, self.proj = HEADS, linear(3 * WIDTH), linear(bias=True)
+
+    def forward(self, x):
+        return self.proj(
+            joined(attend(*(split(each, HEADS) for each in self.c_attn(x).chunk(3, -1))))
         )
 
+    def parts(self, head):
+        reads = (W[rows(head)].T for W in self.c_attn.weight.chunk(3))
+        return (*reads, self.proj.weight[:, rows(head)].T)
 
-class Rotary(nn.Module):
+    @property
+    def out_bias(self):
+        return self.proj.bias
+
+
+class Torchs(Attention):
+    """torch.nn.MultiheadAttention, on positions first or batch first."""
+
+    def __init__(self, batch_first: bool = True):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=batch_first)
+
+    def forward(self, x):
+        x = x if self.mha.batch_first else x.transpose(0, 1)
+        output = self.mha(x, x, x)[0]
+        return output if self.mha.batch_first else output.transpose(0, 1)
+
+    def parts(self, head):
+        reads = (W[rows(head)].T for W in self.mha.in_proj_weight.chunk(3))
+        return (*reads, self.mha.out_proj.weight[:, rows(head)].T)
+
+
+class Rotary(Attention):
     """Queries and keys turned by their position, in one packed projection."""
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.proj = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
+        self.qkv, self.proj = linear(3 * WIDTH), linear()
 
     def turned(self, x):
         angle = torch.arange(x.shape[-2], dtype=x.dtype)
-        return torch.stack(
-            [
-                x[..., 0] * angle.cos() - x[..., 1] * angle.sin(),
-                x[..., 0] * angle.sin() + x[..., 1] * angle.cos(),
-            ],
-            -1,
-        )
+        first = x[..., 0] * angle.cos() - x[..., 1] * angle.sin()
+        return torch.stack([first, x[..., 0] * angle.sin() + x[..., 1] * angle.cos()], -1)
 
     def forward(self, x):
         q, k, v = (split(each, HEADS) for each in self.qkv(x).chunk(3, -1))
-        attend = nn.functional.scaled_dot_product_attention
         return self.proj(joined(attend(self.turned(q), self.turned(k), v)))
 
+    def parts(self, head):
+        reads = (W[rows(head)].T for W in self.qkv.weight.chunk(3))
+        return (*reads, self.proj.weight[:, rows(head)].T)
+
     def pattern(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        Q, K, _ = self.qkv.weight.chunk(3)
-        q, k = self.turned(x @ Q[rows].T), self.turned(x @ K[rows].T)
-        return torch.softmax(q @ k.mT / math.sqrt(EACH), -1)
-
-    def written(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        value = x @ self.qkv.weight.chunk(3)[2][rows].T
-        return self.pattern(x, head) @ value @ self.proj.weight[:, rows].T
+        W_q, W_k, *_ = self.parts(head)
+        q, k = self.turned(x @ W_q), self.turned(x @ W_k)
+        return torch.softmax(q @ k.mT * self.scale, -1)
 
 
-class Parameters(nn.Module):
+class Parameters(Attention):
     """Queries, keys and values made by parameters; the output projection is a module."""
+
+    scale = 1.0
 
     def __init__(self):
         super().__init__()
-        self.W_q, self.W_k, self.W_v = (
-            nn.Parameter(torch.randn(HEADS, WIDTH, EACH)) for _ in range(3)
-        )
-        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        sizes = (HEADS, WIDTH, EACH)
+        self.W_q, self.W_k, self.W_v = (nn.Parameter(torch.randn(sizes)) for _ in range(3))
+        self.o_proj = linear()
 
     def forward(self, x):
         q, k, v = (torch.einsum("bti,hid->bhtd", x, W) for W in (self.W_q, self.W_k, self.W_v))
         pattern = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k), dim=-1)
         return self.o_proj(joined(torch.einsum("bhqk,bhkd->bhqd", pattern, v)))
 
-    def pattern(self, x, head):
-        return torch.softmax((x @ self.W_q[head]) @ (x @ self.W_k[head]).mT, -1)
-
-    def written(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        return self.pattern(x, head) @ (x @ self.W_v[head]) @ self.o_proj.weight[:, rows].T
+    def parts(self, head):
+        reads = (W[head] for W in (self.W_q, self.W_k, self.W_v))
+        return (*reads, self.o_proj.weight[:, rows(head)].T)
 
 
-class Heads(nn.Module):
+class OneHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (linear(EACH) for _ in "qkv")
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT / math.sqrt(WIDTH)
+        later = torch.full(scores.shape[-2:], -math.inf).triu(1)
+        return torch.softmax(scores + later, -1) @ self.value(x)
+
+
+class Heads(Attention):
     """Each head a module of its own, with its own softmax over the root of the stream's width."""
-
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(WIDTH, EACH, bias=False) for _ in "qkv")
-
-        def pattern(self, x):
-            scores = self.query(x) @ self.key(x).mT / math.sqrt(WIDTH)
-            later = torch.full(scores.shape[-2:], -math.inf).triu(1)
-            return torch.softmax(scores + later, -1)
-
-        def forward(self, x):
-            return self.pattern(x) @ self.value(x)
 
     def __init__(self):
         super().__init__()
-        self.heads = nn.ModuleList(self.One() for _ in range(HEADS))
-        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.heads, self.proj = nn.ModuleList(OneHead() for _ in range(HEADS)), linear()
 
     def forward(self, x):
         return self.proj(torch.cat([head(x) for head in self.heads], -1))
 
     def written(self, x, head):
-        rows = slice(head * EACH, (head + 1) * EACH)
-        return self.heads[head](x) @ self.proj.weight[:, rows].T
+        return self.heads[head](x) @ self.proj.weight[:, rows(head)].T
 
 
 class ByHand(Rotary):
@@ -205,7 +243,7 @@ class ByEntry(Parameters):
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in "qkv")
+        self.q_proj, self.k_proj, self.v_proj = (linear() for _ in "qkv")
         del self.W_q, self.W_k, self.W_v
 
     def forward(self, x):
@@ -263,6 +301,7 @@ class Layer(nn.Module):
     def by_hand(self, x, masked=()):
         heads = [head for head in range(HEADS) if head not in masked]
         read = self.norm(x)
+        x = x + self.attention.out_bias
         x = x + sum((self.attention.written(read, head) for head in heads), torch.zeros_like(x))
         return x + self.mlp(x)
 

@@ -21,6 +21,7 @@ from mechinterp.checkpoints.io import tensor_files
 from mechinterp.checkpoints.io.atomic import read_json
 from mechinterp.checkpoints.io.errors import CheckpointError, printable
 from mechinterp.checkpoints.io.tensor_files import read_arrays
+from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
 
@@ -169,6 +170,18 @@ def safetensors(header: object, *, length: int | None = None, data: bytes = b"")
     return write
 
 
+def flax(*parts: object) -> Write:
+    """A tree of flax with an array of these parts: shape, kind and bytes."""
+    tree = {"a": msgpack.ExtType(1, msgpack.packb(parts))}
+    return lambda file: file.write_bytes(msgpack.packb(tree))
+
+
+def many_names(file: Path) -> None:
+    array = np.zeros(100_000)
+    file.write_bytes(pickle.dumps({str(i): array for i in range(40)}))
+    assert file.stat().st_size < MAX_BYTES / 10
+
+
 def tensor_header(shape: list[int], end: int, dtype: str = "F32") -> dict[str, object]:
     return {"W_Q": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
 
@@ -185,7 +198,6 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "no tensors": (".pt", saves(dict), "must hold a state dict"),
     "noise": (".pt", lambda f: f.write_text("x"), "as torch.save writes them; got another file"),
     "plain pickle": (".pt", lambda f: f.write_bytes(pickle.dumps(weights(f))), "a plain pickle, from which only numpy arrays"),
-    "plain pickle 0": (".bin", lambda f: f.write_bytes(pickle.dumps(Touch(f.with_name("ran")), 0)), "another file"),
     "old torch": (
         ".pth",
         lambda f: torch.save({"W": torch.ones(1)}, f, _use_new_zipfile_serialization=False),
@@ -195,9 +207,6 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "pickled npy": (".npy", objects(np.save), "must hold plain numbers, got object"),
     "eval": (".pt", asking("builtins", "eval", "1"), "needs builtins.eval"),
     "system": (".pt", asking("os", "system", "true"), "needs os.system"),
-    "bytearray": (".pt", asking("builtins", "bytearray", 2**33), "needs builtins.bytearray"),
-    "encode": (".pt", asking("_codecs", "encode", "x", "hex"), "needs _codecs.encode"),
-    "tensor of a size": (".pt", asking("torch", "Tensor", 2**33), r"needs torch\.Tensor"),
     "long storage": (".pt", lambda f: repacked(f, longer), "data/0 must have 4194304 bytes, got 16"),
     "long pickle": (".pt", pickled(b"}" * 13_000_000), "got a pickle of 13000002 bytes"),
     "many opcodes": (".pt", pickled(b"}" * 5_900_000), "more than 300000 steps"),
@@ -223,7 +232,6 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "lzma": (".pt", lambda f: repacked(f, lambda _, d: d, zipfile.ZIP_LZMA), "stored or deflated, got compression 14"),
     "no pickle": (".pt", npz(b"x", name="archive/data/0"), "got an archive with 0 pickles"),
     "not an array": (".npz", npz(b"x", name="W_Q.txt"), r"must hold \.npy arrays, got W_Q\.txt"),
-    "npy noise": (".npz", npz(b"x"), "not a readable npz file"),
     "npy of 2**40": (".npz", npz(npy("(1099511627776,)")), "must lie in 4398046511104 bytes, got 0"),
     "npy of nothing": (".npz", npz(npy("(0, 1099511627776)", data=b"x")), "must lie in 0 bytes, got 1"),
     "npy negative": (".npz", npz(npy("(-2, -2)", data=bytes(16))), "not a readable|must lie"),
@@ -239,12 +247,16 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "safetensors not JSON": (".safetensors", safetensors(b"{"), "not a readable safetensors"),
     "safetensors deep": (".safetensors", safetensors(b"[" * 500_000), "not a readable safetensors"),
     "safetensors shape": (".safetensors", safetensors(tensor_header([2**40], 4), data=bytes(4)), "not a readable"),
-    "safetensors overflow": (".safetensors", safetensors(tensor_header([2**62, 2**62], 4), data=bytes(4)), "not a readable"),
     "safetensors dtype": (".safetensors", safetensors(tensor_header([1], 4, "X"), data=bytes(4)), "not a readable"),
-    "safetensors offsets": (".safetensors", safetensors(tensor_header([2], 8), data=bytes(4)), "not a readable"),
     "unsigned": (".safetensors", safetensors(tensor_header([2], 4, "U16"), data=bytes(4)), "got torch.uint16"),
+    "flax shape": (".msgpack", flax((7, 3), b"float32", bytes(24)), "must lie"),
+    "flax negative": (".msgpack", flax((-2, -3), b"float32", bytes(24)), "must (lie|have|hold)"),
+    "flax huge": (".msgpack", flax((2**40, 2**40), b"float32", bytes(24)), "must (lie|have|hold)"),
+    "flax kind": (".msgpack", flax((2, 3), b"bfloat16", bytes(12)), "must (lie|have|hold)"),
+    "flax objects": (".msgpack", flax((2, 3), b"object", bytes(48)), "must (lie|have|hold)"),
+    "flax axes": (".msgpack", flax((1,) * 40, b"float32", bytes(4)), "must (lie|have|hold)"),
+    "one array under many names": (".pkl", many_names, "must lie in 24000000 bytes together"),
     "empty": (".pt", lambda f: f.write_bytes(b""), "an empty file"),
-    "empty npz": (".npz", lambda f: f.write_bytes(b""), "not a readable npz file"),
     "sparse gigabytes": (".pt", lambda f: f.touch() or truncate(f, 2**40), "at most 268435456 bytes, got"),
 }  # fmt: skip
 
@@ -272,10 +284,9 @@ def test_noise_and_truncated_files(tmp_path: Path, suffix: str):
     file = tmp_path / f"x{suffix}"
     tensors = {"W": torch.ones(3, 3), "b": torch.ones(3)}
     if suffix == ".msgpack":
-        arrays = {
-            n: msgpack.packb((t.shape, "float32", t.numpy().tobytes())) for n, t in tensors.items()
-        }
-        file.write_bytes(msgpack.packb({n: msgpack.ExtType(1, a) for n, a in arrays.items()}))
+        arrays = {n: (t.shape, "float32", t.numpy().tobytes()) for n, t in tensors.items()}
+        tree = {n: msgpack.ExtType(1, msgpack.packb(array)) for n, array in arrays.items()}
+        file.write_bytes(msgpack.packb(tree))
     elif suffix == ".npz":
         np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
     elif suffix == ".npy":
@@ -321,11 +332,6 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_refused(r"cannot be read .*Permission denied", load, tmp_path)
 
 
-def test_a_small_archive_that_is_deflated_is_read(tmp_path: Path):
-    repacked(tmp_path / "x.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
-    assert torch.equal(read_arrays(tmp_path / "x.pt")["W"], torch.ones(4))
-
-
 def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
     values = np.arange(6, dtype=np.float64).reshape(2, 3)
     kinds = {
@@ -342,6 +348,24 @@ def test_arrays_of_any_byte_order_and_layout(tmp_path: Path):
     assert tensors["empty"].shape == (0, 3)
     assert not {"config", "number"} & tensors.keys()  # settings
     assert tensor_files.read_file(tmp_path / "x.npz")[1] == {"config": "text", "number": 2.0}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pickled_arrays_of_any_kind_and_layout(tmp_path: Path, protocol: int):
+    arrays = {
+        kind: np.arange(6).reshape(2, 3).astype(kind) for kind in (">f4", "<f8", "<i8", "|u1", "?")
+    }
+    arrays |= {f"{kind} turned": array.T for kind, array in arrays.items()} | {
+        "none": np.zeros((0, 3))
+    }
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(arrays | {"loss": np.float32(1)}, protocol))
+    tensors = read_arrays(tmp_path / "x.pkl")
+    assert list(tensors) == list(arrays)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.numpy(), arrays[name])
+    nested = {"params": {"net/~/key": {"w": arrays["<f8"]}, "step": 3}}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(nested, protocol))
+    assert list(read_arrays(tmp_path / "x.pkl")) == ["net/~/key.w"]
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -43,8 +43,7 @@ def test_a_new_file_replaces_nothing(tmp_path: Path, kind: str):
     }
     make[kind]()
     before = path.lstat().st_ino
-    with pytest.raises(CheckpointError, match=r"new\.csv: already exists; it is not overwritten\."):
-        write_new(path, text("ours"))
+    assert_refused(r"new\.csv: already exists", write_new, path, text("ours"))
     assert (path.lstat().st_ino, other.read_text()) == (before, "mine")
     assert names(tmp_path) == ["new.csv", "other"]
 
@@ -91,9 +90,6 @@ def test_temporary_files_are_deleted_of_ended_processes_only(tmp_path: Path):
         (tmp_path / name).write_text("x")
     delete_leftovers(tmp_path, "a".__eq__)
     assert names(tmp_path) == sorted(kept)
-
-
-def test_the_name_of_a_temporary_file_is_one_that_would_be_deleted(tmp_path: Path):
     seen = []
     write_atomically(tmp_path / "a", lambda file: seen.append(file.name) or file.write_text("x"))
     assert re.fullmatch(rf"\.a\.{MACHINE}-{os.getpid()}-[0-9a-f]{{8}}\.tmp", seen[0])
@@ -191,19 +187,6 @@ def test_a_claim_from_elsewhere_deletes_nothing_outside_its_folder(tmp_path: Pat
     (folder / CLAIM).write_text(MARK + "\n".join(["z", *listed]) + "\n")
     settle(folder)
     assert names(tmp_path) == ["mine", "u", "u/link"]
-
-
-def test_an_earlier_result_of_ours_is_replaced(tmp_path: Path):
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "notes").write_text("mine")
-    with claimed(tmp_path, last="z", names=["a", "z"], replaced=["a"]) as claim:
-        claim.write("a", text("new"))
-        claim.write("z", text("new"))
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "a": "new",
-        "notes": "mine",
-        "z": "new",
-    }
 
 
 def replacing(folder: Path):

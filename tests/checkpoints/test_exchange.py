@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import convert
-from mechinterp.checkpoints.native.exchange import hooked_state, positions_for
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import NAMES, predict
@@ -56,7 +55,11 @@ def write_state(file: Path, **changes: Tensor | None) -> Path:
     return file
 
 
-def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_round_trip_loses_nothing(tmp_path: Path, dtype: torch.dtype):
+    native, exchange = tmp_path / "native", tmp_path / "exchange"
+    save(native, CONFIG, initial_weights(CONFIG).to(dtype), step=7)
+    convert(load(native), "transformer-lens", exchange)
     written = load(exchange)
     assert (written.format, written.assumed, written.step) == ("transformer-lens", {}, 7)
     assert (written.history, written.snapshots) == (None, {})
@@ -68,19 +71,9 @@ def test_a_round_trip_loses_nothing(native: Path, exchange: Path, tmp_path: Path
     assert (back.format, back.step) == ("native", 7)
     file = "model.safetensors"
     assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
-    prompts = sample_prompts(CONFIG.task, 32, seed=0)
+    prompts = sample_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
     expected = predict(before.weights.circuits, prompts)
-    assert_close_to_rounding(predict(back.weights.circuits, prompts), expected)
     assert_close_to_rounding(written.model.predict(prompts), expected)
-
-
-def test_double_precision_stays(tmp_path: Path):
-    weights = initial_weights(CONFIG).to(torch.float64)
-    save(tmp_path / "native", CONFIG, weights, step=0)
-    convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
-    assert_same(load(tmp_path / "exchange").weights.circuits, weights)
-    kinds = {t.dtype for t in load_file(tmp_path / "exchange" / "model.safetensors").values()}
-    assert kinds == {torch.float64}
 
 
 def test_files_hold_what_hooked_transformer_asks_for(exchange: Path):
@@ -108,17 +101,9 @@ def test_files_hold_what_hooked_transformer_asks_for(exchange: Path):
     compile((exchange / "load.py").read_text(), "load.py", "exec")
 
 
-def test_there_are_more_positions_than_tokens():
-    assert positions_for(TaskConfig()) == 1024
-    assert positions_for(TaskConfig(context_length=1023)) == 1025
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
-def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(
-    tmp_path: Path, suffix: str
-):
+def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path: Path):
     checkpoint = load(
-        write_state(tmp_path / f"state{suffix}"),
+        write_state(tmp_path / "state.pt"),
         task={"noise_var": 0.3, "covariance": {"kind": "identity"}},
     )
     assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
@@ -177,24 +162,15 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
     ("changes", "words"),
     [
         ({ATTN + "W_O": torch.ones(2, 4, 5)}, "x columns of blocks.0.attn.W_O must be zero, got 1"),
-        (
-            {ATTN + "b_V": torch.ones(2, 4)},
-            "b_V must be zero (the side-car file states that there are no",
-        ),
+        ({ATTN + "b_V": torch.ones(2, 4)}, r"b_V must be zero \(the side-car file states"),
         ({ATTN + "mask": ONES.tril()}, "mask must be strict causal, as the side-car file states"),
-        ({ATTN + "W_K": None}, "W_K must have three axes, head first, got nothing"),
-        (
-            {"blocks.0.ln1.w": torch.ones(5)},
-            "blocks.0.ln1.w is not among the tensors of an attention-only HookedTransformer",
-        ),
-        ({"unembed.W_U": torch.ones(5, 2)}, "W_U must copy the y entries"),
     ],
 )
 def test_weights_that_contradict_their_side_car_are_refused(
     exchange: Path, changes: dict[str, Tensor], words: str
 ):
     write_state(exchange / "model.safetensors", **changes)
-    assert_refused(rf"exchange/model\.safetensors: .*{re.escape(words)}", load, exchange)
+    assert_refused(rf"exchange/model\.safetensors: .*{words}", load, exchange)
 
 
 def test_biases_are_read_and_written(tmp_path: Path):
@@ -227,26 +203,18 @@ def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Pat
     assert checkpoint.weights.circuits.attend_to_self
     assert checkpoint.config.model.attend_to_self
     assert "model.attend_to_self" not in checkpoint.assumed
-    with pytest.raises(CheckpointError, match="got a model whose query attends to itself"):
-        convert(checkpoint, "transformer-lens", tmp_path / "exchange")
+    lens = ("transformer-lens", tmp_path / "exchange")
+    assert_refused("whose query attends to itself", convert, checkpoint, *lens)
     convert(checkpoint, "native", tmp_path / "native")
     assert load(tmp_path / "native").weights.circuits.attend_to_self
-    with pytest.raises(CheckpointError, match="attend_to_self must be the file's True, got False"):
-        load(file, attend_to_self=False)
+    assert_refused("attend_to_self must be the file's True", load, file, attend_to_self=False)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n_layers", 2),
-        ("n_heads", 3),
-        ("d_model", 6),
-        ("attn_scale", math.sqrt(5)),
-        ("attn_scale", None),
-        ("strict_causal", False),
-        ("strict_causal", 1),
-        ("attention", "linear"),
-        ("readout", "all"),
+        *(("n_layers", 2), ("n_heads", 3), ("d_model", 6), ("attn_scale", math.sqrt(5))),
+        *(("attn_scale", None), ("strict_causal", 1), ("attention", "linear"), ("readout", "all")),
     ],
 )
 def test_a_side_car_of_another_model_is_refused(exchange: Path, field: str, value: object):
@@ -256,11 +224,3 @@ def test_a_side_car_of_another_model_is_refused(exchange: Path, field: str, valu
         load(exchange)
     assert str(error.value).startswith(f"{file}: {field} must be ")
     assert str(error.value).endswith(f", got {value!r}.")
-
-
-def test_other_scores_have_no_place_in_hooked_transformer(tmp_path: Path):
-    config = replace(CONFIG, model=replace(CONFIG.model, score="1+tanh"))
-    save(tmp_path / "native", config, initial_weights(config), step=0)
-    with pytest.raises(CheckpointError, match=r"native: .*softmax attention only, got score '1\+"):
-        convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
-    assert not (tmp_path / "exchange").exists()

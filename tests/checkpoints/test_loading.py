@@ -1,7 +1,5 @@
 """What lies at a path is found out, and conversion overwrites nothing."""
 
-import json
-import re
 import shutil
 from pathlib import Path
 
@@ -14,10 +12,11 @@ from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.load import checkpoint_paths, convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import COLUMNS
-from mechinterp.config import ExperimentConfig, TaskConfig, as_task
+from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
+from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig()
 HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})
@@ -45,6 +44,18 @@ def test_native_to_native_is_a_copy(native: Path, tmp_path: Path):
     assert (copy.config, copy.step, copy.assumed) == (CONFIG, 3, {})
 
 
+@pytest.mark.parametrize("form", ["native", "transformer-lens"])
+def test_a_weights_file_of_a_folder_of_ours_is_the_folder(native: Path, tmp_path: Path, form: str):
+    convert(load(native), form, tmp_path / "folder")
+    folder, file = load(tmp_path / "folder"), load(tmp_path / "folder" / "model.safetensors")
+    for name in ("config", "step", "path", "format", "assumed"):
+        assert getattr(file, name) == getattr(folder, name)
+    assert_same(file.weights, folder.weights)
+    assert list(file.snapshots) == list(folder.snapshots)
+    words = "n_heads is only for files that do not state it"
+    assert_refused(words, load, tmp_path / "folder" / "model.safetensors", n_heads=2)
+
+
 def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     files = convert(load(native), "transformer-lens", tmp_path / "empty")
@@ -60,15 +71,6 @@ def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path:
             with pytest.raises(CheckpointError, match=f"{name}: already (holds .*|exists); it"):
                 convert(load(native), target, tmp_path / name)
             assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
-
-
-def test_an_unknown_format_or_place_is_refused(native: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="one of native, transformer-lens, npz, got 'onnx'"):
-        convert(load(native), "onnx", tmp_path / "out")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="out: cannot be written") as error:
-        convert(load(native), "transformer-lens", tmp_path / "file" / "out")
-    assert "\n" not in str(error.value)
 
 
 def test_a_task_is_for_files_that_do_not_state_theirs(state: Path, tmp_path: Path):
@@ -98,17 +100,3 @@ def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tm
     shutil.copy(state, alone)
     assert checkpoint_paths([tmp_path / "all", alone]) == [alone, exchange, native, alone]
     assert load(alone).name == "alone"
-
-
-def test_a_task_file(tmp_path: Path):
-    file = tmp_path / "task.json"
-    file.write_text(json.dumps({"noise_var": 0.2}))
-    assert as_task(file).in_words == as_task({"noise_var": 0.2}).in_words
-    file.write_text("[1]")
-    refused = [file, tmp_path, tmp_path / "gone.json"]
-    with pytest.raises(ValueError, match=r"task\.json: must contain a JSON object, got list"):
-        as_task(file)
-    file.write_text("{")
-    for path in refused:
-        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: not a readable JSON file"):
-            as_task(path)

@@ -1,12 +1,10 @@
 """Pickles that hang, crash or fill the memory of those who build what they say; and those that hold more than tensors."""
 
 import io
-import json
-import os
 import pickle
 import struct
-import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -19,9 +17,8 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import read_pickle
 from tests.checkpoints.files import read as load
 from tests.checkpoints.files import saved
-from tests.checkpoints.foreign_files import softmax_paper_state, whole_run
+from tests.checkpoints.foreign_files import whole_run
 from tests.checkpoints.test_archives import little, with_pickle
-from tests.conftest import CHECKPOINTS
 
 # A tuple 60 deep, each one twice in the next: 2**60 leaves in 240 bytes.
 DOUBLED = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
@@ -198,32 +195,6 @@ def test_a_long_run_is_read_in_seconds(tmp_path: Path):
     run |= {"qk_matrices": list(torch.rand(logs, heads, 6, 6).clone().unbind()), "n": [0.1] * logs}
     file = saved(tmp_path, run)
     assert load(file).config.model.n_heads == heads
-    code = (
-        "import sys, time; from pathlib import Path; from mechinterp.checkpoints.io.tensor_files import "
-        "read_arrays; start = time.process_time(); read_arrays(Path(sys.argv[1])); "
-        "print(time.process_time() - start)"
-    )
-    # Without the type checks of the tests, which take longer than the reading.
-    ran = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True)
-    assert float(ran.stdout) < 5  # half of it where nothing else runs
-
-
-@pytest.mark.slow
-def test_bad_pickles_do_not_end_the_classification_of_a_folder(tmp_path: Path):
-    trained = load(CHECKPOINTS / "softmax-h2-s0").weights.circuits
-    torch.save(whole_run(softmax_paper_state(trained)), tmp_path / "good.pth")
-    for name in ("the key of a dictionary", "deep root", "the key of a storage"):
-        archive(tmp_path / f"{name}.pth", HOSTILE[name][0])
-    # In a process of its own: the crash of one file must not be that of the tests.
-    command = [sys.executable, "-m", "mechinterp", "classify", str(tmp_path), "--json"]
-    before = os.times()
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    after = os.times()
-    assert ran.returncode == 2, ran.stderr
-    # Of the processor, start-up included: other work on the machine does not count.
-    seconds = sum(after[2:4]) - sum(before[2:4])
-    assert seconds < 10
-    rows = {Path(row["path"]).stem: row for row in json.loads(ran.stdout)}
-    assert {name for name, row in rows.items() if "error" in row} == rows.keys() - {"good"}
-    assert len(rows) == 4
-    assert rows["good"]["pattern"]
+    start = time.process_time()
+    read_arrays(file)
+    assert time.process_time() - start < 5  # half of it where nothing else runs

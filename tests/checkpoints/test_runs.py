@@ -30,20 +30,30 @@ def true_run() -> Checkpoint:
     return load(CHECKPOINTS / "softmax-h2-s0")
 
 
-def write_run(folder: Path, layout: str = "haiku", name: str = "step_{}.pt") -> Path:
+def write_run(folder: Path, name: str = "step_{}.pt") -> Path:
     """A file for each of some steps of a shipped model, in names whose reading leaves columns and sign open."""
     folder.mkdir(parents=True, exist_ok=True)
     for step in STEPS:
         file = folder / name.format(step)
         file.parent.mkdir(exist_ok=True)
-        torch.save(LAYOUTS[layout](true_run().snapshots[step].circuits), file)
+        torch.save(LAYOUTS["haiku"](true_run().snapshots[step].circuits), file)
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in the names of haiku."""
+    return write_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture(scope="module")
+def read_run(folder: Path) -> Checkpoint:
+    return load_run(folder, **HINTS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["haiku", "modules {x}_proj"])
-def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layout: str):
-    run = load_run(write_run(tmp_path / "mine", layout), **HINTS)
+def test_a_head_stays_the_same_head_and_is_read_in_one_way(folder: Path, read_run: Checkpoint):
+    run = read_run
     assert run.steps == list(STEPS)
     assert run.step == STEPS[-1]
     assert run.assumed["step"] == STEPS[-1]
@@ -51,21 +61,14 @@ def test_a_head_stays_the_same_head_and_is_read_in_one_way(tmp_path: Path, layou
         true, read = true_run().snapshots[step].circuits, run.snapshots[step].circuits
         torch.testing.assert_close(read.QK, true.QK, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(read.OV, true.OV, rtol=1e-5, atol=1e-6)
-    assert [each.loss < 0.6 for each in run.readings[:1]] == [True]
+    assert run.readings[0].loss < 0.6
+    # The last file decides, as at step 0 nothing predicts, so that columns and sign stay open.
+    assert not any(each.predicts for each in load(folder / "step_0.pt", **HINTS).readings)
 
 
 @pytest.mark.slow
-def test_a_file_alone_may_be_read_in_another_way(tmp_path: Path):
-    """Which is why the last one decides: at step 0 nothing predicts, so that columns and sign stay open."""
-    folder = write_run(tmp_path / "mine")
-    first = load(folder / "step_0.pt", **HINTS)
-    assert not any(each.predicts for each in first.readings)
-    assert load(folder / "step_10000.pt", **HINTS).readings[0].predicts
-
-
-@pytest.mark.slow
-def test_losses_are_on_the_same_prompts(tmp_path: Path):
-    run = load_run(write_run(tmp_path / "mine"), **HINTS)
+def test_losses_are_on_the_same_prompts(read_run: Checkpoint):
+    run = read_run
     prompts = evaluation_prompts(run, n_prompts=N_PROMPTS)
     history = run.history
     assert history["step"].tolist() == [step for step in STEPS for _ in range(2)]
@@ -103,14 +106,11 @@ def test_a_bias_that_training_leaves_at_zero_at_first(tmp_path: Path):
     ("names", "steps"),
     [
         (("step_1000.pt", "step_200.pt"), [200, 1000]),
-        (("model_400.pt", "model_0.pt"), [0, 400]),
-        (("checkpoint-2000", "checkpoint-500"), [500, 2000]),
         (("epoch=3.ckpt", "epoch=0.ckpt"), [0, 3]),
         (("epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"), [6, 12]),
         (("net_h2_iter0050.pth", "net_h2_iter0100.pth"), [50, 100]),
         (("1000.npz", "2000.npz"), [1000, 2000]),
         (("seed0.pt", "seed1.pt"), []),
-        (("softmax-h1", "softmax-h2"), []),
         (("model_0.pt", "model_1.pt"), []),
         (("step_1_s0.pt", "step_2_s1.pt"), []),
         (("step_1.pt", "best.pt"), []),
@@ -132,21 +132,13 @@ def test_whoever_says_that_it_is_a_run_is_believed():
 
 
 @pytest.mark.slow
-def test_a_pattern_a_list_and_a_folder_are_one_run(tmp_path: Path):
-    folder = write_run(tmp_path / "mine")
+def test_a_pattern_a_list_and_folders_are_one_run(tmp_path: Path):
+    folder = write_run(tmp_path / "folders", name="checkpoint-{}/pytorch_model.bin")
+    torch.save({}, folder / "checkpoint-0" / "optimizer.pt")
     torch.save({}, folder / "optimizer.pt")
-    expected = load(folder, **HINTS)
-    for path in (str(folder / "step_*.pt"), list(folder.glob("step_*")), folder):
+    for path in (str(folder / "checkpoint-*"), list(folder.glob("checkpoint-*"))):
         run = load_run(path, **HINTS)
-        assert run.steps == expected.steps
-        assert run.path == folder
-
-
-@pytest.mark.slow
-def test_folders_of_steps(tmp_path: Path):
-    folder = write_run(tmp_path / "mine", name="checkpoint-{}/pytorch_model.bin")
-    for step in STEPS:
-        torch.save({}, folder / f"checkpoint-{step}" / "optimizer.pt")
+        assert (run.steps, run.path) == (list(STEPS), folder)
     assert load(folder, **HINTS).steps == list(STEPS)
 
 
@@ -174,8 +166,8 @@ def test_what_is_no_run(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_analyses_and_formats_take_a_run(tmp_path: Path):
-    run = load_run(write_run(tmp_path / "mine"), **HINTS)
+def test_analyses_and_formats_take_a_run(read_run: Checkpoint, tmp_path: Path):
+    run = read_run
     patterns = over_steps(run, n_prompts=64)
     assert patterns.step.tolist() == list(STEPS)
     assert patterns.headlines[-1] == "debiased_gd"
@@ -193,8 +185,7 @@ def test_analyses_and_formats_take_a_run(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_classify_writes_steps_and_losses(tmp_path: Path, run):
-    folder = write_run(tmp_path / "mine")
+def test_classify_writes_steps_and_losses(folder: Path, read_run: Checkpoint, tmp_path: Path, run):
     table = tmp_path / "table.csv"
     done = run("classify", folder, *OPTIONS, "--n-prompts", "64", "--out", table, "--json")
     documents = json.loads(done.out)
@@ -202,34 +193,6 @@ def test_classify_writes_steps_and_losses(tmp_path: Path, run):
     assert [Path(each["path"]).name for each in documents] == [f"step_{n}.pt" for n in STEPS]
     assert "3 files are one run, steps 0 to 10000" in done.err
     frame = pd.read_csv(table)
-    losses = load_run(folder, **HINTS).history.drop_duplicates("step")["eval_loss"]
+    losses = read_run.history.drop_duplicates("step")["eval_loss"]
     np.testing.assert_allclose(frame.sort_values("step")["loss"], losses, rtol=1e-6)
     assert frame.sort_values("step")["pattern"].iloc[-1] == "debiased_gd"
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_has_its_slider_and_curves(tmp_path: Path, run):
-    folder = write_run(tmp_path / "mine")
-    done = run(
-        *("report", folder, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
-    )
-    tables = {Path(each).name for each in json.loads(done.out)["tables"]}
-    assert {"classify_over_steps.csv", "history.csv"} <= tables
-    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
-    assert "What it computes, step by step" in page
-    assert "3 logged steps, 0 to 10,000" in page
-    assert "Adam, step size" not in page  # nobody knows how it was trained
-
-
-@pytest.mark.slow
-def test_seeds_of_one_setting_are_compared(tmp_path: Path, run):
-    for seed in (0, 1):
-        write_run(tmp_path / f"run_s{seed}")
-    folders = [tmp_path / f"run_s{seed}" for seed in (0, 1)]
-    done = run(
-        *("report", *folders, "--out", tmp_path / "page", *OPTIONS, "--n-prompts", "64", "--json")
-    )
-    about = json.loads(done.out)
-    assert [each["path"] for each in about["checkpoints"]] == [str(each) for each in folders]
-    models = pd.read_csv(tmp_path / "page" / "models.csv")
-    assert models["checkpoint"].tolist() == ["run_s0", "run_s1"]

@@ -8,7 +8,6 @@ import pytest
 from mechinterp import load
 from mechinterp.checkpoints import shipped
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.cli.options import shown_path
 from tests.checkpoints.files import assert_refused
 
 ROOT = Path(__file__).parents[2]
@@ -20,11 +19,6 @@ def test_what_lies_at_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: py
     (tmp_path / "softmax-h2-s0").mkdir()
     assert shipped.shipped_path("softmax-h2-s0") == Path("softmax-h2-s0")
     assert_refused(r"softmax-h2-s0", load, "softmax-h2-s0")
-
-
-def test_a_name_in_a_folder_is_a_path():
-    assert shipped.shipped_path("runs/softmax-h2-s0") == Path("runs/softmax-h2-s0")
-    assert shipped.shipped_path("./softmax-h2-s0") == Path("softmax-h2-s0")
 
 
 def test_a_clone_has_all_trained_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -48,8 +42,3 @@ def test_bundled_files_are_links_to_those_of_the_clone():
         for file in (shipped.BUNDLED / name).iterdir():
             assert file.is_symlink()
             assert os.path.samefile(file, ROOT / "checkpoints" / name / file.name)
-
-
-def test_a_model_of_the_package_is_shown_by_its_name():
-    assert shown_path(shipped.BUNDLED / "softmax-h2-s0") == "softmax-h2-s0"
-    assert shown_path(Path("runs/softmax-h2-s0")) == "runs/softmax-h2-s0"
