@@ -86,12 +86,6 @@ def prompts(generator: torch.Generator) -> Prompts:
     return sample_prompts(TaskConfig(), 256, generator=generator, dtype=torch.float64)
 
 
-@pytest.fixture
-def gradient_step_weights() -> AttentionWeights:
-    """Three heads, d_x = 5: heads 0 and 1 are one debiased step of size 0.88, head 2 is zero."""
-    return stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
-
-
 @contextmanager
 def refused(*words: object, error: type[Exception] = ValueError) -> Iterator[None]:
     """What stands in it ends in an error of one line with these words: the thing, its value, the option."""
