@@ -40,7 +40,7 @@ from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig
 from mechinterp.config import TaskConfig as TaskConfig
 from mechinterp.config import override as override
-from mechinterp.icl.pools import dmmse as dmmse
+from mechinterp.icl.predictors import dmmse as dmmse
 from mechinterp.icl.prompts import Prompts as Prompts
 from mechinterp.icl.prompts import generator_for as generator_for
 from mechinterp.icl.prompts import sample_prompts as sample_prompts

@@ -15,8 +15,8 @@ from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS
 from mechinterp.icl.prompts import sample_prompts
+from mechinterp.models.layers import tokens_of
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.tokens import tokens_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.train import train_job

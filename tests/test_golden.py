@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.presets import PRESETS
-from mechinterp.training.general.step import loss_and_gradients
-from mechinterp.training.general.trainer import initial_deep_weights
+from mechinterp.training.general.trainer import initial_deep_weights, loss_and_gradients
 from tests.conftest import sampled
 from tests.golden import subjects
 from tests.golden.store import (

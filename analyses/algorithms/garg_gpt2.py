@@ -27,10 +27,9 @@ from analyses.lib.measured import ROOT
 from mechinterp import Prompts, TaskConfig, generator_for, load, sample_prompts
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.icl.algorithm_fits import fit_algorithm
+from mechinterp.icl.algorithm import PromptMoments, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompt_moments import PromptMoments
 
 D_X = 4
 NOISE_STD = 1.0

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mechinterp import Prompts, TaskConfig, sample_prompts
+from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.prompt_moments import PromptMoments
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 GD, NEWTON, ALG1, ISTA = (

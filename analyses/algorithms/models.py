@@ -19,9 +19,8 @@ from analyses.algorithms.learners import ALG1, GD, GDPP, ISTA, NEWTON, PRE, RIDG
 from analyses.algorithms.near_misses import NEAR
 from analyses.algorithms.new_families import NEW_GUISES, NEW_MISSES
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.algorithm import PromptMoments
+from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
 from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model

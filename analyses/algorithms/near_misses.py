@@ -11,8 +11,7 @@ from analyses.algorithms.families import Descent, Drawn, Family, Random, dense, 
 from analyses.algorithms.learners import GD, GDPP, NEWTON, law_of
 from analyses.lib.theory.learners import lasso, nearest_neighbours, pcr
 from mechinterp import Prompts, TaskConfig
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import nadaraya_watson, ridge
+from mechinterp.icl.predictors import dmmse, nadaraya_watson, ridge
 from mechinterp.icl.prompts import task_pool
 
 

@@ -23,7 +23,7 @@ from mechinterp.analysis.learners.nearest import task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.models.scores import is_normalised
+from mechinterp.models.layers import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 
 FILE = "task_doubt.csv"

@@ -20,7 +20,7 @@ from mechinterp.analysis.training.learning_coefficient import N_BETA, local_lear
 from mechinterp.analysis.training.sampler import Chains, LocalLoss
 from mechinterp.config import override
 from mechinterp.models.weights import Weights
-from mechinterp.training.one_layer.pack import Pack
+from mechinterp.training.one_layer.step import Pack
 
 STEPS = {"softmax-h1-s0": (500_000,), "softmax-h2-s0": (0, 1000, 500_000)}
 EARLY = range(0, 1001, 100)

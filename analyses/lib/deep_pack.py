@@ -17,8 +17,11 @@ from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights, circuit_norms
-from mechinterp.training.general.step import losses_at_every, predictions_for_training
-from mechinterp.training.general.trainer import initial_deep_weights
+from mechinterp.training.general.trainer import (
+    initial_deep_weights,
+    losses_at_every,
+    predictions_for_training,
+)
 from mechinterp.training.run import Batch, Run, flattened, own, views
 
 Tensors = dict[str, Tensor]

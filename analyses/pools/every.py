@@ -29,8 +29,7 @@ from analyses.lib import RESULTS
 from analyses.lib.deep_pack import DeepPack
 from mechinterp import load, override, preset, sample_prompts, task_pool
 from mechinterp.config import ExperimentConfig
-from mechinterp.icl.pools import dmmse_at_every
-from mechinterp.icl.predictors import ridge_at_every
+from mechinterp.icl.predictors import dmmse_at_every, ridge_at_every
 from mechinterp.models.run.general import predict_at_every
 
 POOLS = (1, 4, 16, 64, 256, 1024, None)

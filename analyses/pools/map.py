@@ -28,7 +28,7 @@ from mechinterp import compare_priors, load, over_steps, task_pool
 from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
-from mechinterp.icl.pools import Pool
+from mechinterp.icl.predictors import Pool
 
 OTHERS = (16, 1024)
 """Numbers of tasks of the pools that models without a pool are compared with; the plan names the

@@ -21,7 +21,7 @@ from mechinterp.analysis.learners.priors import (
 from mechinterp.analysis.stats import carried_by_few, estimates
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, with_sem
-from mechinterp.icl.pools import Pool
+from mechinterp.icl.predictors import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 

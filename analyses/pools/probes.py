@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mechinterp import Prompts, sample_prompts
-from mechinterp.icl.pools import Pool, log_posterior
+from mechinterp.icl.predictors import Pool, log_posterior
 from mechinterp.models.run.predictor import Predictor
 
 PENALTY = 1e-3

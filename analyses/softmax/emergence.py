@@ -20,7 +20,7 @@ from analyses.lib import Measured, Record, record
 from analyses.lib.measured import parsed, parser_of, write
 from mechinterp import ExperimentConfig, classify, override, preset
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.training.one_layer.pack import Pack
+from mechinterp.training.one_layer.step import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
 SGD_RATE = 0.1

@@ -16,7 +16,7 @@ from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.softmax import debiased_risk
 from mechinterp import TaskConfig, classify
 from mechinterp.icl.predictors import debiased_gd
-from mechinterp.models.scores import score_derivative_at_zero
+from mechinterp.models.layers import score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_step_size
 
 FAMILIES, SLOPES = ("affine", "square"), (0.5, 0.8, 1.0)

@@ -14,7 +14,7 @@ from mechinterp.analysis.learners.nearest import NEAR, Nearby, TaskLoss, task_do
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.given import PromptsTask, no_law
+from mechinterp.icl.predictors import PromptsTask, no_law
 
 WORDS: dict[str, str] = TEXTS["reasons"]
 """Names of numbers in a reason, in words. A name must stand before any shorter name that it begins
@@ -74,8 +74,8 @@ def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: st
     return Verdict(
         computes,
         sure,
-        is_not=f"{near.told(behind[0])} (clearly lower)" if behind else NOTHING_EXCLUDED,
-        alike="; ".join(near.told(n) for n in rest if n not in behind),
+        is_not=f"{near.in_words(behind[0])} (clearly lower)" if behind else NOTHING_EXCLUDED,
+        alike="; ".join(near.in_words(n) for n in rest if n not in behind),
         doubt=doubt,
     )
 

@@ -20,14 +20,15 @@ from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.atomic import writing
 from mechinterp.checkpoints.io.errors import CheckpointError, naming
-from mechinterp.checkpoints.io.headers import (
+from mechinterp.checkpoints.io.locks import claimed
+from mechinterp.checkpoints.io.tensor_files import (
     STEP,
     opened,
+    read_arrays,
     read_steps,
     require_shapes,
+    widened,
 )
-from mechinterp.checkpoints.io.locks import claimed
-from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.folder import (
     FILES,
     SNAPSHOTS,
@@ -255,9 +256,11 @@ class Checkpoint(Run):
         origin = f"seed {config.seed}, step {self.step}, config {config.id}"
         if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
-            told = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
+            assumed = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
             origin = f"format {self.format}"
-            origin += f"; assumed, as the file does not state it: {', '.join(told)}" if told else ""
+            origin += (
+                f"; assumed, as the file does not state it: {', '.join(assumed)}" if assumed else ""
+            )
             origin += f"; {self.doubt}" if self.doubt else ""
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 

@@ -12,8 +12,7 @@ from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.foreign.settings import settings_of
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_of
 from mechinterp.checkpoints.io.errors import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     BESIDE,
@@ -90,14 +89,14 @@ def is_marked(folder: Path) -> bool:
     return marked and not steps_of(list(filter(is_weights, _in(folder))))
 
 
-def steps_of(paths: Sequence[Path], *, told: bool = False) -> dict[int, Path]:
+def steps_of(paths: Sequence[Path], *, one_run: bool = False) -> dict[int, Path]:
     """Paths by step, if they lie in one folder and their names differ in the step number only; else
     empty.
 
     Besides the step, the epoch may differ too.
 
     Args:
-        told: True: the paths are known to be one run, so that any number counts as the step.
+        one_run: True: the paths are known to be one run, so that any number counts as the step.
     Example:
         >>> steps_of([Path("run/step_1000.pt"), Path("run/step_200.pt")])
         {200: PosixPath('run/step_200.pt'), 1000: PosixPath('run/step_1000.pt')}
@@ -118,7 +117,9 @@ def steps_of(paths: Sequence[Path], *, told: bool = False) -> dict[int, Path]:
     by_step = {int(name[place]): path for path, name in zip(paths, names, strict=True)}
     counted = sorted(by_step) in (list(range(len(by_step))), list(range(1, len(by_step) + 1)))
     is_step = word in STEP_WORDS or (word in COUNT_WORDS and not counted)
-    return dict(sorted(by_step.items())) if len(by_step) == len(paths) and (told or is_step) else {}
+    return (
+        dict(sorted(by_step.items())) if len(by_step) == len(paths) and (one_run or is_step) else {}
+    )
 
 
 def _is_one_file(files: list[Path]) -> bool:
@@ -248,7 +249,7 @@ def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
     )
 
 
-def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpoint:
+def load_run(path: str | Path | Sequence[str | Path], **options: object) -> Checkpoint:
     """Run of checkpoints at a path, of any format: the last one, with the weights of all as
     `snapshots`.
 
@@ -259,7 +260,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
     Args:
         path: A folder, a pattern such as "runs/mine/step_*.pt", or a list of files. Their names
             differ in the step number only (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
-        said: Arguments of `load`.
+        options: Arguments of `load`.
     Raises:
         CheckpointError: If the names do not show the steps, the shapes differ, or a file cannot be
             read.
@@ -275,7 +276,7 @@ def load_run(path: str | Path | Sequence[str | Path], **said: object) -> Checkpo
         ...     load_run(folder).steps
         [1000, 2000]
     """
-    steps, hints = _steps_at(path), _hints(said)
+    steps, hints = _steps_at(path), _hints(options)
     with naming(next(iter(steps.values())).parent):
         return _understood(_run(steps, hints), hints)
 
@@ -296,7 +297,7 @@ def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
         raise CheckpointError(
             f"{path}: must be a folder with checkpoints, or a pattern that matches some; found none."
         )
-    steps = steps_of(paths, told=True)
+    steps = steps_of(paths, one_run=True)
     if not steps:
         raise CheckpointError(
             f"{paths[0].parent}: names of a run must differ in the step number only, got {_listed(paths)}; a pattern such as "
@@ -419,7 +420,7 @@ def convert(checkpoint: Checkpoint, target: str, out: str | Path) -> list[Path]:
     checkpoint, out = checkpoint_of(checkpoint, "convert"), Path(out)
     if target not in TARGETS:
         raise ValueError(f"Format must be one of {', '.join(TARGETS)}, got {target!r}.")
-    rivals = [each.said for each in checkpoint.readings if each.predicts and each.stands]
+    rivals = [each.tried for each in checkpoint.readings if each.predicts and each.stands]
     scores = sorted({str(said["score"]) for said in rivals if "score" in said})
     if len(scores) > 1:
         raise CheckpointError(

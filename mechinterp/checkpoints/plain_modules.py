@@ -22,10 +22,9 @@ from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.hooked.query_position import query_positions
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.runner import HookedPredictor, query_positions
+from mechinterp.models.layers import require_sizes
 from mechinterp.models.run.predictor import ModelPredictor, Predictor
-from mechinterp.models.tokens import require_sizes
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.module import ModuleHooks

@@ -108,7 +108,7 @@ def _steps(
         if run is None or run.history is None:
             continue
         losses = run.history.drop_duplicates("step").set_index("step")
-        for step, path in steps_of(group, told=True).items():
+        for step, path in steps_of(group, one_run=True).items():
             numbers = {"step": step, "loss": losses["eval_loss"][step]}
             numbers["loss_sem"] = losses["eval_loss_sem"][step]
             steps[path] = replace(run.at(step), path=path), numbers

@@ -313,7 +313,7 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     divisor = shown.pop("attn_scale", None)
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
         shown["scale"] = 1 / divisor
-    task = checkpoint.task.told
+    task = checkpoint.task.fields_in_words
     assumed = [f"task.{n} = {task[n]}" for n in checkpoint.task.assumed if n in task]
     assumed += [
         f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"

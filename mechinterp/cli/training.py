@@ -101,7 +101,7 @@ def sweep(
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.comparison import sweep_frame
     from mechinterp.checkpoints.io.errors import printable
-    from mechinterp.checkpoints.native.history import write_own_table
+    from mechinterp.checkpoints.native.folder import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.to_json import training_document
     from mechinterp.training import shards

@@ -6,6 +6,7 @@ package cannot train is refused when it is created.
 
 from mechinterp.config.experiment import (
     ExperimentConfig,
+    TrainConfig,
     differences,
     from_dict,
     override,
@@ -13,7 +14,6 @@ from mechinterp.config.experiment import (
 )
 from mechinterp.config.model import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
 from mechinterp.config.task import CovarianceConfig, TaskConfig, TaskLike, as_task, task_fields
-from mechinterp.config.train import TrainConfig
 
 __all__ = [
     "CONTEXT_ONLY_SCORES",

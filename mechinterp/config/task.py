@@ -206,7 +206,7 @@ class TaskConfig:
         rules.require("beta_var", self.beta_var is None or not signs, rule)
 
     @property
-    def told(self) -> dict[str, str]:
+    def fields_in_words(self) -> dict[str, str]:
         """Fields that decide the prompts, as text; defaults with their value."""
         settings = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
         default = " (1/sparsity)" if self.nonzeros == "signs" else " (1/d_x)"
@@ -258,9 +258,9 @@ class TaskConfig:
             >>> TaskConfig(noise_var=0).assuming(["d_x"]).in_words
             'd_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0; assumed: d_x'
         """
-        told = self.told
-        unstated = ", ".join(name for name in told if name in self.assumed)
-        line = ", ".join(f"{name} {value}" for name, value in told.items())
+        words = self.fields_in_words
+        unstated = ", ".join(name for name in words if name in self.assumed)
+        line = ", ".join(f"{name} {value}" for name, value in words.items())
         return f"{line}; assumed: {unstated}" if unstated else line
 
     @property

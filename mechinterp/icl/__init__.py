@@ -4,8 +4,8 @@ from mechinterp.rooms import names_of
 
 HOMES = {
     "ALGORITHMS": "mechinterp.icl.algorithms",
-    "PromptMoments": "mechinterp.icl.prompt_moments",
-    "fit_algorithm": "mechinterp.icl.algorithm_fits",
+    "PromptMoments": "mechinterp.icl.algorithm",
+    "fit_algorithm": "mechinterp.icl.algorithm",
     "ridge": "mechinterp.icl.predictors",
 }
 

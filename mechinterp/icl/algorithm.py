@@ -1,15 +1,102 @@
 """Algorithms of linear regression: a prediction after every layer, as a function of a few scalars."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for
+
+
+class PromptMoments:
+    """Moments of prompts that the algorithms use, in float64.
+
+    The task is the one that a model was trained on; the prompts may come from another task. It gives the covariance Sigma of
+    preconditioned gradient descent and the penalty of the posterior mean.
+    """
+
+    def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
+        self.prompts = prompts.to(torch.float64)
+        self.task = task
+
+    def times(self, factor: float) -> "PromptMoments":
+        """Moments with S and b times a factor; with factor L / L_0 they are sums over pairs divided by a fixed L_0."""
+        scaled, (values, vectors) = PromptMoments(self.prompts, self.task), self._eigh
+        scaled.S, scaled.b = factor * self.S, factor * self.b
+        scaled._eigh = (factor * values, vectors)
+        return scaled
+
+    @property
+    def context_length(self) -> int:
+        return self.prompts.x.shape[1]
+
+    @property
+    def n_pairs(self) -> Float[Tensor, "batch 1"]:
+        """Number of pairs of each context."""
+        return self.S.new_full((len(self.prompts), 1), self.context_length)
+
+    @cached_property
+    def S(self) -> Float[Tensor, "batch d_x d_x"]:
+        """X^T X / L, unit x^2."""
+        return self.prompts.x.mT @ self.prompts.x / self.context_length
+
+    @cached_property
+    def b(self) -> Float[Tensor, "batch d_x d_y"]:
+        """X^T y / L, unit x y."""
+        return self.prompts.x.mT @ self.prompts.y / self.context_length
+
+    def gradient(self, w: Float[Tensor, "batch d_x d_y"]) -> Float[Tensor, "batch d_x d_y"]:
+        """Negative gradient b - S w."""
+        return self.b - self.S @ w
+
+    @property
+    def eigenvalues(self) -> Float[Tensor, "batch d_x"]:
+        """Eigenvalues s of S, smallest first."""
+        return self._eigh[0]
+
+    @cached_property
+    def mode_predictions(self) -> Float[Tensor, "batch d_x d_y"]:
+        """<v, x_query> <v, b> for each eigenvector v of S.
+
+        The prediction of w = phi(S) b is their sum with weights phi(s).
+        """
+        vectors = self._eigh[1]
+        query = (self.prompts.x_query[:, None] @ vectors).mT
+        return query * (vectors.mT @ self.b)
+
+    def query_times(self, phi: Float[Tensor, "batch d_x"]) -> Float[Tensor, "batch d_x"]:
+        """phi(S) x_query, for phi given at the eigenvalues."""
+        vectors = self._eigh[1]
+        return ((self.prompts.x_query[:, None] @ vectors * phi[:, None]) @ vectors.mT)[:, 0]
+
+    @cached_property
+    def _eigh(self) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(self.S)
+        return values, vectors
+
+    @cached_property
+    def covariance(self) -> tuple[Float[Tensor, " d_x"], Float[Tensor, "d_x d_x"]]:
+        """Eigenvalues and eigenvectors of Sigma."""
+        Sigma = torch.from_numpy(covariance_matrix(self.task.covariance, self.task.d_x))
+        values, vectors = torch.linalg.eigh(Sigma.to(self.S))
+        return values, vectors
+
+    @property
+    def curvature(self) -> float:
+        """Mean over prompts of the largest eigenvalue of S, unit x^2."""
+        return self.eigenvalues[:, -1].mean().item()
+
+    @property
+    def penalty(self) -> float:
+        """Ridge penalty of the posterior mean under a dense Gaussian prior with the task's variance; unit x^2."""
+        return self.task.posterior_penalty
+
 
 WHERE = {
     "every layer": slice(None),
@@ -185,3 +272,179 @@ def _in_steps(
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:
     """Algorithm function that repeats a learner's prediction after every layer."""
     return lambda moments, n_layers: learner(moments).expand(n_layers, -1, -1)
+
+
+TOLERANCE = 1e-8
+ROUNDING = 1e-26
+"""A mean squared difference below this fraction of the target's mean square counts as rounding."""
+MAX_STEPS = 100
+DAMPING = 1e-2
+"""Initial damping, relative to the squared derivatives."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AlgorithmFit:
+    """Algorithm with fitted scalars."""
+
+    algorithm: str
+    n_layers: int
+    names: tuple[str, ...]
+    scalars: Float[np.ndarray, " scalar"]
+    error: float
+    """Mean squared difference from the target on the prompts of the fit, unit y^2."""
+
+    def __repr__(self) -> str:
+        values = zip(self.names, self.scalars, strict=True)
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in values)
+        return f"AlgorithmFit({self.algorithm}: {listed or 'no scalars'}; error {self.error:.3g})"
+
+
+@torch.inference_mode(False)
+def fit_algorithm(
+    algorithm: Algorithm,
+    moments: PromptMoments,
+    target: Float[Tensor, "*layer batch d_y"],
+    *,
+    n_layers: int,
+    n_starts: int = 4,
+    start: Float[Tensor, " scalar"] | None = None,
+    tolerance: float = TOLERANCE,
+) -> AlgorithmFit:
+    """Scalars that minimise the mean squared difference from a model's predictions.
+
+    Args:
+        target: Prediction after the last layer [batch, d_y], or after every layer
+            [layer, batch, d_y].
+        n_starts: Number of starts: the natural scalars, and these times fixed random factors. If only the last
+            prediction is given and steps can be exchanged, equal step sizes would stay equal. More than one start
+            then includes a further one with step sizes far apart.
+        start: First start; None: the natural scalars.
+        tolerance: The fit stops when a step lowers the mean square by less than this fraction.
+    Raises:
+        ValueError: If target has neither shape or is not finite, or n_starts is below 1.
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.algorithms import ALGORITHMS
+        >>> from mechinterp.icl.predictors import ridge
+        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> moments, by_name = PromptMoments(prompts, TaskConfig()), {a.name: a for a in ALGORITHMS}
+        >>> target = ridge(moments.prompts, penalty=2.0)
+        >>> fit_algorithm(by_name["ridge"], moments, target, n_layers=4).scalars.round(6)
+        array([2.])
+    """
+    if n_starts < 1:
+        raise ValueError(f"n_starts must be >= 1, got {n_starts}.")
+    wanted = target.detach().to(moments.S)
+    shape = tuple(moments.prompts.y_query.shape)
+    if tuple(wanted.shape) not in (shape, (n_layers, *shape)):
+        raise ValueError(
+            f"target must have shape {list(shape)} or {[n_layers, *shape]}, "
+            f"got {list(wanted.shape)}."
+        )
+    if not wanted.isfinite().all():
+        raise ValueError("target must be finite, got a prediction that is not.")
+
+    def difference(scalars: Tensor) -> Tensor:
+        predictions = algorithm.predictions(moments, scalars, n_layers)
+        return ((predictions if wanted.ndim == 3 else predictions[-1]) - wanted).flatten()
+
+    lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
+    fits: list[tuple[float, Tensor]] = []
+    starts = [algorithm.start(moments, n_layers) if start is None else start]
+    if n_starts > 1 and wanted.ndim == 2:
+        starts += _apart(algorithm, moments, len(starts[0]))
+    for scalars in (*starts, *_disturbed(starts[0], n_starts - 1)):
+        fits.append(_minimise(difference, scalars, lower, goal, tolerance))
+        if fits[-1][0] <= goal:
+            break
+    error, scalars = min(fits, key=lambda fit: fit[0])
+    names = algorithm.names(n_layers)
+    return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
+
+
+def _apart(algorithm: Algorithm, moments: PromptMoments, steps: int) -> list[Tensor]:
+    """Start with step sizes far apart, if steps can be exchanged: those of Chebyshev's iteration, which are
+    optimal for the interval that contains most eigenvalues."""
+    if algorithm.modes is None or steps < 2:
+        return []
+    modes = algorithm.modes(moments)
+    least, most = modes[..., 0].quantile(0.1), modes[..., -1].quantile(0.9)
+    angles = (
+        (2 * torch.arange(steps, dtype=torch.float64, device=modes.device) + 1)
+        * torch.pi
+        / (2 * steps)
+    )
+    return [1 / ((most + least) / 2 + (most - least) / 2 * angles.cos())]
+
+
+def _disturbed(natural: Tensor, count: int) -> Iterator[Tensor]:
+    for start in range(1, count + 1 if len(natural) else 1):
+        factors = torch.randn(
+            len(natural),
+            generator=generator_for(0, "init", start),
+            dtype=torch.float32,
+            device="cpu",
+        )
+        yield natural * (0.5 * factors.double()).exp()
+
+
+def _minimise(
+    difference: Callable[[Tensor], Tensor],
+    scalars: Tensor,
+    lower: Tensor,
+    goal: float,
+    tolerance: float,
+) -> tuple[float, Tensor]:
+    """Smallest mean square and its scalars, by Levenberg-Marquardt steps. A scalar at its lower bound stays there
+    while the mean square would decrease only beyond the bound."""
+    rest = difference(scalars)
+    error = rest.square().mean().nan_to_num(nan=torch.inf).item()
+    if not len(scalars) or not np.isfinite(error):
+        return error, scalars
+    damping = DAMPING
+    for _ in range(MAX_STEPS):
+        J = _jacobian(difference, scalars)
+        free = (scalars > lower) | (rest @ J < 0)
+        Q, R = torch.linalg.qr(J * free)
+        before, growth = error, 2.0
+        scale = J.norm(dim=0).clamp(min=1e-12).diag()
+        if not (R.isfinite().all() and scale.isfinite().all()):
+            break  # predictions of a high degree can be finite with infinite derivatives
+        while error == before and damping < 1e12:
+            # Least squares instead of normal equations, which would square the condition number.
+            stacked = torch.cat([R, damping**0.5 * scale])
+            wanted = torch.cat([-rest @ Q, torch.zeros_like(scalars)])
+            # The default driver returns 0 if the first column is 0.
+            step = torch.linalg.lstsq(stacked, wanted[:, None], driver="gelsd").solution[:, 0]
+            tried = torch.maximum(scalars + step, lower)
+            tried_rest = difference(tried)
+            tried_error = tried_rest.square().mean().item()
+            if tried_error < error:
+                foreseen = before - (rest + J @ (tried - scalars)).square().mean().item()
+                damping = max(damping * _damping_factor(before - tried_error, foreseen), 1e-12)
+                scalars, rest, error = tried, tried_rest, tried_error
+            else:
+                damping, growth = damping * growth, 2 * growth
+        if error <= goal or before - error <= tolerance * before:
+            break
+    return error, scalars
+
+
+def _damping_factor(gain: float, foreseen: float) -> float:
+    """Factor on the damping: below 1 if the step gained what the linearisation predicted, above 1 if it gained little.
+    Otherwise steps oscillate where predictions are curved and the smallest error is not 0 (Nielsen 1999)."""
+    if foreseen <= 0:
+        return 2.0
+    return max(1 / 3, 1 - (2 * gain / foreseen - 1) ** 3)
+
+
+def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor:
+    """Derivatives [difference, scalar], computed as the derivatives of J^T u with respect to u."""
+    at = scalars.clone().requires_grad_()
+    rest = difference(at)
+    u = torch.zeros_like(rest, requires_grad=True)
+    (product,) = torch.autograd.grad(rest, at, u, create_graph=True)
+    basis = torch.eye(len(at), dtype=at.dtype, device=at.device)
+    (columns,) = torch.autograd.grad(product, u, basis, is_grads_batched=True)
+    return columns.mT

@@ -8,9 +8,8 @@ the formulas, their sources, and the tests that distinguish the members.
 import torch
 from torch import Tensor
 
-from mechinterp.icl.algorithm import Algorithm, Scalar, filtered, without_path
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, filtered, without_path
+from mechinterp.icl.predictors import dmmse
 from mechinterp.icl.prompts import task_pool
 
 

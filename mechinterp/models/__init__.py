@@ -8,7 +8,7 @@ HOMES = {
     "gpt2_predictor": "mechinterp.models.hooked.gpt2",
     "initial_deep_weights": "mechinterp.training.general.trainer",
     "initial_weights": "mechinterp.training.one_layer.step",
-    "interleaved": "mechinterp.models.tokens",
+    "interleaved": "mechinterp.models.layers",
     "predict_deep": "mechinterp.models.run.general",
     "preprocess_then_optimise_model": "mechinterp.models.constructions.sparse",
     "rotated": "mechinterp.models.constructions.descent",

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.config.model import BIASES, NAMES
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, one_layer_bytes, require_memory, together
-from mechinterp.models.scores import pattern_and_slope
-from mechinterp.models.shapes import BIASES, NAMES
+from mechinterp.models.layers import pattern_and_slope
 
 
 @dataclass(frozen=True, eq=False)

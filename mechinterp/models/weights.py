@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
+from mechinterp.config.model import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
 from mechinterp.icl.prompts import ordinary
 from mechinterp.models.heads import AttentionWeights, identity_keys
-from mechinterp.models.scores import LINEAR
-from mechinterp.models.shapes import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
+from mechinterp.models.layers import LINEAR
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Attention tensors that have a head axis."""

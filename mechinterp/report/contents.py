@@ -21,7 +21,7 @@ from mechinterp.analysis.result import Card, Finding, figures_of, meanings, sent
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
-from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.hooked.runner import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
 from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.to_html import Section

@@ -37,7 +37,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
         "weights": {name: list(shape) for name, shape in outline.shapes.items()},
     }
     if hooks:
-        from mechinterp.models.hooked.hook_map import hook_map
+        from mechinterp.models.hooked.transformer import hook_map
 
         document["hooks"] = hook_map(_checkpoint(source).model).to_dict(orient="records")
     return document

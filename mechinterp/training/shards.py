@@ -14,7 +14,7 @@ from mechinterp.checkpoints.io.atomic import read_json, write_new, writing
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, from_dict
-from mechinterp.training.one_layer.pack import packs
+from mechinterp.training.one_layer.step import packs
 from mechinterp.training.train import LOCK, RESULTS, is_finished
 
 PLAN = "shards.json"

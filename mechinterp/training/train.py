@@ -28,15 +28,14 @@ from mechinterp.checkpoints.native.folder import (
     named_config,
     read_document,
     read_history,
+    require_own_table,
 )
-from mechinterp.checkpoints.native.history import require_own_table
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.linear.trainer import moments_bytes, train_linear
-from mechinterp.training.one_layer.pack import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import Progress, train_run
-from mechinterp.training.state import stored_models
+from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
+from mechinterp.training.run import Progress, stored_models, train_run
 
 LOCK = ".lock"
 RESULTS = "results.parquet"

@@ -14,8 +14,7 @@ from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.errors import CheckpointError
-from mechinterp.checkpoints.native.folder import COLUMNS
-from mechinterp.checkpoints.native.history import write_own_table
+from mechinterp.checkpoints.native.folder import COLUMNS, write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack

@@ -25,9 +25,9 @@ from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.layers import interleaved
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.tokens import interleaved
 from tests.conftest import assert_close_to_rounding, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 from tests.models.test_layered_models import GargModel, garg

@@ -25,9 +25,10 @@ from mechinterp.analysis.training.monitor import Monitor
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, override
-from mechinterp.icl.pools import dmmse, dmmse_at_every
 from mechinterp.icl.predictors import (
     debiased_gd,
+    dmmse,
+    dmmse_at_every,
     nadaraya_watson,
     ridge,
     ridge_at_every,
@@ -38,9 +39,9 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts, task_
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.layers import interleaved
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import learner_of, predictions_after, predictor_of
-from mechinterp.models.tokens import interleaved
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import CHECKPOINTS, refused

@@ -12,9 +12,9 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify, read_through
 from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.config.model import tensor_shapes
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
 from mechinterp.models.heads import AttentionWeights, identity_keys, stack
-from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding
 

@@ -34,7 +34,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
-from mechinterp.training.linear.flat import unflatten
+from mechinterp.training.linear.flow import unflatten
 from mechinterp.training.linear.trainer import task_moments
 from tests.conftest import CHECKPOINTS, refused, sampled
 from tests.learning import merged_at, saddle

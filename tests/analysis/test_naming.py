@@ -28,10 +28,9 @@ from mechinterp.analysis.multi_layer.naming_scores import (
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge, zero_prediction
-from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.predictors import dmmse, ridge, zero_prediction
 from mechinterp.icl.prompts import (
     Prompts,
     covariance_matrix,
@@ -49,8 +48,7 @@ from mechinterp.models.constructions.descent import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.constructions.stack import stack_of_layers
-from mechinterp.models.hooked.query_position import NoStreamError
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights, stacked
 from mechinterp.training.general.trainer import initial_deep_weights

@@ -23,8 +23,7 @@ from mechinterp.analysis.learners.priors import (
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.heads import AttentionWeights

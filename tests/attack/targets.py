@@ -19,13 +19,13 @@ from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.load import TARGETS, convert
-from mechinterp.checkpoints.native.history import MARK, write_own_table
+from mechinterp.checkpoints.native.folder import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.to_csv import write_table
 from mechinterp.report.to_html import Section
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.state import read_state
+from mechinterp.training.one_layer.step import Pack
+from mechinterp.training.run import read_state
 from mechinterp.training.train import RESULTS, pack_jobs, train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.files import hugging_face

@@ -11,9 +11,8 @@ from mechinterp.config import override
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.one_layer import pack as pack_module
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.one_layer import step as pack_module
+from mechinterp.training.one_layer.step import Pack, by_tensors
 
 STEPS = 100
 SHIPPED = [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3

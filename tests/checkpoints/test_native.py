@@ -16,15 +16,14 @@ from mechinterp.checkpoints.io.atomic import write_atomically
 from mechinterp.checkpoints.io.errors import CheckpointError
 from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.shapes import tensor_shapes
 from mechinterp.models.weights import AnyWeights, Weights
 from mechinterp.training.general.trainer import initial_deep_weights
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.one_layer.step import Pack, initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.test_archives import little
 from tests.conftest import assert_same

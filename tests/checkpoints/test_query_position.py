@@ -21,7 +21,7 @@ from mechinterp import (
     write_report,
 )
 from mechinterp.analysis.ablation.pruning import best_head_first
-from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.runner import query_positions
 from tests.checkpoints.test_hooked_modules import Split
 
 TASK = TaskConfig(d_x=3, context_length=6)

@@ -102,7 +102,7 @@ def test_the_label_is_the_true_one_or_an_option_is_asked_for(tmp_path: Path, nam
 @pytest.mark.slow
 def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     checkpoint = load(as_circuits(heads_of("softmax-h1-s0"), tmp_path / "h1.npz"))
-    told = {reading.said["score"]: reading for reading in checkpoint.readings if reading.stands}
+    told = {reading.tried["score"]: reading for reading in checkpoint.readings if reading.stands}
     # A lower loss is not the model's own score: this one was trained with softmax.
     assert told["linear/L"].loss < told["softmax"].loss < 1
     assert torch.equal(checkpoint.weights.circuits.W_Q, checkpoint.readings[0].weights.circuits.W_Q)
@@ -143,7 +143,7 @@ def test_columns_orientation_and_sign_are_told_by_the_loss(tmp_path: Path, optio
     assert checkpoint.assumed[f"model.{option}"] == value
     assert_same_circuits(checkpoint.weights.circuits, weights)
     told = load(file, **hints, **{option: value})
-    assert not any(option in reading.said for reading in told.readings if option != "orientation")
+    assert not any(option in reading.tried for reading in told.readings if option != "orientation")
     assert_same_circuits(told.weights.circuits, weights)
 
 
@@ -186,7 +186,7 @@ def test_readings_are_compared_on_as_many_prompts_each(
     said = {"positions": "none", "passes": 1, "activation": "relu"}
     law = {"context_length": 10, "noise_var": 0}
     checkpoint = loaded(tmp_path, state, score="softmax", scale=1.0, model=said, task=law)
-    assert {each.said["residual"] for each in checkpoint.readings} == {True, False}
+    assert {each.tried["residual"] for each in checkpoint.readings} == {True, False}
 
 
 def test_readings_that_are_one_model_count_once(tmp_path: Path):
@@ -194,7 +194,7 @@ def test_readings_that_are_one_model_count_once(tmp_path: Path):
     state = LAYOUTS["modules {x}_proj"](random_heads(n_heads=2, d_head=1))
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "model": {"positions": "none"}}
     readings = loaded(tmp_path, state, n_heads=2, **hints).readings
-    assert sorted(each.said["attend_to_self"] for each in readings) == [False, True]
+    assert sorted(each.tried["attend_to_self"] for each in readings) == [False, True]
     symmetric = {f"W{x}": torch.diag(torch.tensor([1.0, 2, 3, 4])) for x in "qkvo"}
     checkpoint = loaded(tmp_path, symmetric, n_heads=1, scale=1.0, attend_to_self=False, **hints)
     assert len(checkpoint.readings) == 1
@@ -235,7 +235,7 @@ def test_a_reading_that_may_be_no_better_than_0_does_not_come_before_one_that_pr
     # The mean of the errors of the first is .5, the standard error of that .28.
     errors = [(tailed(0.1, 40.0, 2), ZERO), (tailed(0.2, 0.2, 0), ZERO)]
     readings = ranked([({"norm": each}, lambda: STEP) for each in ("before", "after")], errors)
-    assert [(each.said["norm"], each.predicts) for each in readings] == [("after", True), ("before", False)]  # fmt: skip
+    assert [(each.tried["norm"], each.predicts) for each in readings] == [("after", True), ("before", False)]  # fmt: skip
 
 
 def test_advice_and_reasons_name_the_options_that_are_open():
@@ -282,7 +282,7 @@ def test_nothing_is_understood_of_random_weights(tmp_path: Path):
     # Said in full, the same file is not understood either, as its only reading predicts nothing.
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
     stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **hints)
-    assert [each.said for each in stated.readings] == [{}]
+    assert [each.tried for each in stated.readings] == [{}]
     assert classify(stated, **FEW).pattern == "undetermined"
     # As a checkpoint of this package, or a hooked model, it is as random weights are.
     convert(stated, "native", tmp_path / "native")
@@ -412,7 +412,7 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     assert checkpoint.assumed["model.position_columns_left_out"] == WIDTH - D_X - 1
     assert 0 < checkpoint.assumed["model.position_columns_share"] < 0.05
     # Every reading names its entry, that of y among them.
-    assert {each.said["output_column"] for each in checkpoint.readings} == {0, D_X, WIDTH - 1}
+    assert {each.tried["output_column"] for each in checkpoint.readings} == {0, D_X, WIDTH - 1}
     label = classify(checkpoint, **FEW)
     assert label.pattern == "linear_gd"
     assert label.circuits.omega == pytest.approx(np.full((1, D_X), OMEGA), rel=1e-6)

@@ -126,7 +126,7 @@ def test_names_that_hold_a_step(names: tuple[str, ...], steps: list[int]):
 def test_whoever_says_that_it_is_a_run_is_believed():
     files = [Path("model_0.pt"), Path("model_1.pt")]
     assert steps_of(files) == {}
-    assert list(steps_of(files, told=True)) == [0, 1]
+    assert list(steps_of(files, one_run=True)) == [0, 1]
     others = [Path("a/step_1.pt"), Path("b/step_2.pt")]
     assert runs_among(others) == [[path] for path in others]
 

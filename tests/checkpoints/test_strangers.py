@@ -13,7 +13,7 @@ from torch import nn
 from mechinterp.analysis.ablation.single import ablate
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.names import copies_in
-from mechinterp.checkpoints.foreign.settings import settled
+from mechinterp.checkpoints.foreign.read import settled
 from mechinterp.checkpoints.io.errors import CheckpointError, NotUnderstoodError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.general import Attend, predictions
@@ -154,7 +154,7 @@ def test_positions_of_layers_are_tried_or_taken_from_a_table(tmp_path: Path):
     said = {name: value for name, value in joins(kind).items() if name != "positions"}
     hints = {**PLAIN, "model": said}
     readings = loaded(tmp_path, state, **hints).readings
-    assert {"none", "sinusoidal"} <= {each.said["positions"] for each in readings}
+    assert {"none", "sinusoidal"} <= {each.tried["positions"] for each in readings}
     angles = {"rotary_emb.inv_freq": 100.0 ** -(torch.arange(0, 8, 2) / 8)}
     model = loaded(tmp_path, state | angles, **hints).config.model
     assert (model.rotary_dim, model.rotary_base) == (8, pytest.approx(100.0))

@@ -13,8 +13,7 @@ import torch
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.config.experiment import from_dict
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.one_layer.step import Pack, initial_weights
 from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import CHECKPOINTS, assert_close_to_rounding, sampled
 

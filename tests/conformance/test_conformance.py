@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mechinterp import load
 from mechinterp.config import SCORES
-from mechinterp.models.hooked import attention
+from mechinterp.models.hooked import blocks
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests import deep_models
 from tests.conformance.check import CHECKS, check_conformance
@@ -141,7 +141,7 @@ def deaf(scores: Tensor, *, score: str, slope: float) -> Tensor:
     ],
 )
 def test_a_broken_pattern_fails_its_check(monkeypatch, pattern, name: str, reason: str):
-    monkeypatch.setattr(attention, "attention_pattern", pattern)
+    monkeypatch.setattr(blocks, "attention_pattern", pattern)
     with pytest.raises(AssertionError, match=re.escape(reason)):
         CHECKS[name](random_model())
 

@@ -24,9 +24,8 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer import pack as pack_module
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import by_tensors
+from mechinterp.training.one_layer import step as pack_module
+from mechinterp.training.one_layer.step import Pack, by_tensors
 from mechinterp.training.run import Batch, Run, batch_chunks
 from tests.benchmarks import plain
 from tests.gpu.machine import described, gpus, state

@@ -28,8 +28,7 @@ from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import initial_weights, loss_and_gradients, membership
+from mechinterp.training.one_layer.step import Pack, initial_weights, loss_and_gradients, membership
 from mechinterp.training.run import Run
 from tests.conftest import ROUNDING, sampled
 from tests.gpu.bench import replayed

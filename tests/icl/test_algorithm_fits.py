@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
+from mechinterp.icl.algorithm import TOLERANCE, Algorithm, PromptMoments, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.conftest import refused
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
     ols,

@@ -11,8 +11,7 @@ from mechinterp import classify
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
-from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
-from mechinterp.icl.predictors import debiased_gd, ridge
+from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.pools import POOL_BYTES, dmmse, log_posterior
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.predictors import POOL_BYTES, dmmse, log_posterior, ridge
 from mechinterp.icl.prompts import Prompts, generator_for, prompt_chunks, sample_prompts, task_pool
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)

@@ -20,8 +20,8 @@ from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.layers import interleaved
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.tokens import interleaved
 from tests.conftest import refused
 from tests.deep_models import WIDE, random_model, small_gpt2
 

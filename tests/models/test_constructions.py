@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.prompt_moments import PromptMoments
 from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
 from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,

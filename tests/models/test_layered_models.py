@@ -9,8 +9,7 @@ from transformers import GPT2Config, GPT2Model
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.foreign.settings import settled
+from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settled
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.masks import Head

@@ -7,14 +7,14 @@ import torch
 from einops import einsum
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
-from mechinterp.models.run.general import AVERAGE, attend, pattern_of
-from mechinterp.models.scores import (
+from mechinterp.models.layers import (
     LINEAR,
     attention_pattern,
     is_normalised,
     pattern_and_slope,
     score_derivative_at_zero,
 )
+from mechinterp.models.run.general import AVERAGE, attend, pattern_of
 
 SLOPE = 0.7
 F = {

@@ -15,7 +15,7 @@ from mechinterp.models import heads as functional
 from mechinterp.models.constructions.one_layer import kernel_head
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.scores import is_normalised
+from mechinterp.models.layers import is_normalised
 from tests import deep_models
 from tests.conftest import ROUNDING, assert_close_to_rounding, refused
 

@@ -9,7 +9,7 @@ import torch
 from analyses.lib.theory.linear_pools import pool_optimum, second_moment
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig, override
-from mechinterp.icl.pools import dmmse
+from mechinterp.icl.predictors import dmmse
 from mechinterp.icl.prompts import covariance_matrix, sample_prompts, task_pool
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes, population_moments

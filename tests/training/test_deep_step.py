@@ -11,7 +11,7 @@ from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.attention import attend
-from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.general.trainer import loss_and_gradients
 from mechinterp.training.lanes import LANES
 from tests.models.test_deep_models import TASK, random_weights
 

@@ -15,7 +15,7 @@ from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.one_layer.pack import packs
+from mechinterp.training.one_layer.step import packs
 from mechinterp.training.run import Progress, views
 from mechinterp.training.train import train_models
 from tests.conftest import assert_close_to_rounding, sampled

@@ -15,8 +15,7 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import NAMES, predict
 from mechinterp.training import run as running
 from mechinterp.training import train as training
-from mechinterp.training.one_layer.pack import Pack, pack_bytes
-from mechinterp.training.one_layer.step import loss_and_gradients, membership
+from mechinterp.training.one_layer.step import Pack, loss_and_gradients, membership, pack_bytes
 from mechinterp.training.run import batch_chunks
 
 CONFIG = ExperimentConfig(
@@ -64,7 +63,7 @@ import json, sys, torch
 from pathlib import Path
 from mechinterp.config import from_dict
 from mechinterp.training.one_layer import kernel
-from mechinterp.training.one_layer import pack as pack_module
+from mechinterp.training.one_layer import step as pack_module
 from mechinterp.memory import peak_memory
 from mechinterp.training.train import train_models
 torch.set_num_threads(1)

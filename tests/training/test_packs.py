@@ -10,7 +10,7 @@ import torch
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
-from mechinterp.training.one_layer.pack import Pack, packs
+from mechinterp.training.one_layer.step import Pack, packs
 from mechinterp.training.train import pack_jobs, train_models
 from tests.conftest import assert_same
 from tests.training.test_sweep import SMALL
@@ -43,7 +43,7 @@ def test_a_run_in_several_packs_has_the_bits_of_one_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = finished(Pack(MODELS))
-    monkeypatch.setattr("mechinterp.training.one_layer.pack.PACK_HEADS", 4)
+    monkeypatch.setattr("mechinterp.training.one_layer.step.PACK_HEADS", 4)
     assert names_of(packs(MODELS)) == [["s0", "s1"], ["s2"]]
     assert train_models(MODELS, tmp_path).steps == 40
     for name, trained in whole.results().items():

@@ -18,7 +18,7 @@ from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training import run
-from mechinterp.training.one_layer.pack import Pack
+from mechinterp.training.one_layer.step import Pack
 from mechinterp.training.run import Progress
 from mechinterp.training.sweep_file import load_sweep
 from mechinterp.training.train import LOCK, require_finite, train_models

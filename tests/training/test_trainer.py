@@ -15,8 +15,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
 from mechinterp.training import run
-from mechinterp.training.one_layer.pack import Pack
-from mechinterp.training.one_layer.step import initial_weights
+from mechinterp.training.one_layer.step import Pack, initial_weights
 from mechinterp.training.run import Progress, train_run
 from tests.benchmarks import plain
 from tests.conftest import assert_same, refused

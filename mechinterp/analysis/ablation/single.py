@@ -35,13 +35,11 @@ from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
-from mechinterp.icl.pools import dmmse
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.icl.prompts import Prompts, task_pool
 from mechinterp.models.hooked.masks import METHODS
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 SETS = ("single", "pairs", "greedy")

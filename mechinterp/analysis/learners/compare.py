@@ -24,11 +24,14 @@ from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
-from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
-from mechinterp.icl.pools import dmmse, dmmse_at_every
 from mechinterp.icl.predictors import (
+    PENALTIES,
+    PromptsTask,
     debiased_gd,
+    dmmse,
+    dmmse_at_every,
     nadaraya_watson,
+    no_law,
     ridge,
     ridge_at_every,
     vanilla_gd,
@@ -36,7 +39,7 @@ from mechinterp.icl.predictors import (
 )
 from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
-from mechinterp.models.run.evaluation import evaluation_prompts, require_number
+from mechinterp.models.run.evaluation import evaluation_prompts, require_number, task_for
 from mechinterp.models.run.predictor import (
     Learner,
     Predictor,
@@ -45,7 +48,6 @@ from mechinterp.models.run.predictor import (
     learner_of,
     predictor_of,
 )
-from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 STEPS = 128

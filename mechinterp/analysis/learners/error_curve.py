@@ -23,7 +23,7 @@ from mechinterp.analysis.stats import (
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import (
     Learner,
     Source,
@@ -31,7 +31,6 @@ from mechinterp.models.run.predictor import (
     predictions_after,
     predictor_of,
 )
-from mechinterp.models.run.task import task_for
 
 BESIDE = {"ridge": "ridge", "dMMSE": "dmmse", "least squares": "least squares", "zero": "zero"}
 """Learners beside the model, by their name in the table; dMMSE needs a task with a pool."""

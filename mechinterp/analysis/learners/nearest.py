@@ -60,7 +60,7 @@ class Nearby:
         names = ("r2", "r2_sem", "lead", "lead_sem")
         return frame_of(self, *names, learner=self.learners).to_dict(orient="records")
 
-    def told(self, n: int = 0) -> str:
+    def in_words(self, n: int = 0) -> str:
         """Name of a learner with its R²."""
         return f"{LEARNERS[self.learners[n]]}, {explained(self.r2[n], self.r2_sem[n])}"
 
@@ -68,7 +68,7 @@ class Nearby:
     def sentence(self) -> str:
         """The nearest learner, and whether its R² reaches NEAR."""
         far = "" if self.is_near else f" (below {NEAR:g}: not close)"
-        return f"the nearest simple learner is {self.told()}{far}"
+        return f"the nearest simple learner is {self.in_words()}{far}"
 
 
 def nearby(

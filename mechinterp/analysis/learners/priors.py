@@ -26,12 +26,17 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
-from mechinterp.icl.pools import Pool, dmmse, dmmse_at_every, require_pool
-from mechinterp.icl.predictors import ridge, ridge_at_every
+from mechinterp.icl.predictors import (
+    Pool,
+    dmmse,
+    dmmse_at_every,
+    require_pool,
+    ridge,
+    ridge_at_every,
+)
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
-from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 KINDS = ("pool", "new")

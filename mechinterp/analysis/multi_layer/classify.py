@@ -32,8 +32,8 @@ from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import best_factor, mean_and_sem
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names
+from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.run.task import task_for
 
 LISTED = 8
 """Most heads without a clear rise that are named."""

@@ -49,12 +49,10 @@ from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, res
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.given import PromptsTask, no_law
-from mechinterp.icl.predictors import ridge
+from mechinterp.icl.predictors import PromptsTask, no_law, ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, require_number
+from mechinterp.models.run.evaluation import evaluation_prompts, require_number, task_for
 from mechinterp.models.run.predictor import Learner, Predictor, Source
-from mechinterp.models.run.task import task_for
 
 UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
 GROWTH = (1, 4, 16)

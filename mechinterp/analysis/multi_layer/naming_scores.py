@@ -20,15 +20,12 @@ from torch import Tensor
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, Scalar
-from mechinterp.icl.algorithm_fits import fit_algorithm
+from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.given import PromptsTask, no_law
-from mechinterp.icl.prompt_moments import PromptMoments
+from mechinterp.icl.predictors import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
 from mechinterp.models.hooked.masks import Hooks
-from mechinterp.models.hooked.query_position import NoStreamError, query_positions
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learner, predictor_of
 

@@ -42,14 +42,13 @@ from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.score import Reading, not_understood
 from mechinterp.config import TaskConfig, TaskLike
-from mechinterp.icl.given import no_law
+from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, head_outputs, predict
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.layers import is_normalised, kernel_text
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.run.task import task_for
-from mechinterp.models.scores import is_normalised, kernel_text
 from mechinterp.models.weights import Weights, heads_of
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def agreed_label(
         return "undetermined", not_understood(readings)
     possible = [reading for reading in readings if reading.stands]
     if len(set(patterns)) == 1:
-        first, *others = dict.fromkeys(str(each.said.get("score")) for each in possible)
+        first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)
         if patterns[0] == "undetermined" and others:
             reason += (
                 f" with score {first}; undetermined with {' and '.join(others)} too; state --score"
@@ -153,7 +152,7 @@ def agreed_label(
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
     # Settings in which readings with different labels differ; one that differs alone is preferred.
     differing = [
-        {name for name, _ in one.said.items() ^ other.said.items()}
+        {name for name, _ in one.tried.items() ^ other.tried.items()}
         for (label, one), (another, other) in combinations(labelled, 2)
         if label != another
     ]

@@ -18,7 +18,7 @@ from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import AttentionWeights, share_of
-from mechinterp.models.scores import is_normalised, score_derivative_at_zero
+from mechinterp.models.layers import is_normalised, score_derivative_at_zero
 from mechinterp.theory.softmax import debiased_step_size
 
 

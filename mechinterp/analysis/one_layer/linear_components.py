@@ -18,8 +18,8 @@ from mechinterp.analysis.result import Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
+from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.run.task import task_for
 from mechinterp.models.weights import Weights, why_no_circuits
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads

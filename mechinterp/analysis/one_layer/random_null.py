@@ -19,7 +19,7 @@ from mechinterp.analysis.one_layer.label_rules import (
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
-from mechinterp.models.scores import is_normalised
+from mechinterp.models.layers import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")

@@ -27,11 +27,9 @@ from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation,
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.hooks import Hooks
-from mechinterp.models.hooked.masks import resid_name
+from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
-from mechinterp.models.hooked.query_position import query_positions
-from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.hooked.written import require_sum
+from mechinterp.models.hooked.runner import HookedPredictor, query_positions
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import ProgressCallback, no_progress
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mechinterp.analysis.patching.nodes import Node, graph_of, layer_of
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.masks import written
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.hooked.written import written
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
 

@@ -23,10 +23,10 @@ from mechinterp.models.run.evaluation import (
     evaluation_prompts,
     least_number,
     stream_width,
+    task_for,
     usual_number,
 )
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.models.run.task import task_for
 from mechinterp.progress import ProgressCallback, no_progress
 
 TARGETS = ("y", "model", "ridge")

@@ -33,9 +33,9 @@ from mechinterp.theory.learning_coefficient import (
 )
 from mechinterp.theory.linear import Moments
 from mechinterp.theory.linear_heads import Heads, MergedHeads
-from mechinterp.training.general.step import loss_and_gradients as deep_loss
+from mechinterp.training.general.trainer import loss_and_gradients as deep_loss
 from mechinterp.training.linear.descent import sample_moments
-from mechinterp.training.linear.flat import flatten, unflatten
+from mechinterp.training.linear.flow import flatten, unflatten
 from mechinterp.training.linear.trainer import task_moments
 from mechinterp.training.one_layer.step import by_tensors, membership
 

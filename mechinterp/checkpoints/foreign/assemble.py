@@ -14,7 +14,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.fields import build
 from mechinterp.models.weights import Weights
 
-Said = Mapping[str, str | float | bool | None]
+Tried = Mapping[str, str | float | bool | None]
 """Choices of a reading, by the name of the argument of `load`."""
 TOKEN, ATTENTION, MLP = range(3)
 """Parts of the stream, side by side if outputs are not added to it."""
@@ -38,7 +38,7 @@ Columns = tuple[list[int], list[int]]
 """
 
 
-def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Columns:
+def columns(parts: Parts, chosen: Tried, sizes: tuple[int, int]) -> Columns:
     """Columns that are read and that are the prediction, under one reading."""
     d_x, d_y = sizes
     if chosen.get("layout") == "in_turn":
@@ -55,7 +55,7 @@ def columns(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> Columns:
     return inputs, list(range(start, start + d_y))
 
 
-def assembled(parts: Parts, chosen: Said, sizes: tuple[int, int], model: ModelConfig) -> Weights:
+def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelConfig) -> Weights:
     """Model of one reading, with weights rescaled so that scores have the factor 1/sqrt(d_head).
 
     Args:
@@ -100,7 +100,7 @@ def _placed(tensor: Tensor, axis: int, part: int, width: int) -> Tensor:
     return pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [part * width, behind])
 
 
-def architecture(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> ModelConfig:
+def architecture(parts: Parts, chosen: Tried, sizes: tuple[int, int]) -> ModelConfig:
     """The architecture of one reading.
 
     Raises:
@@ -152,7 +152,7 @@ def architecture(parts: Parts, chosen: Said, sizes: tuple[int, int]) -> ModelCon
     return build(ModelConfig, fields, "model.")
 
 
-def _passes(chosen: Said) -> int:
+def _passes(chosen: Tried) -> int:
     """Number of runs through the layers."""
     return int(chosen.get("passes") or 1)
 
@@ -238,7 +238,7 @@ def _ways(parts: Parts, model: ModelConfig, at: Columns, sign: int) -> dict[str,
     return tensors | read if model.d_read_in is not None else tensors
 
 
-def _table(n_positions: int, width: int, chosen: Said) -> Tensor:
+def _table(n_positions: int, width: int, chosen: Tried) -> Tensor:
     """Table of sinusoidal positions [pos, width]: sines and cosines alternate, or all sines come first.
 
     Row t has the sines and cosines of t / 10000^(2i/width).

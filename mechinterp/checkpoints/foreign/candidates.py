@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.assemble import Said, architecture, assembled, columns
+from mechinterp.checkpoints.foreign.assemble import Tried, architecture, assembled, columns
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
 from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
@@ -172,7 +172,7 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
     }
 
 
-def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said]:
+def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Tried]:
     """Every combination of choices that is common, or was stated."""
     for values in product(*choices.values()):
         chosen: dict[str, object] = dict(zip(choices, values, strict=True))
@@ -180,7 +180,7 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Said
             yield chosen  # type: ignore[misc]
 
 
-def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str]) -> list[Said]:
+def refinements(chosen: Tried, parts: Parts, form: Format, closed: Collection[str]) -> list[Tried]:
     """Changes of a reading to rotary positions, several runs through the layers, or RMS norms.
 
     Args:
@@ -208,7 +208,7 @@ def refinements(chosen: Said, parts: Parts, form: Format, closed: Collection[str
     ]
 
 
-def near_values(chosen: Said, parts: Parts, closed: Collection[str]) -> dict[str, tuple]:
+def near_values(chosen: Tried, parts: Parts, closed: Collection[str]) -> dict[str, tuple]:
     """Less common values of choices, tried on variations of the best reading only.
 
     Args:
@@ -291,7 +291,7 @@ class Source:
         length = points - 1 if isinstance(points, int) else length
         return length if isinstance(length, int) else None
 
-    def room(self, parts: Parts, said: Said) -> int | None:
+    def room(self, parts: Parts, tried: Tried) -> int | None:
         """Largest number of pairs that fits the number of positions in the file's settings.
 
         None if a table of positions shows it, as Garg et al. state half of the rows of their table.
@@ -299,13 +299,13 @@ class Source:
         room = self.settings.get("n_positions")
         if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
             return None
-        return (room - 1) // 2 if said.get("layout") == "in_turn" else room - 1
+        return (room - 1) // 2 if tried.get("layout") == "in_turn" else room - 1
 
-    def sizes(self, parts: Parts, said: Said) -> tuple[int, int]:
+    def sizes(self, parts: Parts, tried: Tried) -> tuple[int, int]:
         """d_x and d_y; if the user states both and the token is longer, its further columns are
         positions."""
         stated_d_x, stated_d_y, n = self.stated("d_x"), self.stated("d_y"), parts.d_token
-        in_turn = said.get("layout") == "in_turn"
+        in_turn = tried.get("layout") == "in_turn"
         room = 0 if in_turn else 1
         d_y = parts.shown_responses or stated_d_y
         if d_y is None:
@@ -331,7 +331,7 @@ class Case:
 
     source: Source
     parts: Parts
-    said: Said
+    tried: Tried
     model: ModelConfig
     task: TaskConfig
     known: frozenset[str]
@@ -339,18 +339,18 @@ class Case:
     _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     """Predictions by number of prompts, as a case is compared several times."""
 
-    def changed(self, changes: Iterable[Said]) -> list["Case"]:
+    def changed(self, changes: Iterable[Tried]) -> list["Case"]:
         """The case with each of these changes to its choices, where there is such a model."""
         cases = []
         for change in changes:
             with suppress(ValueError):  # rotary positions, for one, need heads of even width
-                cases.append(case_of(self.source, self.parts, {**self.said, **change}))
+                cases.append(case_of(self.source, self.parts, {**self.tried, **change}))
         return cases
 
     def refined(self) -> list["Case"]:
         """Cases with choices that leave no trace in names and shapes."""
         source = self.source
-        return self.changed(refinements(self.said, self.parts, source.form, source.closed))
+        return self.changed(refinements(self.tried, self.parts, source.form, source.closed))
 
     def predicted(self, prompts: Prompts) -> Tensor:
         """Predictions for the evaluation prompts of its task, in double precision.
@@ -369,32 +369,32 @@ class Case:
 
     def weights(self) -> Weights:
         """Weights of this reading."""
-        return assembled(self.parts, self.said, (self.task.d_x, self.task.d_y), self.model)
+        return assembled(self.parts, self.tried, (self.task.d_x, self.task.d_y), self.model)
 
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        scale = self.said["scale"]
+        scale = self.tried["scale"]
         return self.parts.d_head**-0.5 if scale is None else float(scale)
 
     def value_of(self, name: str) -> str | float | bool | None:
         """Value of a choice; the default scale and the entry of y are given as numbers."""
         if name == "scale":
             return self.scale
-        if name == "output_column" and self.said[name] is None:
-            return columns(self.parts, self.said, (self.task.d_x, self.task.d_y))[1][0]
-        return self.said.get(name)
+        if name == "output_column" and self.tried[name] is None:
+            return columns(self.parts, self.tried, (self.task.d_x, self.task.d_y))[1][0]
+        return self.tried.get(name)
 
 
-def case_of(source: Source, parts: Parts, said: Said) -> Case:
+def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
     """The parts under one reading, with the sizes of the task.
 
     Raises:
         ValueError: If no model or task has these sizes.
     """
-    sizes, stated = source.sizes(parts, said), dict(source.hints.task or {})
-    model = architecture(parts, said, sizes)
-    limits = (model.longest_context, source.room(parts, said))
+    sizes, stated = source.sizes(parts, tried), dict(source.hints.task or {})
+    model = architecture(parts, tried, sizes)
+    limits = (model.longest_context, source.room(parts, tried))
     most = min((n for n in limits if n is not None), default=None)
     length = source.context_length
     if length is not None and (most is None or length <= most):
@@ -412,7 +412,7 @@ def case_of(source: Source, parts: Parts, said: Said) -> Case:
         known.add("task.d_y")
         in_doubt = len(source.choices.get("layout", ())) > 1 and d_x is None
         known |= set() if in_doubt else {"task.d_x"}
-    return Case(source, parts, said, model, task, frozenset(known))
+    return Case(source, parts, tried, model, task, frozenset(known))
 
 
 def n_prompts_for(cases: Sequence[Case], more: int) -> int:
@@ -420,7 +420,7 @@ def n_prompts_for(cases: Sequence[Case], more: int) -> int:
     count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
     for case in cases:
         task, parts = case.task, case.parts
-        n_pos = (2 if case.said.get("layout") == "in_turn" else 1) * (task.context_length + 1)
+        n_pos = (2 if case.tried.get("layout") == "in_turn" else 1) * (task.context_length + 1)
         size = sum(t.numel() for layer in parts.layers for t in layer.values())
         products = n_pos * (size + PER_WEIGHT * n_pos * len(parts.layers) * parts.n_heads)
         numbers = n_pos * max(parts.width, task.d_x + task.d_y)
@@ -455,7 +455,7 @@ class Look:
         """Indices of the cases by their values of some choices, the lowest loss first."""
         groups: dict[object, list[int]] = {}
         for i, case in enumerate(self.cases):
-            groups.setdefault(tuple(case.said.get(n) for n in names), []).append(i)
+            groups.setdefault(tuple(case.tried.get(n) for n in names), []).append(i)
         return {of: sorted(rows, key=self.losses.__getitem__) for of, rows in groups.items()}
 
 

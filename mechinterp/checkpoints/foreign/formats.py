@@ -22,7 +22,7 @@ from mechinterp.checkpoints.foreign.tensors import (
     shown,
     unstacked,
 )
-from mechinterp.models.shapes import NAMES
+from mechinterp.config.model import NAMES
 
 PREFIX = "blocks.0.attn."
 MASK = PREFIX + "mask"

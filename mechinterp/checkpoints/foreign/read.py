@@ -3,6 +3,8 @@ becomes the checkpoint.
 
 What neither the file nor the user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,24 +23,161 @@ from mechinterp.checkpoints.foreign.candidates import (
     rotary_of,
 )
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.names import Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
+from mechinterp.checkpoints.foreign.names import TABLE, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints
 from mechinterp.checkpoints.foreign.score import (
     Reading,
-    Said,
+    Tried,
     doubt_of,
     not_understood,
     tied,
-    tried,
+    try_cases,
 )
-from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
+from mechinterp.checkpoints.io.atomic import read_json, read_yaml
+from mechinterp.checkpoints.io.errors import naming
+from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
+from mechinterp.config.model import SCORES
 from mechinterp.fields import flatten
+
+TASK_KEY = "mechinterp_task"
+"""Key of the task's fields, in the config.json that a `Monitor` writes."""
+COUNTS, WORDS, FLAGS, NUMBERS = (
+    {name: spellings.split() for name, spellings in TABLE[kind].items()}
+    for kind in ("counts", "words", "flags", "numbers")
+)
+"""Spellings of settings by the kind of their values, from names.toml."""
+POSITIONS = {word: name for name, words in TABLE["positions"].items() for word in words.split()}
+"""Names of positions, by their spellings."""
+ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
+"""Other names of activations."""
+ONLY = {
+    **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    **{"add_cross_attention": False},
+}
+"""Required values of settings of GPT-2, as other values make another model."""
+
+
+def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
+    """Settings that a file of weights, and config.json or config.yaml beside it, state.
+
+    Args:
+        inside: Settings in the file, under any name.
+    Raises:
+        CheckpointError: If a value is not possible, or the file and its config differ.
+    """
+    stated: dict[str, object] = {}
+    for file, raw in ((path, inside), *_beside(path)):
+        with naming(file):
+            for name, value in settled(raw).items():
+                if stated.get(name, value) != value:
+                    raise ValueError(f"{name} must be {stated[name]}, as in the file of weights, got {value}.")  # fmt: skip
+                stated[name] = value
+    return stated
+
+
+def settled(raw: Mapping[str, object]) -> dict[str, object]:
+    """Settings under the names of this package; unknown settings are left out.
+
+    If a file states several numbers of heads, they are listed in `several_heads`, a text.
+
+    Raises:
+        ValueError: If a value is not possible, or makes another model.
+    Example:
+        >>> settled({"n_head": 4, "use_rope": True, "lr": 0.1})
+        {'n_heads': 4, 'positions': 'rotary'}
+    """
+    for key, value in ONLY.items():
+        if raw.get(key, value) != value:
+            raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
+    known = {TASK_KEY: raw.get(TASK_KEY)}
+    raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
+    for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
+        values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
+        read = {key: _value(name, key, value) for key, value in values}
+        different = {value for value in read.values() if value is not None}
+        if len(different) == 1:
+            known[name] = different.pop()
+        elif different and name == "n_heads":
+            listed = ", ".join(f"{key} = {value}" for key, value in read.items())
+            known["several_heads"] = listed
+    if known.pop("rotary", None):
+        known["positions"] = "rotary"
+    if isinstance(first := known.pop("norm_first", None), bool):
+        known["norm"] = "before" if first else "after"
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _in_snake_case(key: str) -> str:
+    """A key such as numHeads as num_heads."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+
+
+def _value(name: str, key: str, value: object) -> object:
+    """Value of a setting, also from text; None if it has no meaning here."""
+    text = str(value).strip().lower()[:80]
+    if name in COUNTS:
+        least = 2 if name == "n_points" else 1
+        whole = not isinstance(value, bool) and text.isdecimal() and len(text) < 10
+        if whole and int(text) >= least:
+            return int(text)
+        if whole or name in ("n_heads", "n_points"):
+            raise ValueError(f"{key} must be an integer >= {least}, got {value!r:.42}.")
+        return None
+    if name in FLAGS:
+        if name == "attend_to_self" and text not in ("true", "false"):
+            raise ValueError(f"{key} must be true or false, got {value!r:.42}.")
+        return {"true": True, "false": False}.get(text)
+    if name in NUMBERS:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{key} must be a number >= 0, got {value!r:.42}.")
+        return number
+    if not isinstance(value, str):
+        return None
+    if name == "positions":
+        if text not in POSITIONS:
+            known = ", ".join(TABLE["positions"])
+            raise ValueError(f"{key} must be one of {known}, got {value!r:.42}.")
+        return None if POSITIONS[text] == "learned" else POSITIONS[text]
+    if name == "activation":
+        return ALIASES.get(text, text)
+    # "linear" does not decide if scores are divided by the number of keys.
+    possible = {"score": set(SCORES) - {"linear"}, **JOINS}[name]
+    return text if text in possible else None
+
+
+def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
+    """Settings in Hugging Face's config.json, and in config.yaml of the code of Garg et al."""
+    file, garg = path.with_name("config.json"), path.with_name("config.yaml")
+    stated: list[tuple[Path, Mapping[str, object]]] = []
+    document = read_json(file) if file.is_file() else None
+    if isinstance(document, dict) and not OWN & set(document):
+        stated.append((file, document))
+    if garg.exists():
+        document = read_yaml(garg)
+        points = _within(document, "training", "curriculum", "points", "end")
+        noise = _within(document, "training", "task_kwargs", "noise_std")
+        model = _within(document, "model")
+        sizes = dict(model) if isinstance(model, dict) else {}
+        stated.append((garg, {**sizes, "n_points": points, "noise_std": noise}))
+    return stated
+
+
+def _within(document: object, *names: str) -> object:
+    """Entry of nested mappings; None if missing."""
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices that a single layer of attention has too."""
-PLAIN_SAID: Said = {"positions": "none", "passes": 1, "rms_norm": False}
+PLAIN_TRIED: Tried = {"positions": "none", "passes": 1, "rms_norm": False}
 UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
 NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
@@ -121,11 +260,11 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
                 faults.append(error)
     if not cases:
         raise faults[0]
-    case, readings, names = tried(cases)
+    case, readings, names = try_cases(cases)
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
-    kept, axes = {}, str(case.said["orientation"])
+    kept, axes = {}, str(case.tried["orientation"])
     for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
@@ -169,16 +308,16 @@ def _checkpoint(
     values = flatten(config.to_dict()).items()
     assumed = {n: v for n, v in values if n.startswith(kinds) and n not in case.known}
     names = [*form.assumed, *names]
-    if case.said["positions"] == "rotary":
+    if case.tried["positions"] == "rotary":
         names += OF_POSITIONS
-    names += [n for n in PLAIN_SAID if n in _without_trace(case)]
-    unsaid = [n for n in dict.fromkeys(names) if n not in closed and n in case.said]
-    assumed |= {f"model.{name}": case.value_of(name) for name in unsaid if name != "scale"}
+    names += [n for n in PLAIN_TRIED if n in _without_trace(case)]
+    not_stated = [n for n in dict.fromkeys(names) if n not in closed and n in case.tried]
+    assumed |= {f"model.{name}": case.value_of(name) for name in not_stated if name != "scale"}
     if assumed.get("model.positions") == "none":
         assumed["model.positions"] = UNTRACED
     if base := assumed.get("model.rotary_base"):
         assumed["model.rotary_base"] = f"{base:g} (the loss hardly shows which)"
-    if form.turns and case.said["score"] == "softmax":
+    if form.turns and case.tried["score"] == "softmax":
         assumed["model.attention_biases"] = NO_BIASES
     if "score" in form.assumed and "score" not in closed:
         assumed["model.score_slope"] = 1.0
@@ -203,16 +342,16 @@ def _checkpoint(
 def _without_trace(case: Case) -> set[str]:
     """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
     norms."""
-    refined = refinements({**case.said, **PLAIN_SAID}, case.parts, case.source.form, ())
+    refined = refinements({**case.tried, **PLAIN_TRIED}, case.parts, case.source.form, ())
     changed = (item for each in refined for item in each.items())
-    return {name for name, value in changed if value != PLAIN_SAID.get(name, value)}
+    return {name for name, value in changed if value != PLAIN_TRIED.get(name, value)}
 
 
 def _left_out(case: Case) -> dict[str, object]:
     """Number of columns of tokens that are not read, and their largest share in the norm of
     queries, keys and values."""
     parts, task = case.parts, case.task
-    if case.said.get("layout") == "in_turn" or task.d_x + task.d_y == parts.d_token:
+    if case.tried.get("layout") == "in_turn" or task.d_x + task.d_y == parts.d_token:
         return {}
     read = task.d_x + task.d_y
     left_out: dict[str, object] = {"model.position_columns_left_out": parts.d_token - read}

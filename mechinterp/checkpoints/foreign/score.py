@@ -13,7 +13,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.assemble import Said
+from mechinterp.checkpoints.foreign.assemble import Tried
 from mechinterp.checkpoints.foreign.candidates import (
     AGAIN,
     DOUBTED,
@@ -28,6 +28,7 @@ from mechinterp.checkpoints.foreign.candidates import (
 )
 from mechinterp.checkpoints.foreign.options import option, stated_option
 from mechinterp.config import ModelConfig
+from mechinterp.models.layers import attention_pattern
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.general import (
     AVERAGE,
@@ -38,7 +39,6 @@ from mechinterp.models.run.general import (
     scores_of,
 )
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.scores import attention_pattern
 from mechinterp.models.weights import Weights
 
 ROUNDING = 1e-12
@@ -59,7 +59,7 @@ LEFT_TO_SAY = ("--score", "--scale", "--output-scale", "--model", "--task")
 class Reading:
     """One possible meaning of a file's tensors."""
 
-    said: Said
+    tried: Tried
     build: Callable[[], Weights]
     """Makes the weights on first use, as all readings together are many times as large as the file.
     """
@@ -82,19 +82,19 @@ class Reading:
     def to_document(self) -> dict[str, object]:
         """Its choices, its loss, and the flag `stands`."""
         numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
-        return {**self.said, **numbers}
+        return {**self.tried, **numbers}
 
     def __repr__(self) -> str:
         named = ", ".join(
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self.said.items()
+            for name, value in self.tried.items()
         )
         error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
         return f"{named or 'as it is'}: {self.loss:.3g}{error}"
 
 
 def ranked(
-    candidates: Sequence[tuple[Said, Callable[[], Weights]]],
+    candidates: Sequence[tuple[Tried, Callable[[], Weights]]],
     errors: Sequence[Errors],
 ) -> list[Reading]:
     """Readings, the best first; those that tie with the best keep the given order, as all do if
@@ -107,19 +107,19 @@ def ranked(
     best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
     any_predicts = below(best, zero)
     rivals: dict[object, Tensor] = {}
-    for (said, _), (error, _) in zip(candidates, errors, strict=True):
-        score = said.get("score")
+    for (tried, _), (error, _) in zip(candidates, errors, strict=True):
+        score = tried.get("score")
         if score not in rivals or error.mean() < rivals[score].mean():
             rivals[score] = error
     readings, alike = [], []
-    for (said, build), (error, zero) in zip(candidates, errors, strict=True):
+    for (tried, build), (error, zero) in zip(candidates, errors, strict=True):
         loss, predicts = float(error.mean()), below(error, zero)
         # The standard error of heavy tails is large: a reading that may be no better than 0 does
         # not tie with one that predicts.
         ties = not below(best, error) and (predicts or not any_predicts)
-        first_of_score = loss < 1 - MARGIN and not below(rivals[said.get("score")], error)
+        first_of_score = loss < 1 - MARGIN and not below(rivals[tried.get("score")], error)
         reading = Reading(
-            said=said,
+            tried=tried,
             build=build,
             loss=loss,
             loss_sem=float((error - loss * zero).std() / len(zero) ** 0.5),
@@ -143,7 +143,7 @@ def not_understood(readings: Sequence[Reading]) -> str:
         return f"this file was not understood: {what}; {advice(readings)}"
     best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
     losses = "; ".join(map(repr, best))
-    named = [*map(option, readings[0].said), *LEFT_TO_SAY]
+    named = [*map(option, readings[0].tried), *LEFT_TO_SAY]
     *first, last = dict.fromkeys(named)
     return (
         "this file was not understood: no reading predicts better than 0 on prompts of the task (loss over that of 0: "
@@ -154,8 +154,8 @@ def not_understood(readings: Sequence[Reading]) -> str:
 def tied(readings: Sequence[Reading]) -> str:
     """Message that other readings predict as well as the first, with the options that decide; empty
     if none does."""
-    alike = [each.said for each in readings[1:] if each.ties and each.predicts]
-    named = [n for n in (readings[0].said if alike else ()) if any(said.get(n) != readings[0].said[n] for said in alike)]  # fmt: skip
+    alike = [each.tried for each in readings[1:] if each.ties and each.predicts]
+    named = [n for n in (readings[0].tried if alike else ()) if any(tried.get(n) != readings[0].tried[n] for tried in alike)]  # fmt: skip
     if not named:
         return ""
     return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
@@ -163,9 +163,9 @@ def tied(readings: Sequence[Reading]) -> str:
 
 def advice(readings: Sequence[Reading]) -> str:
     """Options under which a file predicts, although it does not as its format states."""
-    fixed, predicting = readings[0].said, [each for each in readings[1:] if each.predicts]
+    fixed, predicting = readings[0].tried, [each for each in readings[1:] if each.predicts]
     best = min(predicting, key=lambda each: each.loss)
-    changed = {n: v for n, v in best.said.items() if v != fixed.get(n)}
+    changed = {n: v for n, v in best.tried.items() if v != fixed.get(n)}
     named = ", ".join(f"{name} {value}" for name, value in changed.items())
     options = " ".join(stated_option(name, value) for name, value in changed.items())
     n_more = len(predicting) - 1
@@ -216,7 +216,7 @@ REFINED_MARGIN = 0.01
 mistake gets worse, but a wrong task can make it better by a little."""
 
 
-def tried(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
+def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
     """The case that predicts best, the readings, and the names of the choices in which they differ.
 
     The chosen reading comes first. There are no readings if only one is possible and it predicts.
@@ -264,8 +264,8 @@ def tried(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
     doubts = looked_at([first, *_doubts(cases, names)], look.count)
     names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
-        told = {n: first.value_of(n) for n in names}
-        readings = [replace(readings[0], stands=True, said=told), *working]
+        choices = {n: first.value_of(n) for n in names}
+        readings = [replace(readings[0], stands=True, tried=choices), *working]
     return first, (*readings, *rest), names
 
 
@@ -276,7 +276,7 @@ def _starts(look: Look) -> list[int]:
     """
     best = {rows[0] for rows in look.groups("context_only").values()}
     by_score = [rows[0] for rows in look.groups("score", "context_only").values()]
-    return sorted(best | {i for i in by_score if look.cases[i].said.get("score") == "softmax"})
+    return sorted(best | {i for i in by_score if look.cases[i].tried.get("score") == "softmax"})
 
 
 def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
@@ -285,13 +285,13 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
     The norm or activation that predicts best can depend on a refinement, and one refinement on another.
     """
     kept = ("rotary", "positions", "context_only")
-    names = [n for n in open_choices(cases) if n in case.said and not n.startswith(kept)]
-    values = {n: dict.fromkeys(c.said[n] for c in cases if n in c.said) for n in names}
+    names = [n for n in open_choices(cases) if n in case.tried and not n.startswith(kept)]
+    values = {n: dict.fromkeys(c.tried[n] for c in cases if n in c.tried) for n in names}
     better: list[Case] = []
     for _ in range(ROUNDS):
-        more = near_values(case.said, case.parts, case.source.closed)
+        more = near_values(case.tried, case.parts, case.source.closed)
         tries = {n: dict.fromkeys((*values.get(n, ()), *more.get(n, ()))) for n in values | more}
-        changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.said[n]]
+        changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.tried[n]]
         # A less usual value can need another value of a second choice.
         less = [(n, v) for n, vs in more.items() for v in vs]
         changes += [{n: v, **other} for n, v in less for other in changes if n not in other]
@@ -319,10 +319,10 @@ def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
 def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     """The cases in the order of their choices, so that of tied refinements the most common comes
     first."""
-    values = {n: list(dict.fromkeys(case.said[n] for case in cases)) for n in cases[0].said}
+    values = {n: list(dict.fromkeys(case.tried[n] for case in cases)) for n in cases[0].tried}
 
     def rank(case: Case) -> list[int]:
-        orders = ((case.said.get(name), order) for name, order in values.items())
+        orders = ((case.tried.get(name), order) for name, order in values.items())
         return [order.index(v) if v in order else len(order) for v, order in orders]
 
     return sorted(near, key=rank)
@@ -333,8 +333,8 @@ def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
 
     Then that refinement and those that predict as well are kept.
     """
-    unrefined = {name: {case.said.get(name) for case in cases} for name in REFINED_NAMES}
-    plain = [all(c.said.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
+    unrefined = {name: {case.tried.get(name) for case in cases} for name in REFINED_NAMES}
+    plain = [all(c.tried.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
     rows = sorted(range(len(plain)), key=look.losses.__getitem__)
     best = look.errors[next(i for i in rows if plain[i])][0]
     better = [i for i in rows if not plain[i] and below(*look.errors[i])]
@@ -354,7 +354,7 @@ def _of_the_best_base(look: Look, rows: Sequence[int]) -> list[int]:
     best: dict[object, int] = {}
     for row in sorted(rows, key=look.losses.__getitem__):
         case = look.cases[row]
-        rest = frozenset((n, v) for n, v in case.said.items() if n != "rotary_base")
+        rest = frozenset((n, v) for n, v in case.tried.items() if n != "rotary_base")
         best.setdefault((id(case.parts), rest), row)
     return sorted(best.values())
 
@@ -365,7 +365,7 @@ def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     If the other mask predicts much better: all cases, and none. A causal model that is read without
     its mask can have a lower loss than with it, so a small advantage does not count.
     """
-    usual = cases[0].said.get("context_only")
+    usual = cases[0].tried.get("context_only")
     groups = look.groups("context_only")
     own = groups.pop((usual,), [])
     other = [i for rows in groups.values() for i in rows]
@@ -379,13 +379,13 @@ def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
     """Choices in which the cases differ."""
-    return [n for n in cases[0].said if len({case.said.get(n) for case in cases}) > 1]
+    return [n for n in cases[0].tried if len({case.tried.get(n) for case in cases}) > 1]
 
 
 def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
     """Readings, ranked, with the choices in which they may differ."""
-    said = [({n: case.value_of(n) for n in names}, case.weights) for case in look.cases]
-    return ranked(said, look.errors)
+    tried = [({n: case.value_of(n) for n in names}, case.weights) for case in look.cases]
+    return ranked(tried, look.errors)
 
 
 def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
@@ -396,14 +396,14 @@ def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
     # A format's mask is not doubted.
     closed = {*compared, *source.given, *({"attend_to_self"} & source.form.fixed.keys())}
     for case, (name, values) in product(cases, DOUBTED.items()):
-        is_open = name not in closed and case.said.get(name) is not None
+        is_open = name not in closed and case.tried.get(name) is not None
         # Tokens in turn need a read-in, and have no order of columns.
         fits = {
-            "columns": case.said.get("layout") != "in_turn",
+            "columns": case.tried.get("layout") != "in_turn",
             "layout": case.parts.has("read_in.weight"),
         }
         if is_open and fits.get(name, True):
-            doubts += case.changed({name: v} for v in values if v != case.said[name])
+            doubts += case.changed({name: v} for v in values if v != case.tried[name])
     return doubts if len(doubts) <= MAX_READINGS else doubts[: len(doubts) // len(cases)]
 
 

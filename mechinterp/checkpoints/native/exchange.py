@@ -32,8 +32,8 @@ from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
 from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.config.model import BIASES, tensor_shapes
 from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.shapes import BIASES, tensor_shapes
 from mechinterp.models.weights import weights_of_layer, why_no_circuits
 
 FORMAT = "transformer-lens"

@@ -102,7 +102,7 @@ def from_circuits(
     Args:
         QK: Score of each pair of coordinates, [query, key], scale included.
         OV: Weight of each token coordinate in each prediction.
-        score: Attention weights, as in `mechinterp.models.scores.attention_pattern`.
+        score: Attention weights, as in `mechinterp.models.layers.attention_pattern`.
     Raises:
         ValueError: If the circuits differ in number of heads or width, or d_y is not below d_model.
     Example:

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import ModelConfig
-from mechinterp.models.shapes import NAMES
+from mechinterp.config.model import NAMES
 from mechinterp.models.weights import Weights
 
 

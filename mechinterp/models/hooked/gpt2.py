@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.tokens import tokens_of
+from mechinterp.models.layers import tokens_of
 
 if TYPE_CHECKING:
     from transformers import GPT2Model

@@ -8,11 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.attention import Attention
-from mechinterp.models.hooked.blocks import MLP, Block
+from mechinterp.models.hooked.blocks import MLP, Attention, Block
 from mechinterp.models.hooked.config import HookedConfig
-from mechinterp.models.layers import ACTIVATIONS
-from mechinterp.models.tokens import tokens_of
+from mechinterp.models.layers import ACTIVATIONS, tokens_of
 
 
 class LinearAttention(Attention):

@@ -4,10 +4,13 @@ Weights, hooks and `run_with_cache` have the names and shapes of HookedTransform
 selects the y entries of the residual stream unless the model has weights for it.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -16,12 +19,10 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.blocks import Block, LayerNorm, Unembed
-from mechinterp.models.hooked.config import HookedConfig, zeros
+from mechinterp.models.hooked.config import SWITCHES, HookedConfig, zeros
+from mechinterp.models.hooked.hooks import HookedTransformerNames, lock_of
 from mechinterp.models.hooked.linear_module import LinearModule
-from mechinterp.models.hooked.lock import lock_of
-from mechinterp.models.hooked.names import HookedTransformerNames
-from mechinterp.models.layers import ACTIVATIONS, affine
-from mechinterp.models.tokens import tokens_of
+from mechinterp.models.layers import ACTIVATIONS, affine, tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights
 
 
@@ -296,3 +297,38 @@ def _require_asked(
         raise ValueError(
             "attention_mask must be 1 everywhere, prompts have no padding; a hook on hook_attn_scores masks keys."
         )
+
+
+def hook_map(model: ICLTransformer) -> pd.DataFrame:
+    """One row per hook point: its name, its shape, and the setter that turns it on ("" if it always fires).
+
+    Example:
+        >>> from mechinterp.config import ModelConfig
+        >>> frame = hook_map(ICLTransformer(ModelConfig(n_heads=2), d_x=5, d_y=1))
+        >>> frame.loc[frame["name"] == "blocks.0.attn.hook_pattern", "shape"].item()
+        ['batch', 2, 'pos', 'pos']
+    """
+    # Two sizes that no model has mark the batch and pos axes; the meta device needs no memory.
+    names = {10_007: "batch", 10_009: "pos"}
+    twin = copy.deepcopy(model).to("meta")
+    twin.reset_hooks(including_permanent=True)
+    if twin.cfg.model.n_positions is not None:
+        twin.cfg.model = replace(twin.cfg.model, n_positions=max(names))
+        W_pos = torch.empty(max(names), twin.cfg.d_model, dtype=twin.cfg.dtype, device="meta")
+        twin.pos_embed["W_pos"] = torch.nn.Parameter(W_pos)
+    inputs = torch.empty(*names, twin.cfg.d_token, dtype=twin.cfg.dtype, device="meta")
+    for switch in SWITCHES:
+        getattr(twin, f"set_{switch}")(False)
+    rows: dict[str, dict[str, object]] = {}
+    for switch in ("", *SWITCHES):
+        setter = switch and f"set_{switch}"
+        if setter:
+            # hook_mlp_in may need the zero MLP; hook_attn_in and the split inputs exclude each other.
+            twin.set_use_attn_in(False)
+            getattr(twin, setter)(True)
+        _, cache = twin.run_with_cache(inputs)
+        for name in twin.hook_dict.keys() & cache.keys():
+            values = cache[name]
+            shape = [names.get(size, size) for size in values.shape]
+            rows.setdefault(name, {"name": name, "shape": shape, "switch": setter})
+    return pd.DataFrame([rows[name] for name in twin.hook_dict])

@@ -1,16 +1,12 @@
-"""Evaluation prompts: the one rule by which an analysis, a command and the page get them.
-
-They are drawn in float64 and then converted to the model's dtype. So a seed and a number of prompts give the same
-prompts for every model, on the page, in a command and in Python.
-"""
+"""Prompts and task of an evaluation."""
 
 import torch
 
-from mechinterp.config import TaskConfig
+from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
-from mechinterp.icl.given import PromptsTask
+from mechinterp.icl.predictors import PromptsTask
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
 
 N_PROMPTS, N_HOOKED = 4096, 512
 """Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
@@ -132,3 +128,36 @@ def _dtype(predictor: Predictor) -> torch.dtype:
         parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
         own = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     return torch.promote_types(own, torch.float32)
+
+
+def task_for(
+    source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
+) -> TaskConfig:
+    """The given task, with missing fields from the model's own task; or the model's own task.
+
+    Args:
+        task: None: the model's own task, which a function of prompts does not have.
+        analysis: Name of the analysis, for messages.
+        prompts: Given prompts, whose task is returned; without `task` their law is unknown.
+    Raises:
+        ValueError: If there is no task, or the argument is not a task.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
+        'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
+    """
+    if isinstance(task, Prompts):
+        raise ValueError(
+            "task must be a TaskConfig, a dict of its fields or a JSON file, got Prompts; "
+            f"given prompts of {analysis} are its argument prompts=."
+        )
+    own = None if is_learner(source) else predictor_of(source).task
+    law = None if task is None else as_task(task, own)
+    if prompts is not None:
+        return PromptsTask.of(prompts, law)
+    if law is not None:
+        return law
+    if own is None:
+        what = "a function of prompts" if is_learner(source) else "a model that comes without one"
+        raise ValueError(f"{analysis} needs a task for {what}, got none; pass task=.")
+    return own

@@ -18,10 +18,17 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import ACTIVATIONS, affine, normed, rotated
+from mechinterp.models.layers import (
+    ACTIVATIONS,
+    LINEAR,
+    affine,
+    attention_pattern,
+    normed,
+    readable_keys,
+    rotated,
+    tokens_of,
+)
 from mechinterp.models.run.linear import linear_pass
-from mechinterp.models.scores import LINEAR, attention_pattern, readable_keys
-from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 

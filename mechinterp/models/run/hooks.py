@@ -15,8 +15,13 @@ from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, pattern_name, swapped, z_name
-from mechinterp.models.hooked.query_position import NoStreamError, query_positions
-from mechinterp.models.hooked.runner import CHUNK, HookedPredictor, masked
+from mechinterp.models.hooked.runner import (
+    CHUNK,
+    HookedPredictor,
+    NoStreamError,
+    masked,
+    query_positions,
+)
 from mechinterp.progress import ProgressCallback
 
 

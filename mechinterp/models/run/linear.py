@@ -11,7 +11,7 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together, token_map_bytes
 from mechinterp.models.hooked.masks import Head, by_layers
-from mechinterp.models.scores import LINEAR
+from mechinterp.models.layers import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import ProgressCallback, no_progress
 

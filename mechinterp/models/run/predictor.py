@@ -21,10 +21,9 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
-from mechinterp.models.hooked.query_position import query_positions
-from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, query_positions
+from mechinterp.models.layers import tokens_of
 from mechinterp.models.run import general, hooks, linear, one_layer
-from mechinterp.models.tokens import tokens_of
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
 from mechinterp.progress import ProgressCallback, no_progress
 

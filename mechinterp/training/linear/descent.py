@@ -13,8 +13,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.theory.linear import Modes, Moments, require_counts
 from mechinterp.theory.linear_heads import Heads
-from mechinterp.training.linear.flat import check_heads, flatten, velocity_of
-from mechinterp.training.linear.flow import Flow, record
+from mechinterp.training.linear.flow import Flow, check_heads, flatten, record, velocity_of
 
 CHUNK = 8192
 """Number of training sequences that are drawn at once."""

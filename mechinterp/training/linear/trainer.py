@@ -28,8 +28,7 @@ from mechinterp.training.linear.descent import (
     sample_moments,
     training_set,
 )
-from mechinterp.training.linear.flat import flatten
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.training.linear.flow import Flow, flatten, flow
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.run import TrainedModel, history_of
 
