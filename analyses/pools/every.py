@@ -171,12 +171,19 @@ def finished(folders: Sequence[Path], out: Path) -> None:
                 with torch.no_grad():
                     f = predict_at_every(weights, of.prompts.to(torch.float32)).double()
                 rows.append(row_of(ALONE, folder.name, trained.config, step, kind, of.sums(f)))
+    put(pd.DataFrame(rows).sort_values(["seed", "step"], kind="stable"), out)
+
+
+def put(rows: pd.DataFrame, out: Path) -> None:
+    """Rows of some sets, in the table in place of earlier rows of these sets."""
     table = out / "pool_every.csv"
-    kept = [line for line in table.read_text().splitlines(True) if not line.startswith(ALONE)]
-    found = pd.DataFrame(rows).drop(columns=list(FIT_LOSSES))
-    found = found.sort_values(["seed", "step"], kind="stable")
-    new = found.to_csv(index=False, header=False, float_format="%.4g", lineterminator="\n")
-    table.write_text("".join(kept) + new)
+    kept = rows.drop(columns=list(FIT_LOSSES))
+    text = kept.to_csv(index=False, float_format="%.4g", lineterminator="\n")
+    header, *new = text.splitlines(True)
+    old = table.read_text().splitlines(True)[1:] if table.exists() else []
+    replaced = tuple(f"{name}," for name in rows["set"].unique())
+    others = (line for line in old if not line.startswith(replaced))
+    table.write_text("".join([header, *others, *new]))
 
 
 def estimates(blocks: Float[np.ndarray, "block column"]) -> dict[str, float]:
@@ -235,12 +242,13 @@ def law(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def tables(runs: Path, out: Path) -> None:
-    """Write the tables, and print what the law gives on the tested M."""
+    """Write the rows of the sets in a folder; with the map among them the law, too, and print what it gives on the tested M."""
     found = [rows_of(file.stem, file) for file in sorted(runs.glob("*.npz"))]
     rows = pd.concat(found, ignore_index=True)
+    put(rows, out)
+    if "map" not in set(rows["set"]):
+        return
     of_law = law(rows)
-    kept = rows.drop(columns=list(FIT_LOSSES))
-    kept.to_csv(out / "pool_every.csv", index=False, float_format="%.4g")
     of_law.to_csv(out / "pool_every_law.csv", index=False, float_format="%.4g")
     tested = of_law[of_law.n_tasks.isin(TESTED)]
     difference = (tested.relative - tested.predicted_relative).abs().mean()
