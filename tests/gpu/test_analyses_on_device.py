@@ -11,6 +11,7 @@ import torch
 from mechinterp.checkpoints.checkpoint import save
 from tests.cli.test_cli_device import COMMANDS
 from tests.conftest import Run, sampled
+from tests.gpu.test_on_device import AFTER_STEPS
 from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
@@ -52,7 +53,8 @@ def test_an_analysis_answers_as_on_the_processor(
     with as_for_users():
         expected, found = (frame_of(ANALYSES[analysis](each)) for each in (here, away))
     if isinstance(expected, pd.DataFrame):
-        pd.testing.assert_frame_equal(found, expected, rtol=1e-7)
+        steps = analysis == "local_learning_coefficient"
+        pd.testing.assert_frame_equal(found, expected, rtol=AFTER_STEPS if steps else 1e-7)
 
 
 @pytest.mark.parametrize("command", sampled(COMMANDS, keep=lambda command: command == "ablate"))
