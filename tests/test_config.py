@@ -144,7 +144,7 @@ def test_a_task_in_words_has_every_field_with_the_number_of_its_default():
         "covariance kms with rho 0.5, beta_var 0.2 (1/d_x), noise_var 0; assumed: covariance"
     )
     signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs")
-    assert signs.told["beta_var"] == "0.25 (1/sparsity)"
+    assert signs.fields_in_words["beta_var"] == "0.25 (1/sparsity)"
 
 
 def test_snapshot_steps():

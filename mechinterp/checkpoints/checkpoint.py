@@ -18,17 +18,10 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.foreign.tensors import require_numbers
-from mechinterp.checkpoints.io.atomic import writing
-from mechinterp.checkpoints.io.errors import CheckpointError, naming
+from mechinterp.checkpoints.io.atomic import CheckpointError, naming, writing
+from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.locks import claimed
-from mechinterp.checkpoints.io.tensor_files import (
-    STEP,
-    opened,
-    read_arrays,
-    read_steps,
-    require_shapes,
-    widened,
-)
+from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.folder import (
     FILES,
     SNAPSHOTS,

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from mechinterp.checkpoints.io.atomic import writing
-from mechinterp.checkpoints.io.errors import printable
+from mechinterp.checkpoints.io.atomic import printable, writing
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback

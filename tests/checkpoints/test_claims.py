@@ -13,8 +13,13 @@ import pytest
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io import locks
-from mechinterp.checkpoints.io.atomic import MACHINE, delete_leftovers, write_atomically, write_new
-from mechinterp.checkpoints.io.errors import CheckpointError
+from mechinterp.checkpoints.io.atomic import (
+    MACHINE,
+    CheckpointError,
+    delete_leftovers,
+    write_atomically,
+    write_new,
+)
 from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
 from mechinterp.memory import available_memory
 from tests.checkpoints.files import assert_refused

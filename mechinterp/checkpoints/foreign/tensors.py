@@ -29,8 +29,8 @@ from mechinterp.checkpoints.foreign.names import (
     piece_of,
 )
 from mechinterp.checkpoints.foreign.options import Hints, settle
-from mechinterp.checkpoints.io.errors import naming
-from mechinterp.checkpoints.io.tensor_files import require_finite
+from mechinterp.checkpoints.io.atomic import naming
+from mechinterp.checkpoints.io.headers import require_finite
 
 
 @dataclass(frozen=True)

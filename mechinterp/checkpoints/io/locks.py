@@ -20,12 +20,13 @@ from types import FrameType
 
 from mechinterp.checkpoints.io.atomic import (
     TEMPORARY,
+    CheckpointError,
     delete_leftovers,
     filled,
     link_new,
+    one_line,
     write_new,
 )
-from mechinterp.checkpoints.io.errors import CheckpointError, one_line
 
 if sys.platform != "win32":
     import fcntl

@@ -16,6 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mechinterp.checkpoints.io.atomic import (
+    CheckpointError,
+    naming,
+    nothing_at,
+    printable,
     read_json,
     read_yaml,
     readable,
@@ -23,14 +27,13 @@ from mechinterp.checkpoints.io.atomic import (
     write_new,
     writing,
 )
-from mechinterp.checkpoints.io.errors import CheckpointError, naming, nothing_at, printable
-from mechinterp.checkpoints.io.locks import require_free, settle
-from mechinterp.checkpoints.io.tensor_files import (
+from mechinterp.checkpoints.io.headers import (
     read_steps,
     require_finite_in,
     require_shapes,
     shapes_in,
 )
+from mechinterp.checkpoints.io.locks import require_free, settle
 from mechinterp.config import ExperimentConfig, TaskConfig, from_dict, override
 from mechinterp.presets import PRESETS, preset
 from mechinterp.version import __version__
