@@ -1,13 +1,11 @@
 """HookedTransformer's names, and its methods on hooks."""
 
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -18,24 +16,10 @@ from transformer_lens.utilities import Slice, composition_scores
 
 from mechinterp.models.hooked.blocks import Attention, Unembed
 from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.masks import lock_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge.composition_scores import CompositionScores
-
-
-# Beside the models, so that a copied or unpickled model gets its own, free lock.
-_LOCKS: WeakKeyDictionary[object, AbstractContextManager] = WeakKeyDictionary()
-
-
-def lock_of(model: object) -> AbstractContextManager:
-    """Re-entrant lock of a model, shared by all threads.
-
-    Example:
-        >>> model = threading.Thread()
-        >>> lock_of(model) is lock_of(model)
-        True
-    """
-    return _LOCKS.setdefault(model, threading.RLock())
 
 
 FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")

@@ -1,8 +1,11 @@
-"""Masks of heads and MLPs as hooks."""
+"""Masks of heads and MLPs as hooks, what heads write into the stream, and the lock of a hooked model."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import einsum
@@ -10,6 +13,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
+
+# Beside the models, so that a copied or unpickled model gets its own, free lock.
+_LOCKS: WeakKeyDictionary[object, AbstractContextManager] = WeakKeyDictionary()
+
+
+def lock_of(model: object) -> AbstractContextManager:
+    """Re-entrant lock of a model, shared by all threads.
+
+    Example:
+        >>> model = threading.Thread()
+        >>> lock_of(model) is lock_of(model)
+        True
+    """
+    return _LOCKS.setdefault(model, threading.RLock())
+
 
 METHODS = ("zero", "mean", "resample")
 Head = tuple[int, int]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.hooked.hooks import lock_of
 from mechinterp.models.hooked.masks import (
     Head,
     Hooks,
     Values,
     by_layers,
+    lock_of,
     mask_heads,
     mask_mlps,
     mlp_name,
