@@ -22,10 +22,10 @@ help: ## list these targets
 
 install: $(STAMP) ## put the package and its tools into .venv (needs Python 3.11 or newer)
 
-# Installed again only when what is asked for has changed.
+# Installed again only when what is asked for has changed. Modules are compiled when they are first imported: most never are.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 # Shell for a recipe of several runs of pytest: `run NAME COMMAND...` goes on after a failure, and `summary` ends the
@@ -177,7 +177,7 @@ analyses: install ## measure the papers' claims again from the shipped checkpoin
 	$(BIN)/python -m analyses.lib.pages
 
 analyses-check: install ## measure again what takes seconds of the papers' claims, label the calibration models again, and compare (two minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check
+	OMP_NUM_THREADS=1 $(BIN)/python -m analyses.lib.check $(CHECK)
 
 dist: .venv/.dist ## build the wheel and the source archive into dist/, and check them
 	rm -rf dist
@@ -203,7 +203,7 @@ release: ## tag this commit, and put wheel, source archive and site into release
 	@grep -q '^## $(VERSION) ' CHANGELOG.md || { echo "release: CHANGELOG.md has no section $(VERSION)." >&2; exit 2; }
 	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) >/dev/null \
 	  || { echo "release: the tag v$(VERSION) is there; raise mechinterp/version.py." >&2; exit 2; }
-	$(MAKE) dist docs
+	$(MAKE) analyses-check dist docs
 	rm -rf release && mkdir release && cp dist/* release
 	cd build && $(CURDIR)/$(BIN)/python -m zipfile -c $(CURDIR)/release/mechinterp_icl-$(VERSION)-site.zip site
 	git tag --annotate --message "mechinterp $(VERSION)" v$(VERSION)

@@ -67,7 +67,7 @@ def test_what_is_cited_is_this_version():
     assert f"\nversion: {mechinterp.__version__}\n" in citation
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_picture_is_that_of_the_model(tmp_path: Path):
     code = "import sys, pathlib; sys.path.insert(0, 'docs'); import picture; picture.FILE = pathlib.Path(sys.argv[1]); picture.main()"
     made = tmp_path / "prompt.svg"

@@ -28,7 +28,7 @@ def test_a_device_that_pytorch_is_not_built_for_is_named(monkeypatch: pytest.Mon
     assert (code, "cannot use" in line) == (NO_DEVICE, True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_timing_runs_with_small_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "speed.json"
     asked = ["bench", "--device", "cpu", "--quick", "--out", str(file)]

@@ -89,6 +89,7 @@ def test_bundled_models_are_those_of_the_clone_and_small(wheel: Path):
     assert sum(file.compress_size for file in inside) < 4e6
 
 
+@pytest.mark.exhaustive
 def test_the_installed_package_loads_every_bundled_model_by_its_name(
     installed: Path, tmp_path: Path
 ):
