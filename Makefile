@@ -41,8 +41,8 @@ UNCHECKED := -o addopts=--strict-markers
 
 test: install ## run the fast and then the slow tests, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
-	run "fast tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
-	run "slow tests" $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
+	run "fast tests" $(BIN)/python -m pytest -p no:nbmake -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
+	run "slow tests" $(BIN)/python -m pytest -p no:nbmake -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
 	  --durations 10 $(TESTS); \
 	summary
 
