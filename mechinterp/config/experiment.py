@@ -1,4 +1,4 @@
-"""Config of one trained model, with an id: all settings that decide its numbers."""
+"""Config of a training run, and config of one trained model with an id: all settings that decide its numbers."""
 
 import hashlib
 import json

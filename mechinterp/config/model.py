@@ -1,4 +1,8 @@
-"""Architecture of a model: layers, heads, masks, norms and MLPs."""
+"""Architecture of a model (layers, heads, masks, norms and MLPs), and the names and shapes of its tensors.
+
+HookedTransformer stores one tensor per layer, "blocks.0.attn.W_Q". Here one tensor "attn.W_Q" has all layers along its
+first axis.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

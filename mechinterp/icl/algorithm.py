@@ -1,4 +1,5 @@
-"""Algorithms of linear regression: a prediction after every layer, as a function of a few scalars."""
+"""Algorithms of linear regression: a prediction after every layer, as a function of a few scalars, and the fit of these
+scalars by nonlinear least squares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

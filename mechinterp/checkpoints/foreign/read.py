@@ -1,7 +1,8 @@
 """Reading of external files: names become parts, open choices are tried, and the best reading
 becomes the checkpoint.
 
-What neither the file nor the user states is assumed, and listed by name in `Checkpoint.assumed`."""
+Settings come from the file and from a config beside it (`names.toml` has their spellings). What neither the file nor the
+user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
 import math
 import re

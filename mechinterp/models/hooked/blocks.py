@@ -1,4 +1,4 @@
-"""Blocks of a hooked model: layer norm, MLP, transformer block and read-out.
+"""Blocks of a hooked model: attention, layer norm, MLP, transformer block and read-out.
 
 Names, shapes and hook points are those of HookedTransformer; post-norm blocks follow HookedEncoder.
 """

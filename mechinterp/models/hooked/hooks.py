@@ -1,4 +1,8 @@
-"""HookedTransformer's names, and its methods on hooks."""
+"""HookedTransformer's names and methods on hooks, and errors for parts that need a vocabulary.
+
+HookedRootModule accepts a hook on a point that is switched off and never calls it. Here names are checked first.
+HookedTransformer's older names of moved points work too.
+"""
 
 import re
 import warnings

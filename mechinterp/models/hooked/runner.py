@@ -1,4 +1,4 @@
-"""One interface to all hooked models: prompts in, predictions out, heads by number.
+"""One interface to all hooked models: prompts in, predictions out, heads by number, and the position of the query.
 
 An ICLTransformer fits as it is. A TransformerLens Bridge around third-party layers needs two functions: `embed` turns
 prompts into its input, and `read` turns its output into the prediction.

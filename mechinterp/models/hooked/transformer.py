@@ -1,6 +1,6 @@
 """The attention model with TransformerLens' hooks, for interpretability work.
 
-Weights, hooks and `run_with_cache` have the names and shapes of HookedTransformer. Tokens are vectors. The read-out
+`hook_map` is the table of its hook points. Weights, hooks and `run_with_cache` have the names and shapes of HookedTransformer. Tokens are vectors. The read-out
 selects the y entries of the residual stream unless the model has weights for it.
 """
 

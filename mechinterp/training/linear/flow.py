@@ -1,4 +1,5 @@
-"""Exact gradient flow of linear attention on the moments of its prompts: no sampling, no step size."""
+"""Exact gradient flow of linear attention on the moments of its prompts (no sampling, no step size), with its heads as
+one flat vector."""
 
 import math
 from collections.abc import Callable

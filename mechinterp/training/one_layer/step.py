@@ -1,4 +1,4 @@
-"""Training step: loss and gradient of many independent one-layer models on one batch of prompts.
+"""Packs of one-layer models that train together: loss and gradient on one batch of prompts, and their run.
 
 Heads of all models lie along one axis and get the same prompts. The gradient is hand-written twice: as tensor operations
 for any device and precision, and as a compiled kernel for float32 on the CPU.
