@@ -100,8 +100,8 @@ PRESETS |= {
     )
     for h in (1, 4, 8)
 }
-# As many heads as coordinates, and d_x / s = 16: a few steps on reweighted covariates beat plain
-# steps here.
+# d_x / s = 16, with as many heads as coordinates: here a few steps on reweighted covariates beat
+# plain steps.
 PRESETS["sparse-wide"] = ExperimentConfig(
     task=TaskConfig(d_x=64, context_length=128, sparsity=4, nonzeros="signs", noise_var=0.25),
     model=ModelConfig(

@@ -327,3 +327,14 @@ def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
     assert transient(path_of([0.8, 0.4, 0.4, 0.2], 0.02)) is None  # untrained
     assert transient(path_of([0.5, 0.8, 0.9, 0.48], 0.02)) is None  # not clearly below
     assert transient(path_of([0.5, 0.8, 0.9, 0.95], 0.01)) is None
+
+
+@pytest.mark.slow
+def test_priors_of_one_pass_are_those_of_a_run_per_length():
+    checkpoint = load("checkpoints/pool-gpt2-m16")
+    one_pass = compare_priors(checkpoint, n_prompts=2048)
+    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=2048)
+    for name in ("relative", "risk", "weight_dmmse"):
+        one, other = (getattr(each.trimmed, name) for each in (one_pass, runs))
+        sems = [getattr(each.trimmed, f"{name}_sem") for each in (one_pass, runs)]
+        assert (np.abs(one - other) < 4 * np.hypot(*sems)).all()

@@ -81,6 +81,17 @@ def test_merged_heads_follow_the_course_of_five_numbers():
 # Separate heads
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n_heads", "rank"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 2), (1, 4), (3, 4)]
+)
+def test_heads_end_at_the_level_of_their_number(n_heads, rank):
+    heads = separate_heads(n_heads, 4, std=0.1, seed=0, rank=rank)
+    run = flow(heads, MOMENTS, duration=2e4)
+    level = MODES.levels[min(4, n_heads * rank)]
+    assert abs(run.loss[-1] - level) < 1e-8
+
+
 @pytest.mark.parametrize("mode", [0, 3])
 def test_a_head_on_an_eigenvector_is_the_scalar_equation(mode):
     one = 0.02 * np.eye(4)[mode].reshape(1, 1, 4)
