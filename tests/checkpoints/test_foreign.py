@@ -101,7 +101,7 @@ def test_linear_paper(tmp_path: Path, rank: int | None):
     assert (circuits.score, circuits.attend_to_self) == ("linear", True)
     prompts = prompts_of(task)
     y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
-    torch.testing.assert_close(predict(circuits, prompts), y_hat, rtol=1e-5, atol=1e-5)
+    assert_close_to_rounding(predict(circuits, prompts), y_hat)
     assert (task.d_x, task.d_y, task.context_length) == (3, 1, 31)
     assert (task.beta_var, task.noise_var, task.query_noise) == (1, 0, False)
     assert task.covariance.eigenvalues == pytest.approx([1 / 3] * 3)
