@@ -30,7 +30,7 @@ from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.foreign.tensors import require_numbers
-from mechinterp.checkpoints.io.atomic import CheckpointError, naming, writing
+from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.atomic import CheckpointError, one_line
+from mechinterp.checkpoints.io.files import CheckpointError, one_line
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS
 from mechinterp.checkpoints.shipped import shipped_path

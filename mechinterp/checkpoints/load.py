@@ -13,7 +13,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_of
-from mechinterp.checkpoints.io.atomic import CheckpointError, NotUnderstoodError, naming
+from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     BESIDE,
     SUFFIXES,

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.io.atomic import one_line
+from mechinterp.checkpoints.io.files import one_line
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted

@@ -47,7 +47,7 @@ def classify(
     """State what a model computes, and how certain that is. Example: mechinterp classify
     checkpoints/*"""
     from mechinterp.analysis.registry import run_analysis
-    from mechinterp.checkpoints.io.atomic import NotUnderstoodError
+    from mechinterp.checkpoints.io.files import NotUnderstoodError
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table

@@ -61,7 +61,7 @@ def run() -> int:
         if code == INTERRUPTED:  # by the argument parser
             stopped()
     except (ValueError, OSError) as error:
-        from mechinterp.checkpoints.io.atomic import one_line
+        from mechinterp.checkpoints.io.files import one_line
 
         _fail(_with_next_step(one_line(error)))
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.io.atomic import NotUnderstoodError
+from mechinterp.checkpoints.io.files import NotUnderstoodError
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -214,7 +214,7 @@ def require_there(given: Mapping[str, object]) -> None:
         table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
         path = None if given.get("as_json") or table else paths[0]
     if isinstance(path, Path) and not os.path.lexists(path):
-        from mechinterp.checkpoints.io.atomic import nothing_at
+        from mechinterp.checkpoints.io.files import nothing_at
 
         raise nothing_at(path)
 
@@ -299,7 +299,7 @@ class Files:
         self, paths: Sequence[Path], context_length: int | None = None
     ) -> "Checkpoint | None":
         """The run to which all these paths belong; None if they are separate models."""
-        from mechinterp.checkpoints.io.atomic import CheckpointError
+        from mechinterp.checkpoints.io.files import CheckpointError
 
         if len(paths) > 1:
             with suppress(CheckpointError):  # the error of each file is reported later
@@ -359,7 +359,7 @@ def say_of(path: Path, text: str) -> None:
 
 def shown_path(path: Path) -> str:
     """A path as one printable line; for a shipped model, its name."""
-    from mechinterp.checkpoints.io.atomic import printable
+    from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.shipped import BUNDLED
 
     return printable(path.name if path.parent == BUNDLED else str(path))
@@ -389,7 +389,7 @@ def say(text: str, *, error: bool = False) -> None:
             ValueError: If standard output is full; if its reader has closed it, the command exits
                 as if by SIGPIPE.
     """
-    from mechinterp.checkpoints.io.atomic import one_line, spelled, visible
+    from mechinterp.checkpoints.io.files import one_line, spelled, visible
 
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"

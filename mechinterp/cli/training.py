@@ -51,7 +51,7 @@ def train(
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
     if what is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
-    from mechinterp.checkpoints.io.atomic import printable
+    from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
@@ -100,7 +100,7 @@ def sweep(
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.comparison import sweep_frame
-    from mechinterp.checkpoints.io.atomic import printable
+    from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.report.to_json import training_document
@@ -142,7 +142,7 @@ def predict_jumps(
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
     from mechinterp.analysis.training.jumps import jump_forecast
-    from mechinterp.checkpoints.io.atomic import printable
+    from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.text import frame_text, wrapped

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from mechinterp.checkpoints.io.atomic import printable, writing
+from mechinterp.checkpoints.io.files import printable, writing
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.progress import Item, ProgressCallback

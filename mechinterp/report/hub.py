@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.hub import hub_library
-from mechinterp.checkpoints.io.atomic import CheckpointError, one_line, visible
+from mechinterp.checkpoints.io.files import CheckpointError, one_line, visible
 from mechinterp.display import counted
 from mechinterp.version import __version__
 

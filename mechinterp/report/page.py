@@ -17,7 +17,7 @@ from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.registry import Analysis
 from mechinterp.analysis.result import Finding, Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.atomic import printable, write_new, writing
+from mechinterp.checkpoints.io.files import printable, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import counted

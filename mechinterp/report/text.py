@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
-from mechinterp.checkpoints.io.atomic import spelled
+from mechinterp.checkpoints.io.files import spelled
 
 ROWS = 20
 """Number of table rows that are shown by default."""

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from mechinterp.checkpoints.io.atomic import CheckpointError, write_new, writing
+from mechinterp.checkpoints.io.files import CheckpointError, write_new, writing
 
 OF_RUNS = ("step", "loss", "loss_sem")
 """Columns for steps of a run: the loss and its standard error."""

@@ -18,7 +18,7 @@ from mechinterp import figures, heatmaps
 from mechinterp.analysis.labels import ALGORITHMS, PATTERNS, TEXTS
 from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.result import Card, Table
-from mechinterp.checkpoints.io.atomic import visible
+from mechinterp.checkpoints.io.files import visible
 from mechinterp.report.text import joined, narrow
 
 WORDS: dict[str, str] = {

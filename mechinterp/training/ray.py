@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from mechinterp.checkpoints.io.atomic import CheckpointError, one_line
+from mechinterp.checkpoints.io.files import CheckpointError, one_line
 from mechinterp.training.run import Progress
 from mechinterp.training.train import Jobs, Models, OnLog, TrainingSummary, train_job
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
-from mechinterp.checkpoints.io.atomic import CheckpointError, one_line, size_of, write_atomically
+from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes

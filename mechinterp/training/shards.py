@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from mechinterp.checkpoints.io.atomic import CheckpointError, read_json, write_new, writing
+from mechinterp.checkpoints.io.files import CheckpointError, read_json, write_new, writing
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.training.one_layer.step import packs

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.files import read_json
 from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 

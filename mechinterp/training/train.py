@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.checkpoints.io.atomic import CheckpointError, delete_leftovers
+from mechinterp.checkpoints.io.files import CheckpointError, delete_leftovers
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
 from mechinterp.checkpoints.native.folder import (
     FILES,

@@ -13,7 +13,7 @@ from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, swee
 from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.folder import COLUMNS, write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head

@@ -25,7 +25,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.linear import cross_validated, streams
 from mechinterp.analysis.stats import random_halves, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads

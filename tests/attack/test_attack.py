@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from tests.attack import runner
 from tests.attack.runner import FAULTS, outcome_of
 from tests.attack.targets import Subject, subjects

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load, load_run
 from mechinterp.models.heads import AttentionWeights
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from mechinterp.checkpoints.io import tensor_files
-from mechinterp.checkpoints.io.atomic import CheckpointError, printable, read_json
+from mechinterp.checkpoints.io.files import CheckpointError, printable, read_json
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import MAX_BYTES
 from tests.checkpoints.files import assert_refused

@@ -13,7 +13,7 @@ import pytest
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io import locks
-from mechinterp.checkpoints.io.atomic import (
+from mechinterp.checkpoints.io.files import (
     MACHINE,
     CheckpointError,
     delete_leftovers,

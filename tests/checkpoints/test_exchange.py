@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native import folder as tables
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.one_layer.step import initial_weights

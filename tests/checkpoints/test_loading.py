@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import checkpoint_paths, convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import COLUMNS

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.checkpoints.io.atomic import CheckpointError, write_atomically
+from mechinterp.checkpoints.io.files import CheckpointError, write_atomically
 from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import tensor_shapes

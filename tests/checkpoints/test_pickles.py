@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.io.unpickler import read_pickle
 from tests.checkpoints.files import read as load

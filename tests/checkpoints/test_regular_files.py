@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.io.atomic import read_json
+from mechinterp.checkpoints.io.files import read_json
 from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
 from mechinterp.checkpoints.load import convert
 from mechinterp.training.run import read_state, stored_models

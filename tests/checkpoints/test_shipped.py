@@ -7,7 +7,7 @@ import pytest
 
 from mechinterp import load
 from mechinterp.checkpoints import shipped
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from tests.checkpoints.files import assert_refused
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from mechinterp.analysis.ablation.single import ablate
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.names import copies_in
 from mechinterp.checkpoints.foreign.read import settled
-from mechinterp.checkpoints.io.atomic import CheckpointError, NotUnderstoodError
+from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.general import Attend, predictions
 from tests.checkpoints.files import assert_refused, loaded, read, saved

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.report.to_csv import classification_frame, write_table

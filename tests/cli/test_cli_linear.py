@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import override
 from mechinterp.models.heads import AttentionWeights

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.io.atomic import visible
+from mechinterp.checkpoints.io.files import visible
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.report.bars import progress_bar
 from mechinterp.training.run import Progress

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mechinterp.checkpoints.io.atomic import write_new
+from mechinterp.checkpoints.io.files import write_new
 from mechinterp.cli.options import BROKEN_PIPE, say
 from tests.conftest import CHECKPOINTS, Run, sampled, started
 

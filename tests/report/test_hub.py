@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mechinterp import from_pretrained, load, model_card
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from tests.conftest import CHECKPOINTS, python, sampled
 from tests.report.hub_stand_in import TOKEN, Hub, stand_in
 
@@ -55,7 +55,7 @@ class Session:
 def said_with(hub: Hub, folder: Path, code: str, **environment: str) -> dict:
     """What Python says with the stand-in as its hub, which is settled when huggingface_hub is imported."""
     given = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-    refusal = "from mechinterp.checkpoints.io.atomic import CheckpointError"
+    refusal = "from mechinterp.checkpoints.io.files import CheckpointError"
     imports = f"import json; from mechinterp import *; {refusal}\n"
     every = {**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
     return python("-W", "ignore", "-c", imports + code, env=every).done().document

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.io.locks import MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset

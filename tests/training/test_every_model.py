@@ -9,7 +9,7 @@ import torch
 
 import mechinterp
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer

@@ -9,7 +9,7 @@ import torch
 
 from mechinterp.analysis.training.over_training import training_dynamics
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.heads import AttentionWeights, predict

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.training.shards import PLAN, merge_shards, shard_named, shard_of
 from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import Run

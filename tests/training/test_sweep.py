@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.checkpoints.io.atomic import MACHINE, CheckpointError
+from mechinterp.checkpoints.io.files import MACHINE, CheckpointError
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 
 Tensors = Mapping[str, Tensor]
 """Tensors by name."""

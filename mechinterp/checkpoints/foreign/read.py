@@ -35,7 +35,7 @@ from mechinterp.checkpoints.foreign.score import (
     try_cases,
 )
 from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
-from mechinterp.checkpoints.io.atomic import naming, read_json, read_yaml
+from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES

@@ -29,7 +29,7 @@ from mechinterp.checkpoints.foreign.names import (
     piece_of,
 )
 from mechinterp.checkpoints.foreign.options import Hints, settle
-from mechinterp.checkpoints.io.atomic import naming
+from mechinterp.checkpoints.io.files import naming
 from mechinterp.checkpoints.io.headers import require_finite
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mechinterp.checkpoints.io.atomic import CheckpointError, naming, readable, size_of
+from mechinterp.checkpoints.io.files import CheckpointError, naming, readable, size_of
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from mechinterp.checkpoints.io.atomic import (
+from mechinterp.checkpoints.io.files import (
     TEMPORARY,
     CheckpointError,
     delete_leftovers,

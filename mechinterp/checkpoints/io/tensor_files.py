@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.names import chosen_names, piece_of
-from mechinterp.checkpoints.io.atomic import CheckpointError, naming, read_json
+from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.unpickler import (
     MAX_BYTES,

@@ -12,7 +12,7 @@ from typing import Any, no_type_check
 
 import torch
 
-from mechinterp.checkpoints.io.atomic import CheckpointError
+from mechinterp.checkpoints.io.files import CheckpointError
 
 MAX_BYTES = 12_000_000
 """Largest size of a pickle in bytes; the losses of 500,000 steps take 4.5 million bytes."""

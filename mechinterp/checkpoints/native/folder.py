@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mechinterp.checkpoints.io.atomic import (
+from mechinterp.checkpoints.io.files import (
     CheckpointError,
     naming,
     nothing_at,

@@ -1,4 +1,4 @@
-"""Errors of files, atomic writing (a kill leaves the old or the new file), and reading of JSON and YAML files."""
+"""Files: errors of reading and writing them, atomic writing (a kill leaves the old or the new file), and JSON and YAML."""
 
 import hashlib
 import json
