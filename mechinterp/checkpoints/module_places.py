@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.names import INNER, TABLE, Piece, piece_of
-from mechinterp.models.hooked.followed import SOFTMAX, Inner
+from mechinterp.models.hooked.followed import BY_HEAD, SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
+IN_MODULES = {"query_key_value": "qkv", "q_b_proj": "q_proj", "kv_b_proj": "kv_proj"}
+"""Projections of GPT-NeoX, Bloom and Falcon (packed by head) and of DeepSeek, whose layout in files is not read."""
 HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 """Attributes of a module that state its number of heads."""
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
-PROJECTED = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"})
+PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
 # Names of autograd's operations, without "Backward0".
 SUMS = (
     "Add Sub Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
@@ -80,7 +83,7 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
         for each in _weights_of(module)
         if not any(each.name.startswith(f"{attention}.") for attention in names)
     ]
-    inner = {(each.path, each.layer) for each in pieces if each.part in INNER}
+    inner = {(each.path, each.layer) for each in pieces if each.part in (*INNER, BY_HEAD)}
     found = [p.name for p in pieces if p.part == "o" and (p.path, p.layer) in inner]
     names |= modules.keys() & {name.removesuffix(".weight") for name in found}
     if not names and found:
@@ -95,9 +98,18 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
 
 def _weights_of(module: nn.Module) -> list[Piece]:
     """Parts of a model that the names of a module's weights stand for."""
+    pieces = []
     # Layers that share a tensor list it under several names.
-    pieces = (piece_of(name) for name, _ in module.named_parameters(remove_duplicate=False))
-    return [piece for piece in pieces if piece is not None and piece.kind == "weight"]
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        words = name.split(".")
+        piece = piece_of(".".join(IN_MODULES.get(word, word) for word in words))
+        if piece is None or piece.kind != "weight":
+            continue
+        part = BY_HEAD if "query_key_value" in words else piece.part
+        # BERT has the projections in a module "self", beside the output projection.
+        path = tuple(word for word in piece.path if word != "self")
+        pieces.append(replace(piece, name=name, part=part, path=path))
+    return pieces
 
 
 def _is_parameter(name: str) -> ValueError:
@@ -165,7 +177,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     modules, projections = dict(module.named_modules()), {}
     for piece in _weights_of(module):
         before = piece.name.removesuffix(".weight")
-        if piece.part not in ("q", "k", "v", "kv", "qkv") or before not in modules:
+        if piece.part not in ("q", "k", "v", "kv", "qkv", BY_HEAD) or before not in modules:
             continue
         near = (piece.path, piece.layer) == (end.path, end.layer)
         near = near or before.rpartition(".")[0] == output.rpartition(".")[0]

@@ -23,7 +23,10 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
+from mechinterp.config import ModelConfig
+from mechinterp.config.model import tensor_shapes
 from mechinterp.models.hooked.runner import masked
+from mechinterp.models.weights import Weights
 from tests.checkpoints import strange_modules as strange
 from tests.checkpoints.strange_modules import EACH, HEADS, WIDTH, Stack, random
 from tests.conftest import CHECKPOINTS
@@ -200,6 +203,41 @@ def test_edges_of_grouped_heads_are_those_of_heads_of_their_own(prompts):
     np.testing.assert_allclose(one.estimate, other.estimate, rtol=1e-7, atol=1e-10)
 
 
+def test_edges_between_heads_with_rotary_positions_are_those_of_the_same_model_of_ours(prompts):
+    stack, hooked = hooked_stack("rotary")
+    model = ModelConfig(
+        n_layers=2, n_heads=HEADS, d_model=WIDTH, d_head=EACH, rotary_dim=EACH, biases=True, context_only=True,
+        attend_to_self=True, norm="before", d_mlp=16, activation="gelu",
+    )  # fmt: skip
+    named = {name: torch.zeros(shape) for name, shape in tensor_shapes(model, 3, 1).items()}
+    named |= {"W_in": stack.read_in.weight.T, "b_in": stack.read_in.bias}
+    named |= {"unembed.W_U": stack.read_out.weight.T, "unembed.b_U": stack.read_out.bias}
+    for n, block in enumerate(stack.blocks):
+        block.norm = nn.LayerNorm(WIDTH).double()
+        parts = [block.attention.parts(head) for head in range(HEADS)]
+        for name, matrices in zip(
+            ("W_Q", "W_K", "W_V", "W_O"), zip(*parts, strict=True), strict=True
+        ):
+            named[f"blocks.{n}.attn.{name}"] = torch.stack(matrices)
+        norm, first, _, second = block.mlp
+        named |= {
+            f"blocks.{n}.ln1.w": block.norm.weight,
+            f"blocks.{n}.ln2.w": norm.weight,
+            f"blocks.{n}.ln2.b": norm.bias,
+        }
+        named |= {f"blocks.{n}.mlp.W_in": first.weight.T, f"blocks.{n}.mlp.b_in": first.bias}
+        named |= {f"blocks.{n}.mlp.W_out": second.weight.T, f"blocks.{n}.mlp.b_out": second.bias}
+    own = Weights.of_names(model, 3, 1, {name: t.detach().double() for name, t in named.items()})
+    hooked = hook_module(stack, task=TASK)
+    torch.testing.assert_close(predictor_of(own).predict(prompts), hooked.predict(prompts))
+    for fields in ("patched", "estimate"):
+        one, other = (
+            getattr(attribute_edges(each, prompts[:4], prompts[4:8]), fields)
+            for each in (own, hooked)
+        )
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-10)
+
+
 def test_a_block_is_masked_in_one_run_or_in_all(prompts):
     stack, hooked = hooked_stack("looped blocks")
     assert hooked.hooked.blocks == (0, 1, 0, 1)
@@ -303,11 +341,11 @@ def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
 # What cannot be followed, and what would give wrong heads.
 
 
-@pytest.mark.parametrize("kind", ["rotary", "parameters", "by hand"])
+@pytest.mark.parametrize("kind", ["parameters", "by hand"])
 def test_edges_that_cannot_be_told_apart_are_refused_in_one_line(kind, prompts):
     by_hand = lambda: Stack(*(strange.ByHand() for _ in TWO))  # noqa: E731
     hooked = hook_module(random((STACKS | {"by hand": by_hand})[kind]()), task=TASK, heads=HEADS)
-    reasons = {"parameters": "modules of the usual names", "rotary": "scores are not products"}
+    reasons = {"parameters": "modules of the usual names"}
     assert reasons.get(kind, "no output of torch.softmax") in hooked.model.unfollowed[0]
     assert "blocks.0.attn.hook_q" not in hooked.model.hook_dict
     with pytest.raises(ValueError, match=r"blocks\.[01]\.attn\.hook_[qkv]; ") as caught:

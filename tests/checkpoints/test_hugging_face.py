@@ -1,41 +1,84 @@
-"""A native folder is what Hugging Face's tools expect: their own loaders read it, and it goes through a save unchanged."""
+"""Models of Hugging Face under our hooks: rises are those of masks by hand, and patterns are those that the model returns."""
 
+import numpy as np
 import pytest
 import torch
-from huggingface_hub import PyTorchModelHubMixin
-from safetensors.torch import load_model
+import transformers
+from torch import nn
 
-from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.config import from_dict
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp import TaskConfig, ablate_heads, attention_patterns, hook_module, sample_prompts
 
-FOLDERS = ["checkpoints/softmax-h2-s0", "checkpoints/two-tasks-h3-s0", "checkpoints/tanh-h2-s0"]
+TASK = TaskConfig(d_x=3, context_length=6)
+SIZES = {
+    "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 8,
+    "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES = {
+    # family: settings, the output projections' names, and the hook points of queries, keys and values that stay
+    "Llama": (GROUPED, "self_attn.o_proj", "qv"),
+    "Phi": ({}, "self_attn.dense", "qkv"),
+    "GPTNeoX": ({}, "attention.dense", "qkv"),
+    "Bloom": ({"n_head": 4, "n_layer": 2}, "self_attention.dense", "qkv"),
+    "Falcon": ({"multi_query": False}, "self_attention.dense", "qkv"),
+    "Bert": ({}, "attention.output.dense", "qkv"),
+    "Olmo2": ({}, "self_attn.o_proj", "v"),  # norms over all heads mix their queries and keys
+    "DeepseekV3": (
+        {"hidden_size": 32, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+         "v_head_dim": 8, "first_k_dense_replace": 2, "num_key_value_heads": 4},
+        "self_attn.o_proj",
+        "",
+    ),
+}  # fmt: skip
 
 
-class Pretrained(ICLTransformer, PyTorchModelHubMixin):
-    """What a user of huggingface_hub writes: the mixin reads config.json and model.safetensors by itself."""
+class Regression(nn.Module):
+    def __init__(self, family: str, settings: dict):
+        super().__init__()
+        config = getattr(transformers, f"{family}Config")(**SIZES | settings)
+        config._attn_implementation = "eager"
+        width = config.hidden_size
+        self.read_in, self.read_out = nn.Linear(4, width), nn.Linear(width, 1)
+        self.backbone = getattr(transformers, f"{family}Model")(config)
 
-    def __init__(self, experiment: dict):
-        config = from_dict(experiment)
-        super().__init__(config.model, d_x=config.task.d_x, d_y=config.task.d_y)
+    def run(self, tokens):
+        return self.backbone(inputs_embeds=self.read_in(tokens), output_attentions=True)
+
+    def forward(self, tokens):
+        return self.read_out(self.run(tokens).last_hidden_state)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_hubs_mixin_loads_the_folder(folder: str):
-    checkpoint = Checkpoint.from_pretrained(folder)
-    prompts = sample_prompts(checkpoint.config.task, 8, seed=0)
-    model = Pretrained.from_pretrained(folder)
-    assert torch.equal(model.predict(prompts), checkpoint.model.predict(prompts))
+def without(z: torch.Tensor, head: int) -> torch.Tensor:
+    z = z.unflatten(-1, (4, -1)).clone()
+    z[..., head, :] = 0
+    return z.flatten(-2)
 
 
-def test_safetensors_loads_every_tensor_strictly():
-    checkpoint = Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
-    expected = {name: tensor.clone() for name, tensor in checkpoint.model.state_dict().items()}
-    for parameter in checkpoint.model.parameters():
-        parameter.data.zero_()
-    missing, unexpected = load_model(checkpoint.model, checkpoint.path / "model.safetensors")
-    assert not missing
-    assert not unexpected
-    state = checkpoint.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rises_and_patterns_are_those_of_the_model_itself(family):
+    settings, output, points = FAMILIES[family]
+    torch.manual_seed(0)
+    model = Regression(family, settings).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=0.3)
+    prompts = sample_prompts(TASK, 32, seed=1)
+    hooked = hook_module(model, task=TASK)
+
+    def risk() -> float:
+        return (model(prompts.tokens)[:, -1] - prompts.y_query_clean).square().mean().item()
+
+    rises = []
+    for name, part in model.named_modules():
+        for head in range(4) if name.endswith(output) else ():
+            mask = part.register_forward_pre_hook(lambda _, args, head=head: without(args[0], head))
+            rises.append(risk() - (mask.remove() or risk()))
+    np.testing.assert_allclose(
+        ablate_heads(hooked, prompts).rise.ravel(), rises, rtol=1e-3, atol=1e-6
+    )
+    expected = torch.cat(model.run(prompts.tokens).attentions, dim=1)[:, :, -1]
+    patterns = attention_patterns(hooked, prompts, shown=len(prompts)).pattern
+    np.testing.assert_allclose(patterns, expected, rtol=1e-4, atol=1e-6)
+    there = "".join(x for x in "qkv" if f"blocks.1.attn.hook_{x}" in hooked.model.hook_dict)
+    assert there == points

@@ -95,9 +95,13 @@ def _unexplained(
         s, p = scores[read], products[read]
         factor = (s @ p) / (p @ p).clamp_min(TINY)
         heads.factor = factor.item()
-        if not _same(factor * p, s):
-            gone += PROJECTED[:2]
-            reasons.append("scores are not products of what its queries and keys put out")
+        if not _same(factor * p, s):  # turned by positions, or normed
+            parts = zip(PROJECTED[:2], ("queries", "keys"), (False, True), strict=True)
+            mixed = [
+                (n, w) for n, w, key in parts if not _own_scores(model, inputs, heads, passed, key)
+            ]
+            gone += [name for name, _ in mixed]
+            reasons += [f"scores of a head do not follow its {word} alone" for _, word in mixed]
     if not _same(einsum(pattern, v, AVERAGE), z):
         gone.append("hook_v")
         reasons.append("the values that are averaged are not what its projection puts out")
@@ -109,6 +113,34 @@ def _all_caught(passed: Passed) -> bool:
     (z,) = passed["hook_z"]
     each = [passed[name] for name in PROJECTED]
     return all(len(values) == 1 and values[0].shape[2:] == z.shape[2:] for values in each)
+
+
+def _own_scores(
+    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed, of_keys: bool
+) -> bool:
+    """True if the query (or key) of a head at a position changes the scores of this head in its row (or column) alone."""
+    name = PROJECTED[of_keys]
+    (own,), (scores,) = passed[name], passed["hook_attn_scores"]
+    other, chosen = _random(own.shape).to(own), _random(own.shape[:3]) < 0.5
+
+    def scores_of(values: Tensor) -> Tensor:
+        getattr(heads, name).add_hook(lambda _, hook: values)
+        with caught(heads, ["hook_attn_scores"]) as seen:
+            model(inputs)
+        getattr(heads, name).remove_hooks()
+        return seen["hook_attn_scores"][0]
+
+    changed = chosen.to(own.device).transpose(1, 2)[..., None]  # [batch, head, pos, 1]
+    expected = torch.where(changed.mT if of_keys else changed, scores_of(other), scores)
+    mixed = scores_of(torch.where(chosen.to(own.device)[..., None], other, own))
+    read = scores > MASKED
+    return _same(mixed[read], expected[read])
+
+
+def _random(shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1) from a fixed seed, in float64."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _is_average(
@@ -129,10 +161,10 @@ def _is_average(
         heads.hook_pattern.remove_hooks()
         return passed["hook_z"][0]
 
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    other = torch.rand(pattern.shape, generator=generator, dtype=torch.float64, device="cpu")
-    chosen = torch.rand(pattern.shape[:3], generator=generator, device="cpu", dtype=torch.float64)
-    other, chosen = other.to(pattern), (chosen < 0.5).to(pattern)
+    other, chosen = (
+        _random(pattern.shape).to(pattern),
+        (_random(pattern.shape[:3]) < 0.5).to(pattern),
+    )
     alone = outputs(other)
     kept = chosen.transpose(1, 2)[..., None]
     masked = outputs(other * chosen[..., None])

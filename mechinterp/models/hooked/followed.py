@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
 PROJECTED = ("hook_q", "hook_k", "hook_v")
+BY_HEAD = "qkv by head"
+"""Part whose output has the query, key and value of the first head, then those of the second, as in GPT-NeoX and Bloom."""
 POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern")
 SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 BY_HAND = (
@@ -58,8 +60,8 @@ class Inner:
 
     container: str
     projections: Mapping[str, str]
-    """Module name by part: "q", "k", "v", or "kv", "qkv" if one module computes several. Empty for a
-    torch.nn.MultiheadAttention, and if no module computes them."""
+    """Module name by part: "q", "k", "v", or "kv", "qkv" if one module computes several ("qkv by head": those of each head
+    in turn). Empty for a torch.nn.MultiheadAttention, and if no module computes them."""
 
 
 class Heads(nn.Module):
@@ -133,14 +135,23 @@ class Following(TorchFunctionMode):
 
 def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tensor:
     """Output of a projection after the hook points of its parts."""
-    width = output.shape[-1]
+    width, n_heads = output.shape[-1], heads.n_heads
     if output.ndim != 3:
         return output
-    # With grouped queries the heads share keys and values, which are then narrower than the queries.
-    queries = heads.n_heads * heads.d_head if "q" in part else 0
-    widths = [queries, (width - queries) // 2, (width - queries) // 2][-len(part) :]
     if len(part) == 1:
         return _by_head(heads, f"hook_{part}", output, turned)
+    if part == BY_HEAD:
+        if width != 3 * n_heads * heads.d_head:
+            return output
+        split = output.unflatten(-1, (n_heads, 3, -1)).unbind(-2)
+        own = (
+            _by_head(heads, name, values.flatten(-2), turned).unflatten(-1, (n_heads, -1))
+            for name, values in zip(PROJECTED, split, strict=True)
+        )
+        return torch.stack([*own], dim=-2).flatten(-3)
+    # With grouped queries the heads share keys and values, which are then narrower than the queries.
+    queries = n_heads * heads.d_head if "q" in part else 0
+    widths = [queries, (width - queries) // 2, (width - queries) // 2][-len(part) :]
     if sum(widths) != width:
         return output
     pieces = [
@@ -181,7 +192,9 @@ def behind_values(
         passed["hook_pattern"] = heads.hook_pattern(factor * products)
         z = z + einsum(passed["hook_pattern"] - factor * products, v, AVERAGE)
     if "hook_pattern" in passed and "hook_v of one" in passed and hasattr(heads, "hook_v"):
-        z = z + einsum(passed["hook_pattern"], passed["hook_v of one"], AVERAGE)
+        pattern, changed = passed["hook_pattern"], passed["hook_v of one"]
+        if pattern.shape[-1] == changed.shape[1]:  # a learned sink has no value
+            z = z + einsum(pattern, changed, AVERAGE)
     return z
 
 
@@ -224,7 +237,9 @@ def _softmax(heads: Heads, function: Callable, scores: Tensor, *rest: Any) -> Te
         return function(scores, *rest)
     passed = heads.passed
     if "hook_k of one" in passed and hasattr(heads, "hook_k"):
-        four = four + heads.factor * einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)
+        changed = einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)
+        if changed.shape == four.shape:  # a learned sink is one more key
+            four = four + heads.factor * changed
     put_in = heads.through("hook_attn_scores", four).reshape(shape)
     pattern = heads.through("hook_pattern", function(put_in, *rest).reshape(four.shape))
     passed["hook_pattern"] = pattern
