@@ -20,6 +20,7 @@ from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 STREAMS = ("init", "train", "eval", "pool")
 NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
+IDENTITY = CovarianceConfig()
 POOL_BLOCK = 1024
 """Number of task vectors of a pool that are drawn at once."""
 
@@ -341,7 +342,7 @@ def sample_prompts(
     normal.normal_(generator=generator)
     x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
     x_all = x_draw.view(n_prompts, n_tokens, task.d_x)
-    if task.covariance != CovarianceConfig():
+    if task.covariance != IDENTITY:
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
     if task.n_tasks is None or new_tasks:
@@ -407,7 +408,7 @@ def _pool_key(task: TaskConfig) -> TaskConfig:
     return replace(
         getattr(task, "law", task),  # for given prompts, their law
         context_length=1,
-        covariance=CovarianceConfig(),
+        covariance=IDENTITY,
         noise_var=0.0,
         query_noise=True,
         n_sequences=None,

@@ -136,6 +136,8 @@ def stack(models: Sequence[AttentionWeights]) -> AttentionWeights:
         )
     if models[0].b_O is not None:
         raise ValueError("Stacked models must have no biases, got some that have.")
+    if len(models) == 1:
+        return models[0]
     return models[0].with_tensors(
         {name: torch.cat([getattr(model, name) for model in models]) for name in NAMES}
     )

@@ -7,6 +7,7 @@ these points.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float
@@ -49,13 +50,16 @@ class Moments:
 
     def minimiser(self) -> Float[np.ndarray, "d_x d_x"]:
         """M with the smallest loss: zz^-1 yz."""
-        size = self.yz.size
-        return np.linalg.solve(self.zz.reshape(size, size), self.yz.ravel()).reshape(self.yz.shape)
+        return np.linalg.solve(self._square, self.yz.ravel()).reshape(self.yz.shape)
 
     def _zz(self, M: np.ndarray) -> Float[np.ndarray, "*stack d_x d_x"]:
         """zz M; zz is symmetric."""
-        size = self.yz.size
-        return (M.reshape(*M.shape[:-2], size) @ self.zz.reshape(size, size)).reshape(M.shape)
+        return (M.reshape(*M.shape[:-2], -1) @ self._square).reshape(M.shape)
+
+    @cached_property
+    def _square(self) -> Float[np.ndarray, "entry entry"]:
+        """zz as a matrix."""
+        return self.zz.reshape(self.yz.size, -1)
 
 
 def population_moments(

@@ -75,7 +75,7 @@ def velocity_of(heads: Heads, moments: Moments) -> Callable[[np.ndarray], np.nda
 
     def separate(flat: np.ndarray) -> np.ndarray:
         K, Q = flat[n_heads:].reshape(2, n_heads * rank, d_x)
-        v = np.repeat(flat[:n_heads], rank)[:, None]
+        v = flat[:n_heads].repeat(rank)[:, None]
         read, K, Q = separate_motion(v, K, Q, moments.gradient)
         return np.concatenate([read.reshape(n_heads, rank).sum(1), K.ravel(), Q.ravel()])
 
