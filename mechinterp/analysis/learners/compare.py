@@ -29,11 +29,9 @@ from mechinterp.icl.predictors import (
     PromptsTask,
     debiased_gd,
     dmmse,
-    dmmse_at_every,
     nadaraya_watson,
     no_law,
     ridge,
-    ridge_at_every,
     vanilla_gd,
     zero_prediction,
 )
@@ -77,8 +75,6 @@ class SimpleLearner:
     predict: Callable[..., Tensor]
     """Function of prompts and their task: predictions [batch, d_y], or [setting, batch, d_y] if there are `settings`. The
     kernel head takes omega as a third argument."""
-    at_every: Callable[[Prompts, TaskConfig], Tensor] | None = None
-    """Function of the same arguments: predictions at every x, [batch, n_pairs, d_y]."""
     factor: str = ""
     """Name of the factor on the prediction that is fitted to the model by least squares; empty if there is none."""
     settings: Sequence[float] = ()
@@ -86,29 +82,17 @@ class SimpleLearner:
 
 
 LEARNERS = {
-    "zero": SimpleLearner(
-        lambda prompts, task: zero_prediction(prompts),
-        lambda prompts, task: torch.zeros_like(prompts.y_of_every_x),
-    ),
+    "zero": SimpleLearner(lambda prompts, task: zero_prediction(prompts)),
     "vanilla_gd": SimpleLearner(lambda prompts, task: vanilla_gd(prompts, eta=1.0), factor="eta"),
     "debiased_gd": SimpleLearner(lambda prompts, task: debiased_gd(prompts, eta=1.0), factor="eta"),
     "kernel_head": SimpleLearner(
         lambda prompts, task, omega: nadaraya_watson(prompts, omega=omega, mu=1.0), factor="mu"
     ),
-    "ridge": SimpleLearner(
-        lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty),
-        lambda prompts, task: ridge_at_every(prompts, penalty=task.posterior_penalty),
-    ),
+    "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var),
-        lambda prompts, task: dmmse_at_every(
-            prompts, pool=task_pool(task), noise_var=task.noise_var
-        ),
+        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
     ),
-    "least squares": SimpleLearner(
-        lambda prompts, task: ridge(prompts, penalty=0),
-        lambda prompts, task: ridge_at_every(prompts, penalty=0),
-    ),
+    "least squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "ridge at its best": SimpleLearner(
         lambda prompts, task: torch.stack([ridge(prompts, penalty=each) for each in PENALTIES]),
         settings=PENALTIES,

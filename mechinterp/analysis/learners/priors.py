@@ -3,6 +3,7 @@ and to ridge, on prompts with tasks of the pool and with new tasks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -29,10 +30,8 @@ from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import (
     Pool,
     dmmse,
-    dmmse_at_every,
     require_pool,
     ridge,
-    ridge_at_every,
 )
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
@@ -317,24 +316,17 @@ class Setting:
                 len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0), device="cpu"
             )
             full = with_task_vectors(full, self.pool[rows].to(full.x))
-        pool, noise_var = self.pool, self.task.noise_var
-        penalty = self.task.posterior_penalty
         one_pass = source is not None and not is_learner(source)
         own = predictor_of(source).predict_at_every(full) if one_pass else None
-        if own is None:
-            prompts = [full.shortened(length) for length in lengths]
-            return Sample(
-                prompts,
-                [
-                    dmmse(each, pool=pool, noise_var=noise_var)
-                    for each in progress(prompts, f"dMMSE on {kind} tasks")
-                ],
-                [ridge(each, penalty=penalty) for each in prompts],
-            )
-        memory = dmmse_at_every(full, pool=pool, noise_var=noise_var)
-        curves = (memory, ridge_at_every(full, penalty=penalty), own)
-        each = [[curve[:, length] for length in lengths] for curve in curves]
-        return Sample([full.prefix(length) for length in lengths], *each)
+        cut = full.shortened if own is None else full.prefix
+        prompts = [cut(length) for length in lengths]
+        memory = partial(dmmse, pool=self.pool, noise_var=self.task.noise_var)
+        return Sample(
+            prompts,
+            [memory(each) for each in progress(prompts, f"dMMSE on {kind} tasks")],
+            [ridge(each, penalty=self.task.posterior_penalty) for each in prompts],
+            None if own is None else [own[:, length] for length in lengths],
+        )
 
 
 @dataclass(frozen=True, eq=False)
