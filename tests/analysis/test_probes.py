@@ -17,7 +17,6 @@ from mechinterp.analysis.probing.linear import (
     probe_layers,
     responses,
     reweighted,
-    streams,
 )
 from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
 from mechinterp.checkpoints.load import load
@@ -114,7 +113,7 @@ def test_streams_are_those_of_the_cache(make, few, monkeypatch):
         monkeypatch.setattr(backend, "CHUNK", 8)
     model = make()
     predict = model.predict
-    found = streams(model, few, heads=[(0, 1)], positions=(-1, -3))
+    found = predictor_of(model).streams(few, heads=[(0, 1)], positions=(-1, -3))
     assert found.shape[:3] == (4, 30, 2)
     hooked = getattr(model, "model", model)
     embed = getattr(model, "embed", lambda prompts: prompts.tokens)
@@ -174,7 +173,7 @@ def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()
     found = predictor_of(predictor).query_streams(few, 3)
-    expected = streams(predictor, few)[3, :, 0]
+    expected = predictor_of(predictor).streams(few)[3, :, 0]
     assert found.shape == (30, 10, expected.shape[1])
     assert_close_to_rounding(found[:, -1], expected)
 

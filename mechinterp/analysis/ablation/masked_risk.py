@@ -4,6 +4,7 @@ the prompt."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,16 +39,34 @@ def squared_error(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batc
     return (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(1)
 
 
-@dataclass(frozen=True)
-class Masking:
-    """Method of masking, and the metric that is measured under it."""
+@dataclass(frozen=True, kw_only=True)
+class OfMetric:
+    """Method of masking, and name and unit of the metric that is measured under it."""
 
     method: str = "zero"
-    """"zero", "mean" or "resample"."""
-    function: Metric = squared_error
+    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
+    "resample": its z is that of another prompt."""
     metric: str = "excess risk"
-    """Name of the metric."""
+    """Name of the metric. The excess risk is the mean of (y_hat - y_query_clean)^2."""
     unit: str = "y²"
+    """Unit of the metric; empty if unknown."""
+
+    @property
+    def metric_in_unit(self) -> str:
+        """Name of the metric with its unit, for an axis."""
+        return f"{self.metric} ({self.unit})" if self.unit else self.metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking(OfMetric):
+    """Method of masking, and the function that is measured under it."""
+
+    function: Metric = squared_error
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Method, name of the metric and unit, by field of a result."""
+        return {"method": self.method, "metric": self.metric, "unit": self.unit}
 
     def values(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
         """The metric for each prompt.
@@ -69,21 +88,6 @@ class Masking:
 
 EXCESS = Masking()
 """Zero ablation and the excess risk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfMetric:
-    """Name and unit of the metric of a result."""
-
-    metric: str = EXCESS.metric
-    """Name of the metric. The excess risk is the mean of (y_hat - y_query_clean)^2."""
-    unit: str = EXCESS.unit
-    """Unit of the metric; empty if unknown."""
-
-    @property
-    def metric_in_unit(self) -> str:
-        """Name of the metric with its unit, for an axis."""
-        return f"{self.metric} ({self.unit})" if self.unit else self.metric
 
 
 def masked_values(
@@ -250,8 +254,7 @@ def masked_in_greedy_order(
     masks = [order[:size] for size in range(len(order) + 1)]
     values = masked_values(predictor, measured_on, masks, how, progress=progress)
     return GreedyAblation(
-        metric=how.metric,
-        unit=how.unit,
+        **how.named,
         heads=tuple(f"L{layer}H{head}" for layer, head in order),
         **estimates(risk=mean_and_sem(values), ratio=ratio_and_sem(values, values[:, 0])),
     )
@@ -308,13 +311,10 @@ def pairs_of(
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
     alone = rises.diagonal(axis1=1, axis2=2)
     # A pair of a head with itself is one mask.
-    apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
-    apart += alone[:, :, None] * np.eye(len(heads))
-    names = tuple(f"L{layer}H{head}" for layer, head in heads)
+    apart = alone[:, :, None] + alone[:, None] * (1 - np.eye(len(heads)))
     return PairAblation(
-        metric=how.metric,
-        unit=how.unit,
-        names=names,
+        **how.named,
+        names=tuple(f"L{layer}H{head}" for layer, head in heads),
         **estimates(rise=mean_and_sem(rises), interaction=mean_and_sem(rises - apart)),
     )
 
@@ -323,8 +323,6 @@ def pairs_of(
 class PositionAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked at one position of the prompt."""
 
-    method: str
-    """"zero", "mean" or "resample"."""
     positions: tuple[str, ...]
     """Names of the positions: x1, y1, ... for tokens in turn; 1, 2, ..., query for pairs; 0, 1, ... for any others."""
     rise: Float[np.ndarray, "layer head pos"]
@@ -382,14 +380,8 @@ def masked_by_position(
             values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
             place = (*np.transpose(heads), at)
             rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
-    return PositionAblation(
-        method=how.method,
-        metric=how.metric,
-        unit=how.unit,
-        positions=_positions(n_pos, prompts.x.shape[1]),
-        rise=rise,
-        rise_sem=sem,
-    )
+    positions = _positions(n_pos, prompts.x.shape[1])
+    return PositionAblation(**how.named, positions=positions, rise=rise, rise_sem=sem)
 
 
 def _positions(n_pos: int, n_pairs: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.probing.linear import cross_validated, streams
+from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import (
     carried_by_few,
@@ -193,7 +193,6 @@ def fine_tune(
     prompts: Prompts,
     *,
     steps: int = 400,
-    learning_rate: float | None = None,
     progress: ProgressCallback = no_progress,
 ) -> FineTuning:
     """Train a pruned model further as in its training: context lengths, clipping, and the decay of
@@ -204,10 +203,9 @@ def fine_tune(
     Args:
         kept: Mask of kept heads, as in `Pruning`.
         prompts: Prompts to measure risks on; they must not have selected the heads.
-        learning_rate: Learning rate of the first step; None means that of the training.
         progress: Optional progress callback.
     Raises:
-        ValueError: If no head is kept, or steps or learning_rate are out of range.
+        ValueError: If no head is kept, or steps are out of range.
     Source:
         A choice made here; the full model is trained as long, as a control.
     See also:
@@ -225,7 +223,6 @@ def fine_tune(
     train = replace(
         train,
         steps=steps,
-        learning_rate=train.learning_rate if learning_rate is None else learning_rate,
         data_seed=DATA_SEED,
         log_every=every,
         snapshot_every=every,
@@ -447,8 +444,9 @@ def refit_errors(
     Raises:
         ValueError: If there are too few prompts for the features.
     """
-    stream = streams(source, prompts, heads=gone)[-1, :, 0]
-    (fitted,) = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    stream = predictor_of(source).streams(prompts, heads=gone)[-1, :, 0]
+    exact = (each.double().numpy(force=True) for each in (stream, prompts.y_query))
+    (fitted,) = cross_validated(*exact)
     clean = prompts.y_query_clean.double().numpy(force=True)
     return np.square(fitted.prediction - clean).mean(1), fitted.fit_sem(clean)
 
@@ -582,8 +580,8 @@ def prune(
         tuned.save(out)
     elif out is not None:
         save_pruned(checkpoint_of(source, "out"), kept, out, prompts=prompts)
-    saved = None if out is None else str(out)
-    return Pruning(kept=kept, rise=rise, choices=choices, tuned=tuned, saved=saved, **costs)
+    found = Pruning(kept=kept, rise=rise, choices=choices, tuned=tuned, **costs)
+    return found if out is None else replace(found, saved=str(out))
 
 
 def choices_of(

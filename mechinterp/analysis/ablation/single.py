@@ -3,7 +3,6 @@ all options, or by every method side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -31,12 +30,12 @@ from mechinterp.analysis.ablation.masked_risk import (
     single_masks,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.learners.compare import LEARNERS
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
-from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
@@ -52,9 +51,6 @@ class HeadAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
-    method: str
-    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
-    "resample": its z is that of another prompt."""
     rise: Float[np.ndarray, "layer head"]
     """Metric of the masked model minus that of the full model, unit of the metric."""
     rise_sem: Float[np.ndarray, "layer head"]
@@ -243,11 +239,12 @@ def ablate_heads(
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
     """The method, and the metric with its name and unit."""
     if metric is None:
-        return Masking(method)
+        return Masking(method=method)
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
         # A function without a name is called <lambda>.
-        return Masking(method, metric, "metric" if "<" in name else name.replace("_", " "), unit="")
+        name = "metric" if "<" in name else name.replace("_", " ")
+        return Masking(method=method, function=metric, metric=name, unit="")
     if metric not in ("ridge", "dmmse"):
         raise ValueError(
             f"metric must be a function of predictions and prompts, 'ridge' or 'dmmse', got {metric!r}."
@@ -255,16 +252,12 @@ def _masking(method: str, metric: Metric | str | None, source: Source) -> Maskin
     task = task_for(source, None, f"metric={metric!r}")
     if metric == "dmmse" and task.n_tasks is None:
         raise ValueError("metric='dmmse' needs a task with a pool (n_tasks), got one without.")
-    learner = (
-        partial(ridge, penalty=task.posterior_penalty)
-        if metric == "ridge"
-        else partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
-    )
 
     def distance(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
-        return (predictions - learner(prompts).to(predictions)).square().mean(1)
+        learned = LEARNERS[metric].predict(prompts, task)
+        return (predictions - learned.to(predictions)).square().mean(1)
 
-    return Masking(method, distance, f"distance to {metric}")
+    return Masking(method=method, function=distance, metric=f"distance to {metric}")
 
 
 def single_ablation(
@@ -279,16 +272,11 @@ def single_ablation(
     full, rises = single_masks(predictor, prompts, how, runs=runs, progress=progress)
     nothing = torch.zeros_like(prompts.y_query_clean)
     return HeadAblation(
-        method=how.method,
-        metric=how.metric,
-        unit=how.unit,
+        **how.named,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
         null_risk=how.values(nothing, prompts).mean().item(),
-        **estimates(
-            rise=mean_and_sem(rises),
-            full_risk=mean_and_sem(full),
-        ),
+        **estimates(rise=mean_and_sem(rises), full_risk=mean_and_sem(full)),
     )
 
 
@@ -298,10 +286,9 @@ def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str)
         raise ValueError(f"sets must be one of {', '.join(SETS)}, got {sets!r}.")
     if positions not in (None, "all"):
         raise ValueError(f"positions must be 'all' or None, got {positions!r}.")
-    others = {"positions": positions is not None, "mlps": mlps, "runs": runs != "one"}
-    changed = [name for name, changed in others.items() if changed]
-    if sets != "single" and changed:
-        raise ValueError(f"{changed[0]} goes with sets='single', got sets={sets!r}.")
+    usual = {"sets": sets == "single", "positions": positions is None, "mlps": not mlps}
+    usual["runs"] = runs == "one"
+    changed = [name for name, is_usual in usual.items() if not is_usual]
     if len(changed) > 1:
         raise ValueError(
             f"{changed[0]} and {changed[1]} do not go together; leave one of them out."
@@ -468,7 +455,7 @@ def ablate(
     predictor = predictor_of(source)
     used = {how: even if how == "resample" else prompts for how in METHODS}
     methods = [
-        single_ablation(predictor, some, Masking(how), progress=progress)
+        single_ablation(predictor, some, Masking(method=how), progress=progress)
         for how, some in used.items()
     ]
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS

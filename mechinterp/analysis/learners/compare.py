@@ -21,7 +21,13 @@ from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import (
+    best_factor,
+    estimates,
+    mean_and_sem,
+    ratio_and_sem,
+    require_moderate,
+)
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import (
@@ -561,7 +567,7 @@ def _compared_at(
             best = int(np.square(shape - clean).mean((1, 2)).argmin())
             shape, tuned = shape[best], learner.settings[best]
         if learner.factor:
-            factor, sem = _least_squares(shape, model)
+            factor, sem = best_factor(shape, model)
             if name in more:
                 sem = _kernel_factor_sem(shape, model, factor, through_omega)
         learned.append(shape if np.isnan(factor) else factor * shape)
@@ -616,7 +622,7 @@ def _kernel_omega(
     def fitted(omega: float) -> tuple[float, float]:
         """The best mu and the mean squared distance."""
         shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy(force=True)
-        factor, _ = _least_squares(shape, prediction)
+        factor, _ = best_factor(shape, prediction)
         return factor, float(np.square(prediction - factor * shape).mean())
 
     top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
@@ -656,12 +662,6 @@ def _through_omega(
     if not determinant > 0:  # no prediction depends on omega, or the search ended at its bound
         return np.zeros(len(s))
     return mixed * (by_omega - mixed / mu_twice * by_mu) / determinant
-
-
-def _least_squares(shape: Known, prediction: Known) -> tuple[float, float]:
-    """Least-squares factor of `shape` onto `prediction`, and its standard error."""
-    factor, sem = ratio_and_sem((shape * prediction).mean(1), np.square(shape).mean(1))
-    return float(factor), float(sem)
 
 
 def _kernel_factor_sem(

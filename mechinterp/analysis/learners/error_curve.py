@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.learners.compare import LEARNERS
-from mechinterp.analysis.learners.priors import MOST_LENGTHS
+from mechinterp.analysis.learners.priors import spread_lengths
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import (
     carried_by_few,
@@ -176,9 +176,7 @@ def error_curve(
     every = None if is_learner(source) else predictor_of(source).predict_at_every(prompts)
     longest = prompts.x.shape[1]
     if lengths is None:
-        count = min(longest, MOST_LENGTHS)
-        by_run = np.linspace(1, longest, count).round().astype(int).tolist()
-        lengths = by_run if every is None else range(longest + 1)
+        lengths = spread_lengths(1, longest) if every is None else range(longest + 1)
     if not lengths or min(lengths) < 0 or max(lengths) > longest:
         raise ValueError(f"lengths must lie in 0 to {longest}, got {list(lengths)}.")
     lengths = sorted(set(lengths))

@@ -460,5 +460,15 @@ def lengths_of(
     # At lengths that a model was not trained on, its prediction is arbitrary; for linear attention
     # it is often huge.
     shortest = min(getattr(source, "shortest_trained", None) or 1, longest)
+    return spread_lengths(shortest, longest)
+
+
+def spread_lengths(shortest: int, longest: int) -> list[int]:
+    """At most MOST_LENGTHS context lengths, evenly spaced.
+
+    Example:
+        >>> spread_lengths(1, 31)
+        [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31]
+    """
     count = min(longest - shortest + 1, MOST_LENGTHS)
-    return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})
+    return [int(length) for length in np.linspace(shortest, longest, count).round()]

@@ -21,8 +21,14 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.patching.nodes import Node, graph_of, layer_of
-from mechinterp.analysis.patching.pairing import Metric, Pair, clean_and_corrupted
+from mechinterp.analysis.patching.pairing import (
+    Metric,
+    Node,
+    Pair,
+    clean_and_corrupted,
+    graph_of,
+    layer_of,
+)
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts

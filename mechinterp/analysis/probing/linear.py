@@ -214,7 +214,9 @@ def probe_layers(
     )
     noisy, clean = (tensor.double().numpy(force=True) for tensor in target(prompts))
     places = _places(predictor_of(source), prompts, positions, noisy.shape[1])
-    layers = streams(source, prompts, heads=heads, positions=[p - noisy.shape[1] for p in places])
+    at = [place - noisy.shape[1] for place in places]
+    streams = predictor_of(source).streams(prompts, heads=heads, positions=at)
+    layers = streams.double().numpy(force=True)
     shuffled = np.random.default_rng(0).permutation(len(prompts))
     columns = []
     for layer in progress(range(len(layers)), "probing layers"):
@@ -288,25 +290,6 @@ def probe(
             for name, target in targets.items()
         }
     )
-
-
-def streams(
-    source: Source,
-    prompts: Prompts,
-    *,
-    heads: Sequence[Head] = (),
-    positions: Sequence[int] = (-1,),
-) -> Float[np.ndarray, "layer prompt pos d_model"]:
-    """Residual stream before each layer and after the last, in float64.
-
-    Args:
-        heads: Heads that are masked during the run.
-        positions: Positions of the stream, counted from its end; -1 is the query's, wherever it is.
-    Raises:
-        ValueError: As in `Predictor.streams`.
-    """
-    layers = predictor_of(source).streams(prompts, heads=heads, positions=positions)
-    return layers.double().numpy(force=True)
 
 
 @dataclass(frozen=True, eq=False)
