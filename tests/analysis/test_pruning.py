@@ -335,7 +335,7 @@ def test_it_helps_and_pruned_heads_stay_away(trained, fresh, tmp_path):
     found = fine_tune(trained, KEPT, fresh, steps=60)
     assert found.weights.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))
     assert found.risk[0, -1] + 4 * found.risk_sem[0, -1] < found.risk[0, 0]
-    found.save(tmp_path / "tuned")
+    save_pruned(trained, KEPT, tmp_path / "tuned", prompts=fresh, tuned=found)
     saved = load(tmp_path / "tuned")
     np.testing.assert_allclose(risks(saved.weights, fresh).mean(), found.risk[0, -1], rtol=1e-9)
     heads = [[0, 1, 2, 3], [0], [0, 1, 2, 3]]

@@ -84,58 +84,6 @@ def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> We
     return weights.without(masked_by(kept)).compact()
 
 
-def save_pruned(
-    checkpoint: Checkpoint,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    prompts: Prompts,
-) -> Checkpoint:
-    """Save the pruned model as a checkpoint, and check that it predicts as the masked model.
-
-    Args:
-        kept: Mask of kept heads, as in `Pruning`.
-        prompts: Prompts on which both predictions are compared.
-    Raises:
-        CheckpointError: If the folder is not empty or cannot be written.
-        ValueError: If no head is kept, or the saved model does not predict as the masked model.
-    """
-    checkpoint = checkpoint_of(checkpoint, "save_pruned")
-    weights = pruned_weights(checkpoint.weights, kept)
-    _save(checkpoint, weights, kept, path)
-    saved = load(path, anyway=True)  # its predictions are checked below
-    own = saved.predictor.run(prompts)[0]
-    expected = checkpoint.predictor.run(prompts, [masked_by(kept)])[0]
-    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    error = ((own - expected).abs().max() / size).item()
-    if not error <= SAVED_WITHIN:
-        raise ValueError(
-            f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
-        )
-    return saved
-
-
-def _save(
-    checkpoint: Checkpoint,
-    weights: Weights,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    steps: int = 0,
-) -> None:
-    """Write a pruned model, after `steps` further steps; its heads are renumbered in the order of `kept_heads`."""
-    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
-    origin = {"pruned_from": checkpoint.name, "kept_heads": heads}
-    save(
-        path,
-        replace(checkpoint.config, model=weights.model),
-        weights,
-        step=checkpoint.step + steps,
-        assumed=checkpoint.assumed,
-        origin=origin | ({"fine_tuned_steps": steps} if steps else {}),
-    )
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class FineTuning(Result):
     """Excess risk of the pruned and of the full model while both are trained further on the same prompts."""
@@ -149,9 +97,6 @@ class FineTuning(Result):
     """Risk divided by the risk of the full model before further training."""
     ratio_sem: Float[np.ndarray, "model row"]
     """Standard error of `ratio`, paired over prompts."""
-    checkpoint: Checkpoint
-    """The full model before further training."""
-    kept: Bool[np.ndarray, "layer head"]
     weights: Weights
     """Weights of the pruned model after the last step."""
 
@@ -176,14 +121,6 @@ class FineTuning(Result):
             x_title="steps since pruning",
             y_title="ratio",
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write the pruned model after the last step as a checkpoint.
-
-        Raises:
-            CheckpointError: If the folder is not empty or cannot be written.
-        """
-        _save(self.checkpoint, self.weights, self.kept, path, steps=int(self.step[-1]))
 
 
 @torch.inference_mode(False)
@@ -239,8 +176,6 @@ def fine_tune(
     steps_made, weights = zip(*trained[0].items(), strict=True)
     return FineTuning(
         step=np.array(steps_made),
-        checkpoint=checkpoint,
-        kept=kept,
         weights=weights[-1],
         **estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before)),
     )
@@ -255,6 +190,54 @@ def _trained(
         run.advance()
     (trained,) = run.results().values()
     return trained.snapshots | {trained.step: trained.weights}
+
+
+def save_pruned(
+    checkpoint: Checkpoint,
+    kept: Bool[np.ndarray, "layer head"],
+    path: str | Path,
+    *,
+    prompts: Prompts,
+    tuned: FineTuning | None = None,
+) -> Checkpoint:
+    """Save the pruned model as a checkpoint, and check that it predicts as the masked or the trained model.
+
+    Its heads are renumbered in the order of `kept_heads` in its origin.
+
+    Args:
+        kept: Mask of kept heads, as in `Pruning`.
+        prompts: Prompts on which both predictions are compared.
+        tuned: Further training, whose last weights are saved; None: those of the checkpoint.
+    Raises:
+        CheckpointError: If the folder is not empty or cannot be written.
+        ValueError: If no head is kept, or the saved model predicts otherwise.
+    """
+    checkpoint = checkpoint_of(checkpoint, "save_pruned")
+    if tuned is None:
+        weights, steps = pruned_weights(checkpoint.weights, kept), 0
+        expected = checkpoint.predictor.run(prompts, [masked_by(kept)])[0]
+    else:
+        weights, steps = tuned.weights, int(tuned.step[-1])
+        expected = predictor_of(weights).run(prompts)[0]
+    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
+    origin = {"pruned_from": checkpoint.name, "kept_heads": heads}
+    save(
+        path,
+        replace(checkpoint.config, model=weights.model),
+        weights,
+        step=checkpoint.step + steps,
+        assumed=checkpoint.assumed,
+        origin=origin | ({"fine_tuned_steps": steps} if steps else {}),
+    )
+    saved = load(path, anyway=True)  # its predictions are checked below
+    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    error = ((saved.predictor.run(prompts)[0] - expected).abs().max() / size).item()
+    if not error <= SAVED_WITHIN:
+        model = "masked model" if tuned is None else "trained model"
+        raise ValueError(
+            f"{path}: the saved model must predict as the {model} to {SAVED_WITHIN}, got a difference of {error:.2g}."
+        )
+    return saved
 
 
 WIDE = 100
@@ -576,10 +559,9 @@ def prune(
             )
         others = evaluation_prompts(source, n_prompts=n_prompts, seed=seed + 1)
         tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps, progress=progress)
-    if out is not None and tuned is not None:
-        tuned.save(out)
-    elif out is not None:
-        save_pruned(checkpoint_of(source, "out"), kept, out, prompts=prompts)
+    if out is not None:
+        checkpoint = checkpoint_of(source, "out")
+        save_pruned(checkpoint, kept, out, prompts=prompts, tuned=tuned)
     found = Pruning(kept=kept, rise=rise, choices=choices, tuned=tuned, **costs)
     return found if out is None else replace(found, saved=str(out))
 
