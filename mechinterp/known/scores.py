@@ -14,7 +14,7 @@ from mechinterp import figures
 from mechinterp.analysis.patching.edge_circuits import faithfulness
 from mechinterp.display import Result
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 MATTERS = 0.01
 """A head or edge matters if its effect is above this fraction of the largest."""
@@ -84,9 +84,7 @@ class Scores(Result):
 Method = Callable[[Entry], Mapping[str, Any]]
 
 
-def score(
-    method: Method, entries: Suite | None = None, *, progress: ProgressCallback = no_progress
-) -> Scores:
+def score(method: Method, entries: Suite | None = None) -> Scores:
     """Scores of a method on all entries of a suite.
 
     Args:
@@ -317,7 +315,6 @@ def judge_sampler(
     entries: Suite | None = None,
     *,
     seeds: Sequence[int] = range(4),
-    progress: ProgressCallback = no_progress,
 ) -> Judgement:
     """Bias and coverage of an estimator of the learning coefficient, on entries whose coefficient is known.
 
@@ -338,14 +335,13 @@ def judge_sampler(
         [3.5, 6.0, 7.5, 8.0]
     """
     known = suite() if entries is None else entries
-    having = [e for e in known.values() if e.truth.learning_coefficient is not None]
+    exact = {e: law.value for e in known.values() if (law := e.truth.learning_coefficient)}
     rows = []
-    for entry, seed in progress([(e, s) for e in having for s in seeds], "judging"):
+    for entry, seed in progress([(e, s) for e in exact for s in seeds], "judging"):
         estimate, sem = map(float, sampler(entry.without_truth, seed))
         if sem < 0:
             raise ValueError(f"the standard error for {entry.name} must be >= 0, got {sem}.")
-        exact = entry.truth.learning_coefficient.value
-        rows.append((entry.name, seed, estimate, sem, exact))
+        rows.append((entry.name, seed, estimate, sem, exact[entry]))
     name = getattr(sampler, "__name__", type(sampler).__name__)
     return Judgement(
         name, pd.DataFrame(rows, columns=["entry", "seed", "estimate", "sem", "exact"])

@@ -28,7 +28,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, z_name
 from mechinterp.models.hooked.runner import require_runs
 from mechinterp.models.run.predictor import Predictor, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 Metric = Callable[[Tensor, Prompts], Tensor]
 """Function from predictions [batch, d_y] and prompts to one number per prompt."""
@@ -98,15 +98,12 @@ def masked_values(
     *,
     mlps: Sequence[Sequence[int]] | None = None,
     at: int | None = None,
-    progress: ProgressCallback = no_progress,
 ) -> Float[np.ndarray, "unit mask"]:
     """A metric under each mask, for independent units.
 
     A unit is a prompt; for resample ablation, where two prompts swap, it is the mean of a pair.
     """
-    predictions = predictor_of(source).run(
-        prompts, masks, method=how.method, mlps=mlps, at=at, progress=progress
-    )
+    predictions = predictor_of(source).run(prompts, masks, method=how.method, mlps=mlps, at=at)
     require_moderate(predictions)
     values = torch.stack([how.values(each, prompts) for each in predictions], 1)
     values = values.unflatten(0, (-1, 2)).mean(1) if how.method == "resample" else values
@@ -117,11 +114,9 @@ def masked_errors(
     source: object,
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
-    *,
-    progress: ProgressCallback = no_progress,
 ) -> Float[np.ndarray, "prompt mask"]:
     """Squared error against the clean target under each mask, zero ablation, mean over responses."""
-    return masked_values(source, prompts, masks, EXCESS, progress=progress)
+    return masked_values(source, prompts, masks, EXCESS)
 
 
 def single_masks(
@@ -130,7 +125,6 @@ def single_masks(
     how: Masking = EXCESS,
     *,
     runs: str = "one",
-    progress: ProgressCallback = no_progress,
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
     """The metric of the full model on each unit, and its rise when each head alone is masked.
 
@@ -146,7 +140,7 @@ def single_masks(
     if runs == "all":
         together = (tuple(predictor.hooked.in_all_runs(heads)) for heads in each)
         each = [list(heads) for heads in dict.fromkeys(together)]
-    values = masked_values(predictor, prompts, [[], *each], how, progress=progress)
+    values = masked_values(predictor, prompts, [[], *each], how)
     if len(values) < 2:
         raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(values)}.")
     rises = values[:, 1:] - values[:, :1]
@@ -238,9 +232,7 @@ class GreedyAblation(OfMetric, Result):
         )
 
 
-def masked_in_greedy_order(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> GreedyAblation:
+def masked_in_greedy_order(predictor: Predictor, prompts: Prompts, how: Masking) -> GreedyAblation:
     """A metric as heads are masked one after another; next is the head that leaves the smallest metric when masked, too.
 
     The order is chosen on the first half of the prompts, the metric measured on the second half.
@@ -252,7 +244,7 @@ def masked_in_greedy_order(
         values = masked_values(predictor, chosen_on, [[*order, head] for head in left], how)
         order.append(left.pop(int(values.mean(0).argmin())))
     masks = [order[:size] for size in range(len(order) + 1)]
-    values = masked_values(predictor, measured_on, masks, how, progress=progress)
+    values = masked_values(predictor, measured_on, masks, how)
     return GreedyAblation(
         **how.named,
         heads=tuple(f"L{layer}H{head}" for layer, head in order),
@@ -299,13 +291,11 @@ class PairAblation(OfMetric, Result):
         )
 
 
-def pairs_of(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> PairAblation:
+def pairs_of(predictor: Predictor, prompts: Prompts, how: Masking) -> PairAblation:
     """Rise of a metric when every pair of heads is masked together, and the interaction of each pair."""
     heads = predictor.heads
     masks = [[], *map(list, combinations_with_replacement(heads, 2))]
-    errors = masked_values(predictor, prompts, masks, how, progress=progress)
+    errors = masked_values(predictor, prompts, masks, how)
     one, other = np.triu_indices(len(heads))
     rises = np.zeros((len(errors), len(heads), len(heads)))
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
@@ -355,9 +345,7 @@ class PositionAblation(OfMetric, Result):
         )
 
 
-def masked_by_position(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> PositionAblation:
+def masked_by_position(predictor: Predictor, prompts: Prompts, how: Masking) -> PositionAblation:
     """Rise of a metric when each head is masked at one position at a time.
 
     In models of this package nothing reads the last layer but the prediction at the query, so that its heads have no effect

@@ -37,7 +37,7 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 from mechinterp.training.general.trainer import DeepRun
 
 MODELS = ("pruned", "full")
@@ -130,7 +130,6 @@ def fine_tune(
     prompts: Prompts,
     *,
     steps: int = 400,
-    progress: ProgressCallback = no_progress,
 ) -> FineTuning:
     """Train a pruned model further as in its training: context lengths, clipping, and the decay of
     the step size.
@@ -140,7 +139,6 @@ def fine_tune(
     Args:
         kept: Mask of kept heads, as in `Pruning`.
         prompts: Prompts to measure risks on; they must not have selected the heads.
-        progress: Optional progress callback.
     Raises:
         ValueError: If no head is kept, or steps are out of range.
     Source:
@@ -167,7 +165,7 @@ def fine_tune(
     )
     config = replace(checkpoint.config, train=train)
     starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
-    trained = [_trained(config, start, progress) for start in starts]
+    trained = [_trained(config, start) for start in starts]
     errors = np.array(
         [[masked_errors(w, prompts, [[]])[:, 0] for w in run.values()] for run in trained]
     )
@@ -181,9 +179,7 @@ def fine_tune(
     )
 
 
-def _trained(
-    config: ExperimentConfig, start: Weights, progress: ProgressCallback
-) -> dict[int, Weights]:
+def _trained(config: ExperimentConfig, start: Weights) -> dict[int, Weights]:
     """Weights by step."""
     run = DeepRun({"": replace(config, model=start.model)}, start=start)
     for _ in progress(range(-(-config.train.steps // config.train.log_every)), "training on"):
@@ -487,7 +483,6 @@ def prune(
     out: str | Path | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Pruning:
     """Excess risk of a model without the heads that a rule drops, as it is and with a new read-out.
 
@@ -515,7 +510,6 @@ def prune(
             training if there is any; None: it is not saved.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        progress: Optional progress callback.
     Raises:
         ValueError: If the rule is unknown, keeps no head or its mask has another shape, there are too
             few prompts, or the folder is not empty. Also if a model that is to be trained or saved is
@@ -538,7 +532,7 @@ def prune(
         source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
     )
     shape, heads = (predictor.n_layers, predictor.n_heads), [[head] for head in predictor.heads]
-    single = masked_errors(predictor, prompts, [[], *heads], progress=progress)
+    single = masked_errors(predictor, prompts, [[], *heads])
 
     def rise_on(scored: np.ndarray | slice) -> Float[np.ndarray, "layer head"]:
         risks = single[scored].mean(0)
@@ -548,7 +542,7 @@ def prune(
     kept = checked(chosen(rise), shape)
     on_halves = [checked(chosen(rise_on(half)), shape) for half in halves]
     choices = choices_of(np.array(on_halves), halves)
-    costs = _costs(predictor, prompts, single[:, 0], choices, progress)
+    costs = _costs(predictor, prompts, single[:, 0], choices)
     tuned = None
     if fine_tune_steps is not None:
         checkpoint = checkpoint_of(source, "fine_tune_steps")
@@ -558,7 +552,7 @@ def prune(
                 f"{checkpoint.format}."
             )
         others = evaluation_prompts(source, n_prompts=n_prompts, seed=seed + 1)
-        tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps, progress=progress)
+        tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps)
     if out is not None:
         checkpoint = checkpoint_of(source, "out")
         save_pruned(checkpoint, kept, out, prompts=prompts, tuned=tuned)
@@ -581,11 +575,10 @@ def _costs(
     prompts: Prompts,
     full: Float[np.ndarray, " prompt"],
     choices: Choices,
-    progress: ProgressCallback,
 ) -> dict[str, Any]:
     """Errors and risks of the model with each chosen set of heads, by field of `Pruning`."""
     masks = [masked_by(each) for each in choices.kept]
-    errors = masked_errors(predictor, prompts, masks, progress=progress).T
+    errors = masked_errors(predictor, prompts, masks).T
     refits = [
         refit_errors(predictor, prompts, gone) for gone in progress([[], *masks], "new read-outs")
     ]

@@ -39,7 +39,6 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
 
 SETS = ("single", "pairs", "greedy")
 AT_POSITIONS = 256
@@ -169,7 +168,6 @@ def ablate_heads(
     runs: str = "one",
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Ablation:
     """Rise of the excess risk when heads are masked: one at a time, position by position, in pairs, or one after another.
 
@@ -189,7 +187,6 @@ def ablate_heads(
             another prompt.
         runs: "one" masks a head in one layer. "all" masks it in all runs of its block if blocks run
             several times; rows are then blocks.
-        progress: Optional progress callback.
     Returns:
         A `HeadAblation`; with positions a `PositionAblation`, for pairs a `PairAblation`, for the greedy
         order `GreedyAblation`.
@@ -222,16 +219,16 @@ def ablate_heads(
     if mlps and predictor.attention_only:
         raise ValueError("mlps=True needs a model with MLPs, got one of attention alone.")
     if positions:
-        return masked_by_position(predictor, prompts, how, progress)
+        return masked_by_position(predictor, prompts, how)
     if sets == "pairs":
-        return pairs_of(predictor, prompts, how, progress)
+        return pairs_of(predictor, prompts, how)
     if sets == "greedy":
-        return masked_in_greedy_order(predictor, prompts, how, progress)
-    found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
+        return masked_in_greedy_order(predictor, prompts, how)
+    found = single_ablation(predictor, prompts, how, runs=runs)
     if not mlps:
         return found
     gone = [(), *((layer,) for layer in range(predictor.n_layers))]
-    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
+    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone)
     rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
     return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
 
@@ -266,10 +263,9 @@ def single_ablation(
     how: Masking,
     *,
     runs: str = "one",
-    progress: ProgressCallback = no_progress,
 ) -> HeadAblation:
     """Rise of a metric when each head is masked, one at a time."""
-    full, rises = single_masks(predictor, prompts, how, runs=runs, progress=progress)
+    full, rises = single_masks(predictor, prompts, how, runs=runs)
     nothing = torch.zeros_like(prompts.y_query_clean)
     return HeadAblation(
         **how.named,
@@ -423,7 +419,6 @@ def ablate(
     *,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Ablations:
     """Rise of the excess risk when heads are masked: each alone by every method, and in one layer
     every subset.
@@ -440,7 +435,6 @@ def ablate(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
     See also:
@@ -454,10 +448,7 @@ def ablate(
     even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
     predictor = predictor_of(source)
     used = {how: even if how == "resample" else prompts for how in METHODS}
-    methods = [
-        single_ablation(predictor, some, Masking(method=how), progress=progress)
-        for how, some in used.items()
-    ]
+    methods = [single_ablation(predictor, some, Masking(method=how)) for how, some in used.items()]
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(source, prompts) if few else None
     if predictor.n_layers == 1:

@@ -52,7 +52,7 @@ from mechinterp.models.run.predictor import (
     learner_of,
     predictor_of,
 )
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 STEPS = 128
 """Largest number of steps of GD and of Algorithm 1."""
@@ -312,7 +312,6 @@ def fit_learners(
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
@@ -331,7 +330,6 @@ def fit_learners(
         prompts: Given prompts, whose length is the longest; None draws them.
         n_prompts: Number of prompts per context length, at least 8; None means 20,000, or 4,096 for
             models of several layers and modules.
-        progress: Optional progress callback.
     Raises:
         ValueError: If a function comes without a task or prompts, or there are too few prompts.
     Source:
@@ -362,7 +360,6 @@ def fit_learners(
         {name: LEARNERS[name] for name in names},
         task=task,
         draw=partial(_drawn, task, n_prompts, seed),
-        progress=progress,
     )
     left_out = LEFT_OUT if no_law(task) else ""
     return LearnerFits(**vars(found), trained_length=task.context_length, left_out=left_out)
@@ -482,7 +479,6 @@ def compare_learners(
     *,
     task: TaskConfig,
     draw: Callable[[int], Iterable[Prompts]],
-    progress: ProgressCallback = no_progress,
 ) -> LearnerComparison:
     """Learners beside a model at several context lengths.
 

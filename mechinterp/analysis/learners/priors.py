@@ -36,7 +36,7 @@ from mechinterp.icl.predictors import (
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 KINDS = ("pool", "new")
 """Kinds of prompts: with tasks of the pool, and with fresh tasks."""
@@ -212,7 +212,6 @@ def compare_priors(
     context_lengths: Sequence[int] | None = None,
     n_prompts: int = 4096,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> PriorComparison:
     """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on
     new ones.
@@ -228,7 +227,6 @@ def compare_priors(
             too, unless one pass of a causal model gives all lengths. None means up to 16 lengths,
             from 1 or the shortest length in a checkpoint's training to the task's own.
         n_prompts: Number of prompts of each kind.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there is no task, no pool, a context length is below 1, or the predictions
             overflow.
@@ -247,7 +245,7 @@ def compare_priors(
     """
     setting = setting_of(source, task, pool, "compare_priors")
     model, lengths = learner_of(source), lengths_of(source, setting.task, context_lengths)
-    samples = [setting.sample(kind, n_prompts, lengths, seed, progress, source) for kind in KINDS]
+    samples = [setting.sample(kind, n_prompts, lengths, seed, source) for kind in KINDS]
     by_kind = [
         each.squares(each.own or [model(prompts) for prompts in each.prompts]) for each in samples
     ]
@@ -294,7 +292,6 @@ class Setting:
         n_prompts: int,
         lengths: Sequence[int],
         seed: int,
-        progress: ProgressCallback,
         source: Source | Learner | None = None,
     ) -> "Sample":
         """Prompts of one kind with dMMSE and ridge at each context length.

@@ -22,7 +22,7 @@ from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 N_SIZES = 12
 """Default number of circuits that are measured."""
@@ -88,7 +88,6 @@ def faithfulness(
     sizes: Sequence[int] | None = None,
     n_prompts: int = N_PAIRS,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Faithfulness:
     """Faithfulness of the circuits of the first edges of a ranking, over the number of edges.
 

@@ -37,7 +37,7 @@ from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 LISTED = 12
 N_PAIRS = 32
@@ -126,7 +126,6 @@ def attribute_edges(
     metric: Metric | None = None,
     n_prompts: int = N_PAIRS,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> EdgeEffects:
     r"""Effects of all edges, estimated by gradients and measured by patching one edge at a time.
 
@@ -146,7 +145,6 @@ def attribute_edges(
             from the corrupted prompts.
         metric: Function from the model's output to one number per prompt; None means minus the squared distance between
             the prediction and that on the clean prompts, unit y^2.
-        progress: Optional progress callback.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has no edges, its stream is not
             the sum of outputs (a norm after each layer, layers that are not the stream), what a node reads or writes has
@@ -174,7 +172,7 @@ def attribute_edges(
         query_positions(hooked, clean)
         require_sum(hooked.model, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
-    estimate, patched = estimated_effects(pair, ig_steps), _patches(pair, progress)
+    estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
     measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
@@ -246,7 +244,7 @@ def noted_run(
 
 
 @torch.no_grad()
-def _patches(pair: Pair, progress: ProgressCallback) -> Float[np.ndarray, "prompt sender receiver"]:
+def _patches(pair: Pair) -> Float[np.ndarray, "prompt sender receiver"]:
     """Effect of patching each edge, for each prompt; NaN where there is no edge.
 
     A first run, with the sender's change added to a stream, gives what the receivers of this stream compute from it.

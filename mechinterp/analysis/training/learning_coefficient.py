@@ -34,7 +34,6 @@ from mechinterp.analysis.training.sampler import (
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source
-from mechinterp.progress import ProgressCallback, no_progress
 
 N_BETA = 30_000.0
 LONG = 600.0
@@ -183,7 +182,6 @@ def local_learning_coefficient(
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> LearningCoefficient:
     """Local learning coefficient of a model or of any module, by Hamiltonian Monte Carlo.
 
@@ -250,7 +248,7 @@ def local_learning_coefficient(
         moved = float(np.linalg.norm(settled - local.at))
         local = replace(local, at=settled)
     first, *curve = (
-        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed, progress)
+        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed)
         for each in (n_beta, *other_n_beta)
     )
     return replace(first, curve=tuple(curve))
@@ -262,7 +260,6 @@ def _estimate(
     langevin: Langevin | None,
     moved: float,
     seed: int,
-    progress: ProgressCallback,
 ) -> LearningCoefficient:
     """Estimate at one n_beta; draws are left out if descent already lowers the loss."""
     loss = law.loss
@@ -287,9 +284,9 @@ def _estimate(
     if found.reason:
         return found
     if langevin is None:
-        excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
+        excess, accepted = hamiltonian_draws(law, chains, seed=seed)
     else:
-        excess, accepted = langevin_draws(law, chains, langevin, seed=seed, progress=progress)
+        excess, accepted = langevin_draws(law, chains, langevin, seed=seed)
     found = replace(
         found,
         excess=excess,

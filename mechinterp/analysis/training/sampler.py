@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp.icl.prompts import generator_for
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 Points = Float[np.ndarray, "chain weight"]
 BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
@@ -105,9 +105,7 @@ Draws = tuple[Float[np.ndarray, "chain draw"], Bool[np.ndarray, "chain draw"]]
 """n_beta (L - L*) at each draw, without unit, and whether the draw was accepted."""
 
 
-def hamiltonian_draws(
-    law: Tempered, chains: Chains, *, seed: int = 0, progress: ProgressCallback = no_progress
-) -> Draws:
+def hamiltonian_draws(law: Tempered, chains: Chains, *, seed: int = 0) -> Draws:
     """Draws around the weights; steps that overflow are rejected.
 
     Source:
@@ -232,7 +230,6 @@ def langevin_draws(
     langevin: Langevin,
     *,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Draws:
     """Draws of n_beta (L - L*) around the weights; L is the full loss, its gradient that of a
     mini-batch.

@@ -30,7 +30,7 @@ from mechinterp.models.layers import (
 )
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
@@ -141,7 +141,6 @@ def masked_predictions(
     masks: Sequence[Sequence[Head]],
     *,
     method: str = "zero",
-    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []

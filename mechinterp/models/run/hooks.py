@@ -22,7 +22,7 @@ from mechinterp.models.hooked.runner import (
     masked,
     query_positions,
 )
-from mechinterp.progress import ProgressCallback
+from mechinterp.progress import progress
 
 
 def predict(hooked: HookedPredictor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -41,7 +41,6 @@ def masked_predictions(
     mlps: Sequence[Sequence[int]] | None,
     at: int | None,
     method: str,
-    progress: ProgressCallback,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, equal to a separate hooked run for each."""
     n = hooked.n_layers
@@ -113,7 +112,6 @@ def query_streams(
     layer: int,
     *,
     heads: Sequence[Head],
-    progress: ProgressCallback,
 ) -> Float[Tensor, "batch pos d_model"]:
     """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last."""
     place = query_positions(hooked, prompts)[layer]

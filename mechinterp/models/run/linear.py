@@ -13,7 +13,7 @@ from mechinterp.memory import chunks, together, token_map_bytes
 from mechinterp.models.hooked.masks import Head, by_layers
 from mechinterp.models.layers import LINEAR
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 CHUNK, NEAR = 256, 2**25  # prompts at once, and their size in bytes: small enough for the CPU cache
 NARROW = 256
@@ -25,8 +25,6 @@ def masked_predictions(
     weights: Weights,
     prompts: Prompts,
     masks: Sequence[Sequence[Head]],
-    *,
-    progress: ProgressCallback = no_progress,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; the output of a masked head is zero."""
     by_layer = [by_layers(heads) for heads in masks]
