@@ -28,6 +28,7 @@ from mechinterp.icl.predictors import ridge
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.progress import progress, show_progress
 from tests.conftest import CHECKPOINTS, python, refused
 
 
