@@ -170,7 +170,7 @@ def streams(
 
 
 def query_streams(
-    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
+    weights: Weights, prompts: Prompts, layer: int
 ) -> Float[Tensor, "batch pos d_model"]:
     """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
 
@@ -187,8 +187,7 @@ def query_streams(
         chunk = prompts[rows]
         queries = pad(torch.cat([chunk.x, chunk.x_query[:, None]], dim=1), (0, weights.d_y))
         stream = _read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
-        masked = by_layers(heads)
-        passed = _streams(weights, stream, attend=to_context, last=ALL, masked=masked)
+        passed = _streams(weights, stream, attend=to_context, last=ALL)
         parts.append(_after(layer, passed)[:, n:])
     return torch.cat(parts)
 

@@ -52,19 +52,6 @@ def streams(
     return torch.cat(parts, dim=1)
 
 
-def query_streams(
-    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
-) -> Float[Tensor, "batch pos d_model"]:
-    """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last."""
-    parts = []
-    for rows in _chunks(weights, prompts):
-        chunk = prompts[rows]
-        x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-        maps, _ = _maps(weights, _moment(weights, chunk), layer, heads)
-        parts.append(x @ maps[layer][:, : weights.d_x])
-    return torch.cat(parts)
-
-
 def stack_bytes(weights: Weights, length: int) -> int:
     """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes.
 

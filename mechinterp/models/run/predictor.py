@@ -279,28 +279,18 @@ class Predictor(ABC):
         return -1 if self._architecture else query_positions(self.hooked, prompts)[layer]
 
     @torch.no_grad()
-    def query_streams(
-        self,
-        prompts: Prompts,
-        layer: int,
-        *,
-        heads: Sequence[Head] = (),
-    ) -> Float[Tensor, "batch pos d_model"]:
+    def query_streams(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
 
         Raises:
-            ValueError: If there is no such head, or the model has fewer layers.
+            ValueError: If the model has fewer layers.
         """
         self.require_layer(layer)
-        require_heads(heads, self.n_layers, self.n_heads)
         fast = self._fast(prompts)
-        if fast is not None and fast[0].is_linear_map:
-            streams = linear.query_streams(*fast, layer, heads=heads)
-        elif fast is not None and fast[0].model.queries_side_by_side:
-            streams = general.query_streams(*fast, layer, heads=heads)
+        if fast is not None and fast[0].model.queries_side_by_side:
+            streams = general.query_streams(*fast, layer)
         else:
-            run = hooks.query_streams
-            streams = run(self.hooked, prompts, layer, heads=heads)
+            streams = hooks.query_streams(self.hooked, prompts, layer)
         return streams.to(prompts.x.device)
 
     @torch.no_grad()
