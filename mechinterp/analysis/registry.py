@@ -276,7 +276,7 @@ ANALYSES: dict[str, Analysis] = {
         title="Edges between heads",
     ),
     "edge-circuits": Analysis(
-        "patching.edge_circuits:faithfulness",
+        "patching.edges:faithfulness",
         edges_to_patch,
         many_runs=True,
     ),

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.patching.edge_circuits import faithfulness
+from mechinterp.analysis.patching.edges import faithfulness
 from mechinterp.display import Result
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
 from mechinterp.progress import progress

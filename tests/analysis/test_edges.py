@@ -14,8 +14,13 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
-from mechinterp.analysis.patching.edge_circuits import _areas, circuit_output, faithfulness
-from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
+from mechinterp.analysis.patching.edges import (
+    EdgeEffects,
+    _areas,
+    attribute_edges,
+    circuit_output,
+    faithfulness,
+)
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation
 from mechinterp.checkpoints.foreign.options import Hints

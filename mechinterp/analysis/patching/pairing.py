@@ -55,20 +55,14 @@ def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node
     if nodes not in GRAPHS:
         raise ValueError(f"nodes must be one of {', '.join(GRAPHS)}, got {nodes!r}.")
     layers, heads = range(hooked.n_layers), range(hooked.n_heads)
-    senders = [
-        Node(f"L{layer}H{head}", 2 * layer + 1, z_name(layer), head=head)
-        for layer, head in product(layers, heads)
-    ]
-    receivers = [
-        Node(
-            f"L{layer}H{head}.{part}",
-            2 * layer + 1,
-            f"blocks.{layer}.attn.hook_{part}",
-            resid_name(layer),
-            head,
-        )
-        for layer, head, part in product(layers, heads, COMPONENTS)
-    ]
+    senders, receivers = [], []
+    for layer, head in product(layers, heads):
+        name, time, stream = f"L{layer}H{head}", 2 * layer + 1, resid_name(layer)
+        senders.append(Node(name, time, z_name(layer), head=head))
+        receivers += [
+            Node(f"{name}.{part}", time, f"blocks.{layer}.attn.hook_{part}", stream, head)
+            for part in COMPONENTS
+        ]
     if nodes == "all":
         last = hooked.stream_name(len(layers))
         senders.append(Node("input", 0, resid_name(0)))
