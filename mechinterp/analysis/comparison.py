@@ -126,10 +126,7 @@ class Comparison(Result):
 
 
 def compare(
-    checkpoints: Sequence[Checkpoint],
-    *,
-    n_prompts: int = 4096,
-    seed: int = 0,
+    checkpoints: Sequence[Checkpoint], *, n_prompts: int = 4096, seed: int = 0
 ) -> Comparison:
     """Labels and losses of several one-layer models, and the agreement of seeds of one setting.
 

@@ -311,10 +311,7 @@ class Judgement(Result):
 
 
 def judge_sampler(
-    sampler: Sampler,
-    entries: Suite | None = None,
-    *,
-    seeds: Sequence[int] = range(4),
+    sampler: Sampler, entries: Suite | None = None, *, seeds: Sequence[int] = range(4)
 ) -> Judgement:
     """Bias and coverage of an estimator of the learning coefficient, on entries whose coefficient is known.
 

@@ -127,11 +127,7 @@ def write_report(
 
 
 def _comparison(
-    models: Sequence[Checkpoint],
-    out: Path,
-    left_out: Mapping[str, str],
-    n_prompts: int,
-    seed: int,
+    models: Sequence[Checkpoint], out: Path, left_out: Mapping[str, str], n_prompts: int, seed: int
 ) -> tuple[str, list[Section]]:
     """Verdict on several models, and the sections of their page, with links to reports beside it."""
     found = compare(models, n_prompts=n_prompts, seed=seed)

@@ -111,20 +111,14 @@ def masked_values(
 
 
 def masked_errors(
-    source: object,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
+    source: object, prompts: Prompts, masks: Sequence[Sequence[Head]]
 ) -> Float[np.ndarray, "prompt mask"]:
     """Squared error against the clean target under each mask, zero ablation, mean over responses."""
     return masked_values(source, prompts, masks, EXCESS)
 
 
 def single_masks(
-    source: object,
-    prompts: Prompts,
-    how: Masking = EXCESS,
-    *,
-    runs: str = "one",
+    source: object, prompts: Prompts, how: Masking = EXCESS, *, runs: str = "one"
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
     """The metric of the full model on each unit, and its rise when each head alone is masked.
 

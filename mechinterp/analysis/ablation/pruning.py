@@ -571,10 +571,7 @@ def choices_of(
 
 
 def _costs(
-    predictor: Predictor,
-    prompts: Prompts,
-    full: Float[np.ndarray, " prompt"],
-    choices: Choices,
+    predictor: Predictor, prompts: Prompts, full: Float[np.ndarray, " prompt"], choices: Choices
 ) -> dict[str, Any]:
     """Errors and risks of the model with each chosen set of heads, by field of `Pruning`."""
     masks = [masked_by(each) for each in choices.kept]

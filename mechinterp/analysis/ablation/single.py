@@ -258,11 +258,7 @@ def _masking(method: str, metric: Metric | str | None, source: Source) -> Maskin
 
 
 def single_ablation(
-    predictor: Predictor,
-    prompts: Prompts,
-    how: Masking,
-    *,
-    runs: str = "one",
+    predictor: Predictor, prompts: Prompts, how: Masking, *, runs: str = "one"
 ) -> HeadAblation:
     """Rise of a metric when each head is masked, one at a time."""
     full, rises = single_masks(predictor, prompts, how, runs=runs)
@@ -414,11 +410,7 @@ class Ablations(Result):
 
 
 def ablate(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> Ablations:
     """Rise of the excess risk when heads are masked: each alone by every method, and in one layer
     every subset.

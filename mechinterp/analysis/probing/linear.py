@@ -250,11 +250,7 @@ def _places(
 
 
 def probe(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> Probing:
     """Linear probes of the response and of possible outputs of a first layer, after each layer.
 

@@ -256,11 +256,7 @@ def local_learning_coefficient(
 
 
 def _estimate(
-    law: Tempered,
-    chains: Chains,
-    langevin: Langevin | None,
-    moved: float,
-    seed: int,
+    law: Tempered, chains: Chains, langevin: Langevin | None, moved: float, seed: int
 ) -> LearningCoefficient:
     """Estimate at one n_beta; draws are left out if descent already lowers the loss."""
     loss = law.loss

@@ -224,13 +224,7 @@ class Langevin:
         return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
 
 
-def langevin_draws(
-    law: Tempered,
-    chains: Chains,
-    langevin: Langevin,
-    *,
-    seed: int = 0,
-) -> Draws:
+def langevin_draws(law: Tempered, chains: Chains, langevin: Langevin, *, seed: int = 0) -> Draws:
     """Draws of n_beta (L - L*) around the weights; L is the full loss, its gradient that of a
     mini-batch.
 

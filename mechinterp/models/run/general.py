@@ -136,11 +136,7 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
 
 
 def masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    method: str = "zero",
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str = "zero"
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []

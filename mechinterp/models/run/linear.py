@@ -22,9 +22,7 @@ per head."""
 
 
 def masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]]
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; the output of a masked head is zero."""
     by_layer = [by_layers(heads) for heads in masks]

@@ -15,11 +15,7 @@ CHUNK = 4096
 
 
 def masked_predictions(
-    circuits: AttentionWeights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    method: str,
+    circuits: AttentionWeights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head's output becomes 0, its mean over prompts, or another prompt's output."""
     starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")

@@ -334,10 +334,7 @@ class Predictor(ABC):
 
 
 def _masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    method: str = "zero",
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], method: str = "zero"
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
     if weights.model.one_attention:
