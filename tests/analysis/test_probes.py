@@ -152,21 +152,6 @@ def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     np.testing.assert_array_equal(found.risk, probe_layers(bridge, prompts).risk)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
-def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
-    for backend in (hooks, token_map):
-        monkeypatch.setattr(backend, "CHUNK", 8)
-    model = random_model(**WIDE, **law)
-    predictor = predictor_of(model)
-    found = predictor.query_streams(few, 2)
-    assert found.shape == (30, 10, 12)
-    tokens = few.tokens.clone()
-    tokens[:, -1] = torch.cat([few.x[:, 4], torch.zeros(30, 1)], dim=1)
-    expected = model(tokens, stop_at_layer=2)[:, -1]
-    torch.testing.assert_close(found[:, 4], expected)
-
-
 @pytest.mark.parametrize("make", [random_gpt2, lambda: predictor_of(random_model(**WIDE))])
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()

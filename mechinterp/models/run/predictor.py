@@ -21,7 +21,7 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
-from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, query_positions
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.layers import tokens_of
 from mechinterp.models.run import general, hooks, linear, one_layer
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
@@ -268,15 +268,6 @@ class Predictor(ABC):
         """Stream at every position after `layer` layers, without gradients."""
         self.require_layer(layer)
         return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
-
-    def query_position(self, prompts: Prompts, layer: int) -> int:
-        """Position of the query in the stream after `layer` layers; -1 is the last position.
-
-        Raises:
-            ValueError: If the position is unknown.
-        """
-        self.require_layer(layer)
-        return -1 if self._architecture else query_positions(self.hooked, prompts)[layer]
 
     @torch.no_grad()
     def query_streams(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
