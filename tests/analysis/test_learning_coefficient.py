@@ -425,27 +425,6 @@ def test_a_warning_comes_before_ten_minutes_of_drawing():
     warn_of_long(Tempered(loss, 1e4, 1.0), Chains(2, 300, 50, 20))
 
 
-@pytest.mark.slow
-def test_linear_attention_as_a_module_has_its_exact_loss_and_coefficient():
-    checkpoint = load(CHECKPOINTS / "linear-separate-s0")
-    heads, moments = heads_of_linear(checkpoint.weights), task_moments(checkpoint.task)
-    zz, yz, yy = (torch.tensor(getattr(moments, n)) for n in ("zz", "yz", "yy"))
-    module = nn.ParameterDict((n, torch.tensor(getattr(heads, n))) for n in "vKQ")
-
-    def loss(module: nn.ParameterDict) -> Tensor:
-        M = torch.einsum("h,hri,hrj->ij", module["v"], module["K"], module["Q"]).flatten()
-        return yy - 2 * M @ yz.flatten() + M @ zz.reshape(M.numel(), -1) @ M
-
-    own, expected = module_loss(module, loss), population_loss(heads, moments)
-    points = own.at + 0.1 * np.random.default_rng(0).standard_normal((5, own.at.size))
-    losses, gradients = own.function(points)
-    stated, slopes = expected.function(points)
-    np.testing.assert_allclose(losses, stated, rtol=1e-10)
-    np.testing.assert_allclose(gradients, slopes, rtol=1e-8, atol=1e-10)
-    found = local_learning_coefficient(module, loss=loss, chains=OF_MODULES)
-    assert abs(found.estimate - expected.exact) < 4 * found.sem
-
-
 def test_a_hooked_module_is_sampled_by_its_own_names():
     with torch.random.fork_rng():
         torch.manual_seed(0)

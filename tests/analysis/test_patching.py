@@ -89,15 +89,6 @@ def test_outputs_of_mlps_are_patched():
         patch_positions(random_model(), activation="mlp_out")
 
 
-def test_a_row_and_a_curve_hold_the_effect_of_a_position():
-    found = patch_positions(
-        random_model(), random_prompts(4, 1), random_prompts(4, 2), activation="z"
-    )
-    row = found.to_frame().query("layer == 1 and pos == 4 and head == 2").iloc[0]
-    assert row["effect"] == found.effect[1, 4, 2]
-    np.testing.assert_array_equal(found.plot().data[-1].y, found.effect[1, :, 2])
-
-
 def test_what_cannot_be_patched_is_refused():
     prompts = random_prompts(4, 1)
     with refused("activation", "resid_pre", "'mlp'"):

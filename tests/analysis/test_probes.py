@@ -19,7 +19,6 @@ from mechinterp.analysis.probing.linear import (
     reweighted,
 )
 from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
-from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -31,7 +30,7 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run import hooks
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
-from tests.conftest import CHECKPOINTS, assert_close_to_rounding, refused
+from tests.conftest import assert_close_to_rounding, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
@@ -258,15 +257,6 @@ def test_a_bridge_has_its_own_read_out(drawn: Prompts):
     loss = (gpt2.predict(drawn) - drawn.y_query).square().mean().item()
     np.testing.assert_allclose(found.own_loss[0, -1], loss, rtol=1e-10)
     assert found.places.count("L2H1") == 1
-
-
-def test_one_layer_ends_with_the_loss_that_classify_has():
-    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    found = read_out_by_layer(checkpoint, n_prompts=512)
-    assert found.places == ["input", "L0H0", "L0H1", "after L0"]
-    assert found.own_r2[0, 0] == 0  # nothing is in the query's y slot
-    last = found.to_frame().query("target == 'model' and place == 'after L0'")
-    assert last["own_r2"].item() == pytest.approx(1, abs=1e-9)
 
 
 def test_too_few_prompts_are_refused(drawn: Prompts):
