@@ -20,8 +20,8 @@ from mechinterp.analysis.one_layer.linear_components import (
     linear_components as linear_components,
 )
 from mechinterp.analysis.over_steps import over_steps as over_steps
-from mechinterp.analysis.patching.edge_circuits import faithfulness as faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
+from mechinterp.analysis.patching.edges import faithfulness as faithfulness
 from mechinterp.analysis.patching.positions import patch_positions as patch_positions
 from mechinterp.analysis.probing.descent_curves import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers

@@ -72,3 +72,8 @@ def descent_checkpoint(folder: Path) -> Checkpoint:
     kept = {0: weights, 1: weights}
     save(folder / "descent", config, weights, step=1, history=history, snapshots=kept)
     return load(folder / "descent")
+
+
+def first_prediction(logits: torch.Tensor) -> torch.Tensor:
+    """Metric: prediction of the query's first response."""
+    return logits[:, -1, 0]

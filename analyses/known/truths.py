@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import ablate_subsets, attribute_edges, predictor_of
-from mechinterp.analysis.patching.nodes import COMPONENTS
-from mechinterp.analysis.patching.pairing import Pair, put
+from mechinterp.analysis.patching.pairing import COMPONENTS, Pair, put
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known.entries import edge_place

@@ -26,7 +26,7 @@ from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import Result, counted, frame_of
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_heads import MergedHeads
 from mechinterp.training.linear.trainer import task_moments
@@ -146,7 +146,6 @@ def coefficient_snapshots(
     steps: Sequence[int] | None = None,
     chains: Chains | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> CoefficientSnapshots:
     """Local learning coefficient of linear attention at saved steps of its training.
 

@@ -25,7 +25,7 @@ from mechinterp.models.hooked.masks import Hooks, z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.hooks import CHUNK
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 ROLES = ("facilitating", "irrelevant", "interfering")
 LIMIT = 4.0
@@ -103,7 +103,6 @@ def learn_gates(
     learning_rate: float = 0.1,
     n_prompts: int = 1024,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> HeadGates:
     """Gates on the heads' outputs that minimise risk / full risk -+ `PRESSURE` times the sum of the
     gates' logits.
@@ -116,7 +115,6 @@ def learn_gates(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         steps: Number of Adam steps for each of the three fits.
         learning_rate: Learning rate of Adam, on the logits.
-        progress: Optional progress callback.
     Raises:
         ValueError: If steps is below 1 or there are fewer than four prompts.
     Source:
@@ -140,7 +138,7 @@ def learn_gates(
         raise ValueError(f"steps must be >= 1, got {steps}.")
     predictor = predictor_of(source)
     fitted, measured = halves(prompts)
-    alone = ablate_heads(predictor, measured, progress=progress)
+    alone = ablate_heads(predictor, measured)
     start = torch.full(
         (predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64, device="cpu"
     )

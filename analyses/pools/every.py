@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,9 @@ from analyses.lib import RESULTS
 from analyses.lib.deep_pack import DeepPack
 from mechinterp import load, override, preset, sample_prompts, task_pool
 from mechinterp.config import ExperimentConfig
-from mechinterp.icl.predictors import dmmse_at_every, ridge_at_every
+from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.models.run.general import predict_at_every
+from mechinterp.models.run.predictor import predictions_after
 
 POOLS = (1, 4, 16, 64, 256, 1024, None)
 COMPARED = 1024
@@ -80,8 +82,12 @@ class Reference:
         of = task if kind == "new" and task.n_tasks is None else pooled
         prompts = sample_prompts(of, N_PROMPTS, dtype=torch.float64, new_tasks=kind == "new")
         self.prompts, pool = prompts.to(device), task_pool(pooled).to(device)
-        self.dmmse = dmmse_at_every(self.prompts, pool=pool, noise_var=task.noise_var)
-        self.ridge = ridge_at_every(self.prompts, penalty=task.posterior_penalty)
+        learned = (
+            partial(dmmse, pool=pool, noise_var=task.noise_var),
+            partial(ridge, penalty=task.posterior_penalty),
+        )
+        lengths = range(self.prompts.x.shape[1] + 1)
+        self.dmmse, self.ridge = (predictions_after(f, self.prompts, lengths) for f in learned)
 
     def sums(self, f: Float[Tensor, "prompt n 1"]) -> Float[np.ndarray, "block n column"]:
         """Means over blocks of prompts of `COLUMNS`, then excess risks and losses of `PREDICTORS`."""

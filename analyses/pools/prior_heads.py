@@ -23,7 +23,7 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, head_axes, with_sem
 from mechinterp.icl.predictors import Pool
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 LEVEL = 0.05
 """Chance that at least one head of a model without any effect is named. A larger level names more
@@ -108,7 +108,6 @@ def prior_heads(
     n_prompts: int = 1024,
     seed: int = 0,
     method: str = "mean",
-    progress: ProgressCallback = no_progress,
 ) -> PriorHeads:
     """Effects of masking each head on memory (tasks of the pool) and on generalisation (new tasks).
 
@@ -119,7 +118,6 @@ def prior_heads(
             shortest length in a checkpoint's training to the task's own.
         n_prompts: Number of prompts of each kind.
         method: How a head is masked, "zero", "mean" or "resample".
-        progress: Optional progress callback.
     Raises:
         ValueError: If the source is no model, and as in `compare_priors`.
     Source:
@@ -131,7 +129,7 @@ def prior_heads(
     masks = [[], *([head] for head in predictor.heads)]
     squares = {}
     for kind in KINDS:
-        sample = setting.sample(kind, n_prompts, lengths, seed, no_progress)
+        sample = setting.sample(kind, n_prompts, lengths, seed)
         runs = [
             predictor.run(prompts, masks, method=method)
             for prompts in progress(sample.prompts, f"masking heads on {kind} tasks")

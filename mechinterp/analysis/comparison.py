@@ -25,7 +25,7 @@ from mechinterp.display import Result, counted
 from mechinterp.fields import flatten
 from mechinterp.icl.prompts import prompt_chunks
 from mechinterp.models.run.predictor import learner_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
@@ -126,11 +126,7 @@ class Comparison(Result):
 
 
 def compare(
-    checkpoints: Sequence[Checkpoint],
-    *,
-    n_prompts: int = 4096,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
+    checkpoints: Sequence[Checkpoint], *, n_prompts: int = 4096, seed: int = 0
 ) -> Comparison:
     """Labels and losses of several one-layer models, and the agreement of seeds of one setting.
 
@@ -140,7 +136,6 @@ def compare(
 
     Args:
         n_prompts: Number of prompts for each classification; losses use five times as many.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there is no checkpoint.
     Example:

@@ -21,7 +21,7 @@ from mechinterp.analysis.result import (
 )
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 N_PROMPTS = 512
 """Default number of prompts at each step."""
@@ -240,7 +240,6 @@ def over_steps(
     n_prompts: int | None = None,
     seed: int | None = None,
     context_length: int | None = None,
-    progress: ProgressCallback = no_progress,
     **settings: object,
 ) -> OverSteps:
     """Any analysis at each saved step of a training, on the same prompts.
@@ -252,7 +251,6 @@ def over_steps(
         n_prompts: Number of prompts; None: the default of the analysis, at most 512.
         seed: Seed of the prompts; None: 0.
         context_length: Pairs per prompt; None: the task's own.
-        progress: Optional progress callback.
         settings: Further arguments of the analysis.
     Raises:
         ValueError: If the source has no snapshots, or as the analysis does.

@@ -22,7 +22,6 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
 from mechinterp.models.run.evaluation import usual_number
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
 
 MOST_EDGES = 1_200
 """Largest number of edges between heads at which the default page includes them; patching more
@@ -182,7 +181,7 @@ class Analysis:
     def options(self) -> dict[str, Parameter]:
         """Arguments after the model and the prompts, by name."""
         parameters = list(signature(self.function).parameters.values())[1:]
-        return {p.name: p for p in parameters if p.name not in (*GIVEN, "progress")}
+        return {p.name: p for p in parameters if p.name not in GIVEN}
 
     @property
     def takes_prompts_as(self) -> str | None:
@@ -277,7 +276,7 @@ ANALYSES: dict[str, Analysis] = {
         title="Edges between heads",
     ),
     "edge-circuits": Analysis(
-        "patching.edge_circuits:faithfulness",
+        "patching.edges:faithfulness",
         edges_to_patch,
         many_runs=True,
     ),
@@ -342,7 +341,6 @@ def run_analysis(
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
-    progress: ProgressCallback = no_progress,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
     """Result of one analysis of a checkpoint.
@@ -385,8 +383,6 @@ def run_analysis(
     for option in given.keys() - analysis.options.keys() - {*GIVEN}:
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
-    if "progress" in signature(analysis.function).parameters:
-        given["progress"] = progress
     for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):
         # A function may have no default of its own.
         if option in analysis.options and analysis.options[option].default is Parameter.empty:

@@ -109,7 +109,8 @@ def loss_and_r2(
 
 
 def best_factor(
-    prediction: Float[Tensor, "prompt d_y"], target: Float[Tensor, "prompt d_y"]
+    prediction: Float[Tensor, "prompt d_y"] | Float[np.ndarray, "prompt d_y"],
+    target: Float[Tensor, "prompt d_y"] | Float[np.ndarray, "prompt d_y"],
 ) -> tuple[float, float]:
     """Factor c that minimises mean (c prediction - target)^2, and its standard error over prompts.
 
@@ -121,9 +122,8 @@ def best_factor(
         >>> best_factor(line / 2, line)
         (2.0, 0.0)
     """
-    factor, sem = ratio_and_sem(
-        (prediction * target).mean(1).double().numpy(), prediction.square().mean(1).double().numpy()
-    )
+    means = ((prediction * target).mean(1), (prediction**2).mean(1))
+    factor, sem = ratio_and_sem(*(np.asarray(each, dtype=np.float64) for each in means))
     return float(factor), float(sem)
 
 

@@ -140,16 +140,12 @@ def show(
     if request.context_lengths and "context_lengths" in analysis.options:
         settings["context_lengths"] = request.context_lengths
         request = replace(request, context_lengths=None)
-    with (
-        about_paths(path, *request.files, *written),
-        progress_bars(quiet=request.quiet) as progress,
-    ):
+    with about_paths(path, *request.files, *written), progress_bars(quiet=request.quiet):
         checkpoint = files.load(path, request.context_length)
-        given = request.drawn_by | {"progress": progress}
         if steps:
-            result: Finding = over_steps(checkpoint, name, **given | settings)
+            result: Finding = over_steps(checkpoint, name, **request.drawn_by | settings)
         else:
-            result = run_analysis(name, checkpoint, **given, settings=settings)
+            result = run_analysis(name, checkpoint, **request.drawn_by, settings=settings)
     if request.as_json:
         say_json(to_json(title, checkpoint, result) | request.note)
         return
@@ -177,8 +173,8 @@ def score(
     from mechinterp.report.text import frame_text, wrapped
 
     entries = suite(version, trained=trained)
-    with progress_bars(quiet=quiet) as progress:
-        found = score_method(own_function(method), entries, progress=progress)
+    with progress_bars(quiet=quiet):
+        found = score_method(own_function(method), entries)
     summary = found.summary()
     document = {
         "schema_version": SCHEMA_VERSION,

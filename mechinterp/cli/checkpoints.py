@@ -49,6 +49,7 @@ def classify(
     from mechinterp.analysis.registry import run_analysis
     from mechinterp.checkpoints.io.files import NotUnderstoodError
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
+    from mechinterp.progress import progress
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
     from mechinterp.report.to_json import to_json
@@ -62,7 +63,7 @@ def classify(
     length, wide = request.context_length, request.wide
     steps = _steps(groups, files, length)
     headers: set[str] = set()
-    with progress_bars(quiet=request.quiet) as progress:
+    with progress_bars(quiet=request.quiet):
         for path in progress(all_paths, "classifying"):
             try:
                 with about_paths(path, *request.files):
@@ -191,7 +192,7 @@ def report(
     from mechinterp.report.page import write_report
     from mechinterp.report.text import wrapped
 
-    with progress_bars(quiet=quiet) as progress:
+    with progress_bars(quiet=quiet):
         given = None if prompts is None else prompts_of(prompts)
         models, about = _models_of(paths, files)
         left_out = {each["path"]: each["error"] for each in about if "error" in each}
@@ -207,7 +208,6 @@ def report(
                 left_out=left_out,
                 overwrite=overwrite,
                 figures=figures,
-                progress=progress,
             )
     document = about[0] if len(about) == 1 else {"checkpoints": about}
     shown = f"{wrapped(written.verdict, '  ')}\nReport: {shown_path(written.page.resolve())}"

@@ -8,7 +8,6 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
@@ -87,47 +86,12 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     if penalty == 0:
         # pinv makes about six arrays of the size of x.
         size = 6 * prompts.x[0].numel() * prompts.x.element_size()
-        parts = chunks(len(prompts), max(1, CHUNK_BYTES // size))
+        parts = chunks(len(prompts), max(1, CHUNK_BYTES // max(1, size)))
         beta = torch.cat([torch.linalg.pinv(prompts.x[r]) @ prompts.y[r] for r in parts])
     else:
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         beta = torch.linalg.solve(gram + penalty * identity, moment)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
-
-
-def ridge_at_every(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch n_pairs d_y"]:
-    """`ridge` for every x of a prompt, from the 0 to L pairs before it.
-
-    Second moments are cumulative sums over the pairs.
-
-    Raises:
-        ValueError: If penalty is negative.
-    Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, dtype=torch.float64)
-        >>> every = ridge_at_every(prompts, penalty=0.5)
-        >>> torch.allclose(every[:, 7], ridge(prompts.prefix(7), penalty=0.5))
-        True
-    """
-    if penalty <= 0:
-        # Least squares of minimal norm has no inverse of a sum for fewer pairs than coordinates.
-        lengths = range(1, prompts.x.shape[1] + 1)
-        first = torch.zeros_like(prompts.y_query)
-        each = [ridge(prompts.prefix(length), penalty=penalty) for length in lengths]
-        return torch.stack([first, *each], dim=1)
-    size = CHUNK_BYTES // (prompts.x[0].numel() * prompts.x.shape[2] * prompts.x.element_size())
-    parts = chunks(len(prompts), max(1, size))
-    return torch.cat([_ridge_at_every(prompts[rows], penalty) for rows in parts])
-
-
-def _ridge_at_every(prompts: Prompts, penalty: float) -> Float[Tensor, "batch n_pairs d_y"]:
-    x, y = prompts.x, prompts.y
-    gram, moment = ((x[..., None] * other[:, :, None]).cumsum(1) for other in (x, y))
-    gram, moment = (pad(sums, (0, 0, 0, 0, 1, 0)) for sums in (gram, moment))
-    identity = torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
-    beta = torch.linalg.solve(gram + penalty * identity, moment)
-    return einsum(beta, prompts.every_x, "batch n d_x d_y, batch n d_x -> batch n d_y")
 
 
 def nadaraya_watson(
@@ -190,48 +154,17 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
         >>> torch.allclose(predictions, prompts.y_query_clean)
         True
     """
-    means = _posterior_means(prompts, pool, noise_var, every=False)
-    query = prompts.x_query.to(torch.float64)
-    return einsum(means, query, "batch d_x d_y, batch d_x -> batch d_y").to(prompts.y.dtype)
-
-
-def dmmse_at_every(
-    prompts: Prompts, *, pool: Pool, noise_var: float
-) -> Float[Tensor, "batch n_pairs d_y"]:
-    """`dmmse` for every x of a prompt, from the 0 to L pairs before it.
-
-    Squared residuals are computed once; their cumulative sums give every posterior.
-
-    Raises:
-        ValueError: As in `dmmse`.
-    Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
-        >>> task = TaskConfig(n_tasks=4)
-        >>> prompts, pool = sample_prompts(task, 8, dtype=torch.float64), task_pool(task)
-        >>> every = dmmse_at_every(prompts, pool=pool, noise_var=0.1)
-        >>> torch.allclose(every[:, 7], dmmse(prompts.prefix(7), pool=pool, noise_var=0.1))
-        True
-    """
-    means = _posterior_means(prompts, pool, noise_var, every=True)
-    x = prompts.every_x.to(torch.float64)
-    return einsum(means, x, "batch n d_x d_y, batch n d_x -> batch n d_y").to(prompts.y.dtype)
-
-
-def _posterior_means(
-    prompts: Prompts, pool: Tensor, noise_var: float, *, every: bool
-) -> Float[Tensor, "batch *n_pairs d_x d_y"]:
-    """Posterior means of the task vector after all pairs, or after every number of pairs."""
     pool = _checked(prompts, pool, noise_var)
     given = prompts.to(torch.float64)
     length, d_y = max(1, prompts.x.shape[1]), prompts.y.shape[2]
     size = max(1, POOL_BYTES // (8 * length * d_y * min(len(pool), 1024)))
     tolerance = ROUNDING * torch.finfo(prompts.y.dtype).eps
     means = [
-        _posterior_mean(given[start : start + size], pool, noise_var, tolerance, every)
+        _posterior_mean(given[start : start + size], pool, noise_var, tolerance)
         for start in range(0, len(prompts), size)
     ]
-    return torch.cat(means)
+    mean = torch.cat(means)
+    return einsum(mean, given.x_query, "batch d_x d_y, batch d_x -> batch d_y").to(prompts.y.dtype)
 
 
 def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "batch task"]:
@@ -276,20 +209,10 @@ def _checked(prompts: Prompts, pool: Tensor, noise_var: float) -> Tensor:
     return pool.to(prompts.x.device, torch.float64)
 
 
-def _squares(
-    prompts: Prompts, pool: Tensor, every: bool = False
-) -> Float[Tensor, "batch *n_pairs task"]:
+def _squares(prompts: Prompts, pool: Tensor) -> Float[Tensor, "batch task"]:
     """sum_l |y_l - beta_i^T x_l|^2, from residuals, because the expanded square loses digits for small noise."""
     fitted = einsum(prompts.x, pool, "batch context d_x, task d_x d_y -> batch context task d_y")
-    residual = (prompts.y[:, :, None] - fitted).square().sum(3)
-    return _sums(residual, every)
-
-
-def _sums(values: Float[Tensor, "batch context *axes"], every: bool) -> Tensor:
-    """Sum over all pairs, or over the first 0 to L."""
-    if not every:
-        return values.sum(1)
-    return torch.cat([torch.zeros_like(values[:, :1]), values], 1).cumsum(1)
+    return (prompts.y[:, :, None] - fitted).square().sum(3).sum(1)
 
 
 def _parts(prompts: Prompts, pool: Tensor) -> tuple[Tensor, ...]:
@@ -299,15 +222,15 @@ def _parts(prompts: Prompts, pool: Tensor) -> tuple[Tensor, ...]:
 
 
 def _posterior_mean(
-    prompts: Prompts, pool: Tensor, noise_var: float, tolerance: float, every: bool
-) -> Float[Tensor, "batch *n_pairs d_x d_y"]:
+    prompts: Prompts, pool: Tensor, noise_var: float, tolerance: float
+) -> Float[Tensor, "batch d_x d_y"]:
+    """Posterior mean of the task vector after all pairs."""
     if noise_var == 0:
-        return _best_fit(prompts, pool, tolerance, every)
-    lengths = (len(prompts), *([prompts.x.shape[1] + 1] if every else []))
-    largest = pool.new_full((*lengths, 1), -torch.inf)
-    total, weighted = pool.new_zeros(*lengths, 1), pool.new_zeros(*lengths, pool[0].numel())
+        return _best_fit(prompts, pool, tolerance)
+    largest = pool.new_full((len(prompts), 1), -torch.inf)
+    total, weighted = torch.zeros_like(largest), pool.new_zeros(len(prompts), pool[0].numel())
     for part in _parts(prompts, pool):
-        log_weights = -_squares(prompts, part, every) / (2 * noise_var)
+        log_weights = -_squares(prompts, part) / (2 * noise_var)
         new = torch.maximum(largest, log_weights.amax(-1, keepdim=True))
         shrink, weights = (largest - new).exp(), (log_weights - new).exp()
         total = shrink * total + weights.sum(-1, keepdim=True)
@@ -316,20 +239,18 @@ def _posterior_mean(
     return (weighted / total).unflatten(-1, pool.shape[1:])
 
 
-def _best_fit(
-    prompts: Prompts, pool: Tensor, tolerance: float, every: bool
-) -> Float[Tensor, "batch *n_pairs d_x d_y"]:
+def _best_fit(prompts: Prompts, pool: Tensor, tolerance: float) -> Float[Tensor, "batch d_x d_y"]:
     """Mean of the tasks with the smallest residual, up to rounding."""
     parts = _parts(prompts, pool)
-    least = torch.stack([_squares(prompts, part, every).amin(-1) for part in parts]).amin(0)
+    least = torch.stack([_squares(prompts, part).amin(-1) for part in parts]).amin(0)
     # The rounding error of a fitted response is eps times its size, which is at most that of x times that of beta.
-    x_size, y_size = (_sums(each.square().sum(2), every) for each in (prompts.x, prompts.y))
+    x_size, y_size = (each.square().sum(2).sum(1) for each in (prompts.x, prompts.y))
     scale = x_size * pool.square().sum((1, 2)).amax() + y_size
     bound = (least.sqrt() + tolerance * scale.sqrt())[..., None]
     total: Tensor | float = 0.0
     weighted: Tensor | float = 0.0
     for part in parts:
-        fits = (_squares(prompts, part, every).sqrt() <= bound).to(pool.dtype)
+        fits = (_squares(prompts, part).sqrt() <= bound).to(pool.dtype)
         total, weighted = total + fits.sum(-1, keepdim=True), weighted + fits @ part.flatten(1)
     return (weighted / total).unflatten(-1, pool.shape[1:])  # type: ignore[union-attr]
 

@@ -6,7 +6,7 @@ HOMES = {
     "Entry": "mechinterp.known.entries",
     "Suite": "mechinterp.known.entries",
     "suite": "mechinterp.known.entries",
-    "judge_sampler": "mechinterp.known.samplers",
+    "judge_sampler": "mechinterp.known.scores",
     "score": "mechinterp.known.scores",
     "score_algorithm": "mechinterp.known.scores",
     "score_components": "mechinterp.known.scores",

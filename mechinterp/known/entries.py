@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.patching.nodes import COMPONENTS
-from mechinterp.analysis.patching.pairing import clean_and_corrupted
+from mechinterp.analysis.patching.pairing import COMPONENTS, clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE
@@ -181,14 +181,11 @@ class Entry:
 
     def edges(self) -> pd.DataFrame:
         """All edges between heads, with the columns "from" (such as "L0H1") and "to" (such as "L2H0.v")."""
-        model = self.checkpoint.config.model
-        heads = [(layer, head) for layer in range(model.n_layers) for head in range(model.n_heads)]
+        heads = self.checkpoint.predictor.heads
         rows = [
-            (f"L{one[0]}H{one[1]}", f"L{two[0]}H{two[1]}.{component}")
-            for one in heads
-            for two in heads
-            for component in COMPONENTS
-            if one[0] < two[0]
+            (f"L{layer}H{head}", f"L{later}H{other}.{component}")
+            for (layer, head), (later, other), component in product(heads, heads, COMPONENTS)
+            if layer < later
         ]
         return pd.DataFrame(rows, columns=["from", "to"])
 

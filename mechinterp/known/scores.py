@@ -1,7 +1,7 @@
-"""Scores of other people's methods on the suite."""
+"""Scores of other people's methods on the suite; bias and coverage of their estimators of the learning coefficient."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.patching.edge_circuits import faithfulness
+from mechinterp.analysis.patching.edges import faithfulness
 from mechinterp.display import Result
-from mechinterp.known.entries import Entry, Known, Suite, edge_place, suite
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.known.entries import Entry, Suite, edge_place, suite
+from mechinterp.progress import progress
 
 MATTERS = 0.01
 """A head or edge matters if its effect is above this fraction of the largest."""
@@ -84,9 +84,7 @@ class Scores(Result):
 Method = Callable[[Entry], Mapping[str, Any]]
 
 
-def score(
-    method: Method, entries: Suite | None = None, *, progress: ProgressCallback = no_progress
-) -> Scores:
+def score(method: Method, entries: Suite | None = None) -> Scores:
     """Scores of a method on all entries of a suite.
 
     Args:
@@ -210,13 +208,9 @@ def score_components(
     known = entry.truth.components
     if known is None:
         return {}
-    return {"components cosine": _best_matching(known, np.asarray(directions, dtype=float))}
-
-
-def _best_matching(known: Known, directions: np.ndarray) -> float:
     from scipy.optimize import linear_sum_assignment  # slow import
 
-    width = known.value.shape[1]
+    directions, width = np.asarray(directions, dtype=float), known.value.shape[1]
     if directions.ndim != 2 or directions.shape[1] != width or not np.isfinite(directions).all():
         shape = list(directions.shape)
         raise ValueError(
@@ -225,7 +219,7 @@ def _best_matching(known: Known, directions: np.ndarray) -> float:
     lengths = np.linalg.norm(directions, axis=1, keepdims=True)
     cosines = np.abs(known.value @ (directions / np.where(lengths > 0, lengths, 1)).T)
     chosen = linear_sum_assignment(cosines, maximize=True)
-    return float(cosines[chosen].sum() / len(known.value))
+    return {"components cosine": float(cosines[chosen].sum() / len(known.value))}
 
 
 def _pair_scored(entry: Entry, answer: object) -> dict[str, float]:
@@ -267,3 +261,85 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     if not matters.all():
         found[f"{name} auroc"] = float(roc_auc_score(matters, values))
     return found
+
+
+Sampler = Callable[[Entry, int], tuple[float, float]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Judgement(Result):
+    """Estimates of a sampler beside the exact learning coefficients."""
+
+    sampler: str
+    rows: pd.DataFrame
+    """One row per entry and seed: entry, seed, estimate, sem, exact."""
+
+    def __repr__(self) -> str:
+        total = self.summary().iloc[-1]
+        return (
+            f"Judgement({self.sampler}: bias {total.bias:+.2%} ± {total.bias_sem:.1g}, within 1 standard error "
+            f"{total.within_1:.0%}, within 2 {total.within_2:.0%}, {total.estimates:.0f} estimates)"
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per entry and seed."""
+        return self.rows
+
+    def summary(self) -> pd.DataFrame:
+        """One row per entry and one for all: mean relative error with its standard error, and the fraction of estimates
+        within 1 and 2 of their own standard errors (a right one: 68% and 95%)."""
+        rows = self.rows
+        error = rows["estimate"] - rows["exact"]
+        within = {f"within_{n}": (error.abs() <= n * rows["sem"]).astype(float) for n in (1, 2)}
+        scored = rows[["entry", "exact"]].assign(bias=error / rows["exact"], **within)
+        every = scored.assign(entry="all", exact=np.nan)
+        grouped = pd.concat([scored, every]).groupby("entry", sort=False)
+        frame = grouped[["exact", "bias", *within]].mean()
+        frame.insert(2, "bias_sem", grouped["bias"].sem())
+        frame["estimates"] = grouped["bias"].count()
+        return frame.reset_index()
+
+    def plot(self) -> go.Figure:
+        """Relative error of the estimates of each entry."""
+        frame = self.summary()
+        return figures.bars(
+            frame["entry"].tolist(),
+            {self.sampler: (frame["bias"].to_numpy(), frame["bias_sem"].fillna(0).to_numpy())},
+            title="Error of the learning coefficient",
+            y_title="(estimate − exact) / exact",
+        )
+
+
+def judge_sampler(
+    sampler: Sampler, entries: Suite | None = None, *, seeds: Sequence[int] = range(4)
+) -> Judgement:
+    """Bias and coverage of an estimator of the learning coefficient, on entries whose coefficient is known.
+
+    Args:
+        sampler: Function of an entry and a seed that gives the estimate and its standard error. `entry.module` has the
+            parameters that count, `entry.loss(module, batch)` the loss, and `entry.loss(module)` the exact one.
+        entries: The suite; None: version 1 with the trained models of the package.
+        seeds: Seeds; each entry is estimated with each.
+    Raises:
+        ValueError: If an estimate is no number or an error is negative. NaN is an estimate that was refused, and is
+            never within its error.
+    Example:
+        >>> from mechinterp.known import suite
+        >>> def half_the_parameters(entry, seed):
+        ...     return sum(p.numel() for p in entry.module.parameters()) / 2, 0.0
+        >>> found = judge_sampler(half_the_parameters, suite(trained="none"), seeds=[0])
+        >>> found.to_frame()["exact"].tolist()
+        [3.5, 6.0, 7.5, 8.0]
+    """
+    known = suite() if entries is None else entries
+    exact = {e: law.value for e in known.values() if (law := e.truth.learning_coefficient)}
+    rows = []
+    for entry, seed in progress([(e, s) for e in exact for s in seeds], "judging"):
+        estimate, sem = map(float, sampler(entry.without_truth, seed))
+        if sem < 0:
+            raise ValueError(f"the standard error for {entry.name} must be >= 0, got {sem}.")
+        rows.append((entry.name, seed, estimate, sem, exact[entry]))
+    name = getattr(sampler, "__name__", type(sampler).__name__)
+    return Judgement(
+        name, pd.DataFrame(rows, columns=["entry", "seed", "estimate", "sem", "exact"])
+    )

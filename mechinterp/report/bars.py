@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from mechinterp.checkpoints.io.files import printable, writing
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
-from mechinterp.progress import Item, ProgressCallback
+from mechinterp.progress import Item, show_progress
 from mechinterp.training.run import Progress
 
 
@@ -50,8 +50,8 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
 
 
 @contextmanager
-def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
-    """Progress bars on standard error, one per loop of an analysis, with the time left; removed when the loop is done.
+def progress_bars(*, quiet: bool = False) -> Iterator[None]:
+    """Context with progress bars on standard error, one per loop of an analysis, with the time left; removed when the loop is done.
 
     Args:
         quiet: True: nothing is shown. Bars are never shown if standard error is not a terminal.
@@ -66,16 +66,16 @@ def progress_bars(*, quiet: bool = False) -> Iterator[ProgressCallback]:
     hidden = quiet or not console.is_terminal
 
     bar = Bar(*columns, console=console, transient=True, disable=hidden, redirect_stdout=_shown())
-    with bar:
 
-        def progress(items: Sequence[Item], text: str) -> Iterable[Item]:
-            task = bar.add_task(text, total=len(items))
-            try:
-                yield from bar.track(items, task_id=task)
-            finally:
-                bar.remove_task(task)
+    def shown(items: Sequence[Item], text: str) -> Iterable[Item]:
+        task = bar.add_task(text, total=len(items))
+        try:
+            yield from bar.track(items, task_id=task)
+        finally:
+            bar.remove_task(task)
 
-        yield progress
+    with bar, show_progress(shown):
+        yield
 
 
 def _shown() -> bool:

@@ -23,7 +23,6 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.runner import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number
-from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report.to_html import Section
 
 HEIGHT, TOP = 420, 60
@@ -37,7 +36,6 @@ def contents_of(
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
-    progress: ProgressCallback = no_progress,
 ) -> tuple[str, str, list[Section]]:
     """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections.
 
@@ -58,7 +56,7 @@ def contents_of(
 
     def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
         drawn_by, text = prompts_of(name, analysis, n_prompts, seed, prompts)
-        return run_analysis(analysis.function, checkpoint, **drawn_by, progress=progress), text
+        return run_analysis(analysis.function, checkpoint, **drawn_by), text
 
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}

@@ -24,7 +24,6 @@ from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import predictions_kept
 from mechinterp.paper import all_drawn, require_format
-from mechinterp.progress import ProgressCallback, no_progress
 from mechinterp.report import to_html
 from mechinterp.report.contents import contents_of, section_of
 from mechinterp.report.to_csv import write_csv
@@ -61,7 +60,6 @@ def write_report(
     left_out: Mapping[str, str] | None = None,
     overwrite: bool = False,
     figures: str = "",
-    progress: ProgressCallback = no_progress,
 ) -> Report:
     """Write `out/index.html` and its CSV files, about a checkpoint or a module from `hook_module`, or about several
     checkpoints side by side.
@@ -79,7 +77,6 @@ def write_report(
             least the number that probes need; the page states the number.
         left_out: Paths that could not be compared, with the reason, to be listed on the page.
         figures: "pdf", "svg" or "png": also write every figure to a file, as `save_figure` does.
-        progress: Optional progress callback.
     Raises:
         ValueError: If `out` is a file or a nonempty folder without `overwrite`, n_prompts is too small for the model, or
             an analysis does not exist or does not take the model. Also if there is no checkpoint, or prompts or
@@ -110,7 +107,7 @@ def write_report(
             ", ".join(m.name for m in models),
         )
         number = DEFAULT_NUMBER if n_prompts is None else n_prompts
-        verdict, sections = _comparison(models, out, left_out or {}, number, seed, progress)
+        verdict, sections = _comparison(models, out, left_out or {}, number, seed)
         loss = ""
     elif not hasattr(checkpoint, "in_words"):
         raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
@@ -123,7 +120,6 @@ def write_report(
                 n_prompts=n_prompts,
                 seed=seed,
                 analyses=analyses,
-                progress=progress,
             )
     return write_page(
         out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
@@ -131,15 +127,10 @@ def write_report(
 
 
 def _comparison(
-    models: Sequence[Checkpoint],
-    out: Path,
-    left_out: Mapping[str, str],
-    n_prompts: int,
-    seed: int,
-    progress: ProgressCallback,
+    models: Sequence[Checkpoint], out: Path, left_out: Mapping[str, str], n_prompts: int, seed: int
 ) -> tuple[str, list[Section]]:
     """Verdict on several models, and the sections of their page, with links to reports beside it."""
-    found = compare(models, n_prompts=n_prompts, seed=seed, progress=progress)
+    found = compare(models, n_prompts=n_prompts, seed=seed)
     beside = out.resolve().parent
     links = {
         each.name: f"../{quote(each.name)}/{PAGE}"

@@ -14,10 +14,14 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
-from mechinterp.analysis.patching.edge_circuits import _areas, circuit_output, faithfulness
-from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
+from mechinterp.analysis.patching.edges import (
+    EdgeEffects,
+    _areas,
+    attribute_edges,
+    circuit_output,
+    faithfulness,
+)
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
-from mechinterp.analysis.patching.positions import first_prediction
 from mechinterp.analysis.stats import rank_correlation
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
@@ -29,7 +33,7 @@ from mechinterp.models.layers import interleaved
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
-from tests.deep_models import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, first_prediction, random_gpt2, random_model
 from tests.models.test_layered_models import GargModel, garg
 
 TASK = TaskConfig(d_x=4)

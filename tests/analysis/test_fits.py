@@ -28,10 +28,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, overrid
 from mechinterp.icl.predictors import (
     debiased_gd,
     dmmse,
-    dmmse_at_every,
     nadaraya_watson,
     ridge,
-    ridge_at_every,
     vanilla_gd,
     zero_prediction,
 )
@@ -294,20 +292,13 @@ POOL_GPT2 = override(preset("pool-gpt2"), "model.n_layers=2", "task.context_leng
 
 
 @pytest.mark.parametrize(("noise_var", "d_y"), [(0.25, 1), (0.0, 2)])
-def test_learners_at_every_x_are_those_of_the_cut_prompts(noise_var: float, d_y: int):
+def test_without_pairs_ridge_predicts_0_and_dmmse_the_mean_of_the_pool(noise_var: float, d_y: int):
     task = replace(SIX_PAIRS, noise_var=noise_var, d_y=d_y, supports=None)
-    prompts, pool = sample_prompts(task, 16, dtype=torch.float64), task_pool(task)
-    given = {"pool": pool, "noise_var": noise_var}
-    every = ridge_at_every(prompts, penalty=0.5), ridge_at_every(prompts, penalty=0.0)
-    posterior = dmmse_at_every(prompts, **given)
-    assert not every[0][:, 0].any()
-    assert not every[1][:, 0].any()
-    for length in range(7):
-        cut = prompts.prefix(length)
-        torch.testing.assert_close(posterior[:, length], dmmse(cut, **given))
-        if length:
-            for each, penalty in zip(every, (0.5, 0.0), strict=True):
-                torch.testing.assert_close(each[:, length], ridge(cut, penalty=penalty))
+    prompts, pool = sample_prompts(task, 16, dtype=torch.float64).prefix(0), task_pool(task)
+    for penalty in (0.5, 0.0):
+        assert not ridge(prompts, penalty=penalty).any()
+    found = dmmse(prompts, pool=pool, noise_var=noise_var)
+    torch.testing.assert_close(found, prompts.x_query @ pool.mean(0))
 
 
 def weights_of_two_layers(**settings: object):

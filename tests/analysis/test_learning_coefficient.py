@@ -23,6 +23,7 @@ from mechinterp.analysis.training.sampler import (
     Chains,
     Langevin,
     LocalLoss,
+    MinibatchGradient,
     Tempered,
     effective_draws,
     hamiltonian_draws,
@@ -48,6 +49,23 @@ def as_users() -> Iterator[None]:
     """Chains call the loss so often that checks of types would take most of the time."""
     with as_for_users():
         yield
+
+
+def quadratic(
+    *curvatures: float,
+    exact: float | None = None,
+    on_minibatch: MinibatchGradient | None = None,
+) -> LocalLoss:
+    """sum_i h_i w_i^2 / 2, at its minimum."""
+    h = np.array(curvatures)
+    return LocalLoss(
+        lambda points: ((h * points**2).sum(1) / 2, h * points),
+        np.zeros(len(h)),
+        f"{len(h)} entries",
+        "a quadratic",
+        exact,
+        on_minibatch=on_minibatch,
+    )
 
 
 def central_differences(loss: LocalLoss, entries: np.ndarray, step: float) -> np.ndarray:
@@ -97,18 +115,14 @@ def test_the_loss_on_prompts_and_its_gradient_are_those_of_the_model(name: str):
 
 @pytest.mark.usefixtures("as_users")
 def test_a_quadratic_gives_half_its_directions():
-    curvatures = np.array([5.0, 1.0, 0.1, 0.0, 0.0])
-
-    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (curvatures * points**2).sum(1), 2 * curvatures * points
-
-    loss = LocalLoss(quadratic, np.zeros(5), "5 entries", "a quadratic", exact=1.5)
+    curvatures = np.array([10.0, 2.0, 0.2])
+    loss = quadratic(*curvatures, 0.0, 0.0, exact=1.5)
     found = local_learning_coefficient(loss, chains=Chains(16, 200, 100, 10))
     assert found.is_minimum
     assert abs(found.estimate - 1.5) < 3 * found.sem < 0.2
     assert found.per_chain.mean() == pytest.approx(found.estimate)
     # A temperature at which the softest direction is not resolved counts less of it: h n_beta / (h n_beta + pull).
-    share = (2 * curvatures[:3] * 10 / (2 * curvatures[:3] * 10 + 1)).sum() / 2
+    share = (curvatures * 10 / (curvatures * 10 + 1)).sum() / 2
     other = local_learning_coefficient(loss, n_beta=10.0, chains=Chains(16, 200, 100, 10))
     assert abs(other.estimate - share) < 4 * other.sem
 
@@ -116,15 +130,7 @@ def test_a_quadratic_gives_half_its_directions():
 @pytest.mark.usefixtures("as_users")
 @pytest.mark.parametrize("langevin", [None, Langevin(0.01)])
 def test_a_pull_as_strong_as_the_loss_halves_every_direction(langevin: Langevin | None):
-    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.square(points).sum(1) / 2, points
-
-    def exactly(points: np.ndarray, n_prompts: int, generator: torch.Generator) -> np.ndarray:
-        return points
-
-    loss = LocalLoss(
-        quadratic, np.zeros(6), "6 entries", "a quadratic", exact=3.0, on_minibatch=exactly
-    )
+    loss = quadratic(*[1.0] * 6, exact=3.0, on_minibatch=lambda points, *_: points)
     n_beta = pull = 20.0
     chains = Chains(n_chains=16, n_draws=400, n_warmup=100, n_leapfrog=10)
     found = local_learning_coefficient(
@@ -140,16 +146,11 @@ def test_a_pull_as_strong_as_the_loss_halves_every_direction(langevin: Langevin 
 def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
     curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
 
-    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (curvatures * points**2).sum(1) / 2, curvatures * points
-
     def on_minibatch(points: np.ndarray, n_prompts: int, generator: torch.Generator) -> np.ndarray:
         noise = torch.randn(points.shape, generator=generator).numpy()
         return curvatures * points + (noise_var / n_prompts) ** 0.5 * noise
 
-    loss = LocalLoss(
-        quadratic, np.zeros(3), "3 entries", "a quadratic", 1.5, on_minibatch=on_minibatch
-    )
+    loss = quadratic(*curvatures, exact=1.5, on_minibatch=on_minibatch)
     chains = Chains(n_chains=48, n_draws=100, n_warmup=15, n_leapfrog=100)
     # A linear recursion: its variance, and so the mean of n_beta L, is known in every direction.
     pull = n_beta * curvatures + 1
@@ -407,8 +408,7 @@ class Branching(Mlp):
 
 def test_a_module_that_runs_one_by_one_has_the_same_loss():
     xs = drawn(32, 3)
-    plain, branching = Mlp(), Branching()
-    own, other = (module_loss(m, fitted(m, xs)) for m in (plain, branching))
+    own, other = (module_loss(m, fitted(m, xs)) for m in (Mlp(), Branching()))
     points = own.at + 0.1 * np.random.default_rng(0).standard_normal((3, own.at.size))
     for mine, theirs in zip(own.function(points), other.function(points), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-10)
@@ -423,27 +423,6 @@ def test_a_warning_comes_before_ten_minutes_of_drawing():
     with pytest.warns(UserWarning, match="about 1. minutes.*n_prompts"):
         warn_of_long(Tempered(loss, 1e4, 1.0), Chains(2, 3000, 500, 20))
     warn_of_long(Tempered(loss, 1e4, 1.0), Chains(2, 300, 50, 20))
-
-
-@pytest.mark.slow
-def test_linear_attention_as_a_module_has_its_exact_loss_and_coefficient():
-    checkpoint = load(CHECKPOINTS / "linear-separate-s0")
-    heads, moments = heads_of_linear(checkpoint.weights), task_moments(checkpoint.task)
-    zz, yz, yy = (torch.tensor(getattr(moments, n)) for n in ("zz", "yz", "yy"))
-    module = nn.ParameterDict((n, torch.tensor(getattr(heads, n))) for n in "vKQ")
-
-    def loss(module: nn.ParameterDict) -> Tensor:
-        M = torch.einsum("h,hri,hrj->ij", module["v"], module["K"], module["Q"]).flatten()
-        return yy - 2 * M @ yz.flatten() + M @ zz.reshape(M.numel(), -1) @ M
-
-    own, expected = module_loss(module, loss), population_loss(heads, moments)
-    points = own.at + 0.1 * np.random.default_rng(0).standard_normal((5, own.at.size))
-    losses, gradients = own.function(points)
-    stated, slopes = expected.function(points)
-    np.testing.assert_allclose(losses, stated, rtol=1e-10)
-    np.testing.assert_allclose(gradients, slopes, rtol=1e-8, atol=1e-10)
-    found = local_learning_coefficient(module, loss=loss, chains=OF_MODULES)
-    assert abs(found.estimate - expected.exact) < 4 * found.sem
 
 
 def test_a_hooked_module_is_sampled_by_its_own_names():
@@ -530,11 +509,7 @@ def test_chains_that_share_a_trend_do_not_agree_with_their_own_halves():
 @pytest.mark.slow
 def test_a_gaussian_has_its_mean_and_variance():
     curvatures = np.array([1.0, 10.0, 100.0, 1000.0])
-
-    def quadratic(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (curvatures * points**2).sum(1) / 2, curvatures * points
-
-    law = Tempered(LocalLoss(quadratic, np.zeros(4), "4 entries", "a quadratic"), 1e3, 1.0)
+    law = Tempered(quadratic(*curvatures), 1e3, 1.0)
     excess, accepted = hamiltonian_draws(law, Chains(8, 500, 150, 20))
     # n_beta L is a sum of c_i chi^2 / 2, c_i = n_beta h / (n_beta h + 1).
     share = 1e3 * curvatures / (1e3 * curvatures + 1)

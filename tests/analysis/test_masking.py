@@ -245,7 +245,7 @@ def test_a_metric_of_ones_own(few):
     [
         ({"sets": "triples"}, ("sets", "greedy", "'triples'")),
         ({"positions": "first"}, ("positions", "'all'", "'first'")),
-        ({"sets": "pairs", "mlps": True}, ("mlps", "'single'", "'pairs'")),
+        ({"sets": "pairs", "mlps": True}, ("sets", "mlps")),
         ({"positions": "all", "mlps": True}, ("positions", "mlps")),
         ({"positions": "all", "runs": "all"}, ("positions", "runs")),
         ({"mlps": True, "runs": "all"}, ("mlps", "runs")),

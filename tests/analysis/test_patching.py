@@ -10,7 +10,6 @@ from mechinterp.analysis.patching.positions import (
     HEAD_PARTS,
     OF_MLPS,
     STREAMS,
-    first_prediction,
     patch_positions,
 )
 from mechinterp.config import TaskConfig
@@ -42,7 +41,9 @@ def random_model(**architecture: object) -> ICLTransformer:
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
-    found = patch_positions(model, clean, corrupted, activation=activation, metric=first_prediction)
+    found = patch_positions(
+        model, clean, corrupted, activation=activation, metric=deep_models.first_prediction
+    )
     heads = (3,) if activation in HEAD_PARTS else ()
     assert found.effect.shape == found.effect_sem.shape == (2, length + 1, *heads)
     _, cache = model.run_with_cache(clean.tokens)
@@ -75,7 +76,9 @@ def test_outputs_of_mlps_are_patched():
     """A position of the last MLP's output moves the prediction of its own token alone: only the query's counts."""
     model = random_model(norm="before", d_mlp=8)
     clean, corrupted = (random_prompts(4, step) for step in (1, 2))
-    found = patch_positions(model, clean, corrupted, activation="mlp_out", metric=first_prediction)
+    found = patch_positions(
+        model, clean, corrupted, activation="mlp_out", metric=deep_models.first_prediction
+    )
     assert not found.effect[1, :-1].any()
     with torch.no_grad():
         caches = [model.run_with_cache(each.tokens)[1] for each in (clean, corrupted)]
@@ -84,15 +87,6 @@ def test_outputs_of_mlps_are_patched():
     assert found.effect[1, -1] == pytest.approx(change, abs=1e-12)
     with refused("mlp_out", "MLPs"):
         patch_positions(random_model(), activation="mlp_out")
-
-
-def test_a_row_and_a_curve_hold_the_effect_of_a_position():
-    found = patch_positions(
-        random_model(), random_prompts(4, 1), random_prompts(4, 2), activation="z"
-    )
-    row = found.to_frame().query("layer == 1 and pos == 4 and head == 2").iloc[0]
-    assert row["effect"] == found.effect[1, 4, 2]
-    np.testing.assert_array_equal(found.plot().data[-1].y, found.effect[1, :, 2])
 
 
 def test_what_cannot_be_patched_is_refused():

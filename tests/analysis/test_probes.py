@@ -17,10 +17,8 @@ from mechinterp.analysis.probing.linear import (
     probe_layers,
     responses,
     reweighted,
-    streams,
 )
 from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
-from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -32,7 +30,7 @@ from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run import hooks
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
-from tests.conftest import CHECKPOINTS, assert_close_to_rounding, refused
+from tests.conftest import assert_close_to_rounding, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
@@ -114,7 +112,7 @@ def test_streams_are_those_of_the_cache(make, few, monkeypatch):
         monkeypatch.setattr(backend, "CHUNK", 8)
     model = make()
     predict = model.predict
-    found = streams(model, few, heads=[(0, 1)], positions=(-1, -3))
+    found = predictor_of(model).streams(few, heads=[(0, 1)], positions=(-1, -3))
     assert found.shape[:3] == (4, 30, 2)
     hooked = getattr(model, "model", model)
     embed = getattr(model, "embed", lambda prompts: prompts.tokens)
@@ -153,28 +151,11 @@ def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     np.testing.assert_array_equal(found.risk, probe_layers(bridge, prompts).risk)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("law", [{}, *LINEAR], ids=str)
-def test_query_features_are_prompts_with_another_query(law, few, monkeypatch):
-    for backend in (hooks, token_map):
-        monkeypatch.setattr(backend, "CHUNK", 8)
-    model = random_model(**WIDE, **law)
-    predictor = predictor_of(model)
-    found = predictor.query_streams(few, 2, heads=[(1, 3)])
-    assert found.shape == (30, 10, 12)
-    tokens = few.tokens.clone()
-    tokens[:, -1] = torch.cat([few.x[:, 4], torch.zeros(30, 1)], dim=1)
-    with masked(model, [(1, 3)]):
-        expected = model(tokens, stop_at_layer=2)[:, -1]
-    torch.testing.assert_close(found[:, 4], expected)
-    assert not torch.allclose(predictor.query_streams(few, 2)[:, 4], expected)
-
-
 @pytest.mark.parametrize("make", [random_gpt2, lambda: predictor_of(random_model(**WIDE))])
 def test_query_features_after_the_last_layer_are_its_stream(make, few):
     predictor = make()
     found = predictor_of(predictor).query_streams(few, 3)
-    expected = streams(predictor, few)[3, :, 0]
+    expected = predictor_of(predictor).streams(few)[3, :, 0]
     assert found.shape == (30, 10, expected.shape[1])
     assert_close_to_rounding(found[:, -1], expected)
 
@@ -276,15 +257,6 @@ def test_a_bridge_has_its_own_read_out(drawn: Prompts):
     loss = (gpt2.predict(drawn) - drawn.y_query).square().mean().item()
     np.testing.assert_allclose(found.own_loss[0, -1], loss, rtol=1e-10)
     assert found.places.count("L2H1") == 1
-
-
-def test_one_layer_ends_with_the_loss_that_classify_has():
-    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    found = read_out_by_layer(checkpoint, n_prompts=512)
-    assert found.places == ["input", "L0H0", "L0H1", "after L0"]
-    assert found.own_r2[0, 0] == 0  # nothing is in the query's y slot
-    last = found.to_frame().query("target == 'model' and place == 'after L0'")
-    assert last["own_r2"].item() == pytest.approx(1, abs=1e-9)
 
 
 def test_too_few_prompts_are_refused(drawn: Prompts):

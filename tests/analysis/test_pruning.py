@@ -22,7 +22,7 @@ from mechinterp.analysis.ablation.pruning import (
     save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.linear import cross_validated, streams
+from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.stats import random_halves, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -81,8 +81,8 @@ def test_risks_are_those_of_the_masked_model(make, many):
         gone = masked_by(kept[-1])
         crossed[~half] += masked_errors(model, many, [gone])[~half, 0] / SPLITS
         # By hand: a ridge regression on the stream of the masked model, cross-validated.
-        stream = streams(model, many, heads=gone)[-1, :, 0]
-        (fitted,) = cross_validated(stream, many.y_query.numpy())
+        stream = predictor_of(model).streams(many, heads=gone)[-1, :, 0]
+        (fitted,) = cross_validated(stream.numpy(force=True), many.y_query.numpy())
         errors = np.square(fitted.prediction - many.y_query_clean.numpy()).mean(1)
         refitted[~half] += errors[~half] / SPLITS
     np.testing.assert_allclose(found.chosen, np.mean(kept, axis=0), rtol=1e-12)
@@ -271,7 +271,9 @@ def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=4, context_length=9),
     model=ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3),
-    train=TrainConfig(batch_size=64, shortest_context=5, schedule="cosine", clip_norm=0.5),
+    train=TrainConfig(
+        batch_size=64, learning_rate=1e-2, shortest_context=5, schedule="cosine", clip_norm=0.5
+    ),
 )
 KEPT = np.array([[True] * 4, [True] + [False] * 3, [True] * 4])
 
@@ -313,7 +315,7 @@ def risks(weights, prompts):
 
 @pytest.mark.slow
 def test_it_is_training_by_hand(trained, fresh):
-    found = fine_tune(trained, KEPT, fresh, steps=20, learning_rate=1e-2)
+    found = fine_tune(trained, KEPT, fresh, steps=20)
     assert found.step.tolist() == [0, 5, 10, 15, 20]
     starts = [pruned_weights(trained.weights, KEPT), trained.weights]
     few, full = (by_hand(start, 20) for start in starts)
@@ -330,10 +332,10 @@ def test_it_is_training_by_hand(trained, fresh):
 
 @pytest.mark.slow
 def test_it_helps_and_pruned_heads_stay_away(trained, fresh, tmp_path):
-    found = fine_tune(trained, KEPT, fresh, steps=60, learning_rate=1e-2)
+    found = fine_tune(trained, KEPT, fresh, steps=60)
     assert found.weights.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))
     assert found.risk[0, -1] + 4 * found.risk_sem[0, -1] < found.risk[0, 0]
-    found.save(tmp_path / "tuned")
+    save_pruned(trained, KEPT, tmp_path / "tuned", prompts=fresh, tuned=found)
     saved = load(tmp_path / "tuned")
     np.testing.assert_allclose(risks(saved.weights, fresh).mean(), found.risk[0, -1], rtol=1e-9)
     heads = [[0, 1, 2, 3], [0], [0, 1, 2, 3]]

@@ -18,8 +18,7 @@ from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
-from mechinterp.analysis.patching.edge_circuits import faithfulness
-from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
+from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges, faithfulness
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of

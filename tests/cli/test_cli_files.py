@@ -7,6 +7,7 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.progress import show_progress
 from mechinterp.report.page import PAGE, write_report
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.checkpoints.killed import killed_while_writing
@@ -100,8 +101,9 @@ def test_a_report_refuses_a_folder_that_was_filled_meanwhile(tmp_path: Path):
         (tmp_path / PAGE).write_text("mine")
         return steps
 
-    with pytest.raises(ValueError, match=f"already holds {PAGE}; it is not overwritten"):
-        write_report(load(CHECKPOINT), tmp_path, n_prompts=64, progress=meanwhile)
+    words = f"already holds {PAGE}; it is not overwritten"
+    with pytest.raises(ValueError, match=words), show_progress(meanwhile):
+        write_report(load(CHECKPOINT), tmp_path, n_prompts=64)
     assert [path.name for path in tmp_path.iterdir()] == [PAGE]
     assert (tmp_path / PAGE).read_text() == "mine"
 

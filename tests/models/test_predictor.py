@@ -183,7 +183,7 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
         with torch.no_grad(), model.hooks(fwd_hooks=edits):
             layers = range(n_layers + 1)
             expected = torch.stack([model(tokens, stop_at_layer=layer) for layer in layers])
-            if masked:
+            if not masked:
                 with_x = [
                     model(model.tokens(replace(prompts, x_query=x)), stop_at_layer=n_layers)[:, -1]
                     for x in [*prompts.x.unbind(1), prompts.x_query]
@@ -194,7 +194,7 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
         if not masked:
             for layer in range(n_layers + 1):
                 assert_close_to_rounding(predictor.stream(prompts, layer), expected[layer])
-    at_query = predictor.query_streams(prompts, n_layers, heads=heads)
+    at_query = predictor.query_streams(prompts, n_layers)
     assert_close_to_rounding(at_query, torch.stack(with_x, dim=1))
 
 

@@ -4,6 +4,7 @@ the prompt."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, z_name
 from mechinterp.models.hooked.runner import require_runs
 from mechinterp.models.run.predictor import Predictor, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 Metric = Callable[[Tensor, Prompts], Tensor]
 """Function from predictions [batch, d_y] and prompts to one number per prompt."""
@@ -38,16 +39,34 @@ def squared_error(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batc
     return (predictions.double() - prompts.y_query_clean.to(predictions)).square().mean(1)
 
 
-@dataclass(frozen=True)
-class Masking:
-    """Method of masking, and the metric that is measured under it."""
+@dataclass(frozen=True, kw_only=True)
+class OfMetric:
+    """Method of masking, and name and unit of the metric that is measured under it."""
 
     method: str = "zero"
-    """"zero", "mean" or "resample"."""
-    function: Metric = squared_error
+    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
+    "resample": its z is that of another prompt."""
     metric: str = "excess risk"
-    """Name of the metric."""
+    """Name of the metric. The excess risk is the mean of (y_hat - y_query_clean)^2."""
     unit: str = "y²"
+    """Unit of the metric; empty if unknown."""
+
+    @property
+    def metric_in_unit(self) -> str:
+        """Name of the metric with its unit, for an axis."""
+        return f"{self.metric} ({self.unit})" if self.unit else self.metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking(OfMetric):
+    """Method of masking, and the function that is measured under it."""
+
+    function: Metric = squared_error
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Method, name of the metric and unit, by field of a result."""
+        return {"method": self.method, "metric": self.metric, "unit": self.unit}
 
     def values(self, predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
         """The metric for each prompt.
@@ -71,21 +90,6 @@ EXCESS = Masking()
 """Zero ablation and the excess risk."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfMetric:
-    """Name and unit of the metric of a result."""
-
-    metric: str = EXCESS.metric
-    """Name of the metric. The excess risk is the mean of (y_hat - y_query_clean)^2."""
-    unit: str = EXCESS.unit
-    """Unit of the metric; empty if unknown."""
-
-    @property
-    def metric_in_unit(self) -> str:
-        """Name of the metric with its unit, for an axis."""
-        return f"{self.metric} ({self.unit})" if self.unit else self.metric
-
-
 def masked_values(
     source: object,
     prompts: Prompts,
@@ -94,15 +98,12 @@ def masked_values(
     *,
     mlps: Sequence[Sequence[int]] | None = None,
     at: int | None = None,
-    progress: ProgressCallback = no_progress,
 ) -> Float[np.ndarray, "unit mask"]:
     """A metric under each mask, for independent units.
 
     A unit is a prompt; for resample ablation, where two prompts swap, it is the mean of a pair.
     """
-    predictions = predictor_of(source).run(
-        prompts, masks, method=how.method, mlps=mlps, at=at, progress=progress
-    )
+    predictions = predictor_of(source).run(prompts, masks, method=how.method, mlps=mlps, at=at)
     require_moderate(predictions)
     values = torch.stack([how.values(each, prompts) for each in predictions], 1)
     values = values.unflatten(0, (-1, 2)).mean(1) if how.method == "resample" else values
@@ -110,23 +111,14 @@ def masked_values(
 
 
 def masked_errors(
-    source: object,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    progress: ProgressCallback = no_progress,
+    source: object, prompts: Prompts, masks: Sequence[Sequence[Head]]
 ) -> Float[np.ndarray, "prompt mask"]:
     """Squared error against the clean target under each mask, zero ablation, mean over responses."""
-    return masked_values(source, prompts, masks, EXCESS, progress=progress)
+    return masked_values(source, prompts, masks, EXCESS)
 
 
 def single_masks(
-    source: object,
-    prompts: Prompts,
-    how: Masking = EXCESS,
-    *,
-    runs: str = "one",
-    progress: ProgressCallback = no_progress,
+    source: object, prompts: Prompts, how: Masking = EXCESS, *, runs: str = "one"
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, "unit layer head"]]:
     """The metric of the full model on each unit, and its rise when each head alone is masked.
 
@@ -142,7 +134,7 @@ def single_masks(
     if runs == "all":
         together = (tuple(predictor.hooked.in_all_runs(heads)) for heads in each)
         each = [list(heads) for heads in dict.fromkeys(together)]
-    values = masked_values(predictor, prompts, [[], *each], how, progress=progress)
+    values = masked_values(predictor, prompts, [[], *each], how)
     if len(values) < 2:
         raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(values)}.")
     rises = values[:, 1:] - values[:, :1]
@@ -234,9 +226,7 @@ class GreedyAblation(OfMetric, Result):
         )
 
 
-def masked_in_greedy_order(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> GreedyAblation:
+def masked_in_greedy_order(predictor: Predictor, prompts: Prompts, how: Masking) -> GreedyAblation:
     """A metric as heads are masked one after another; next is the head that leaves the smallest metric when masked, too.
 
     The order is chosen on the first half of the prompts, the metric measured on the second half.
@@ -248,10 +238,9 @@ def masked_in_greedy_order(
         values = masked_values(predictor, chosen_on, [[*order, head] for head in left], how)
         order.append(left.pop(int(values.mean(0).argmin())))
     masks = [order[:size] for size in range(len(order) + 1)]
-    values = masked_values(predictor, measured_on, masks, how, progress=progress)
+    values = masked_values(predictor, measured_on, masks, how)
     return GreedyAblation(
-        metric=how.metric,
-        unit=how.unit,
+        **how.named,
         heads=tuple(f"L{layer}H{head}" for layer, head in order),
         **estimates(risk=mean_and_sem(values), ratio=ratio_and_sem(values, values[:, 0])),
     )
@@ -296,25 +285,20 @@ class PairAblation(OfMetric, Result):
         )
 
 
-def pairs_of(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> PairAblation:
+def pairs_of(predictor: Predictor, prompts: Prompts, how: Masking) -> PairAblation:
     """Rise of a metric when every pair of heads is masked together, and the interaction of each pair."""
     heads = predictor.heads
     masks = [[], *map(list, combinations_with_replacement(heads, 2))]
-    errors = masked_values(predictor, prompts, masks, how, progress=progress)
+    errors = masked_values(predictor, prompts, masks, how)
     one, other = np.triu_indices(len(heads))
     rises = np.zeros((len(errors), len(heads), len(heads)))
     rises[:, one, other] = rises[:, other, one] = errors[:, 1:] - errors[:, :1]
     alone = rises.diagonal(axis1=1, axis2=2)
     # A pair of a head with itself is one mask.
-    apart = (alone[:, :, None] + alone[:, None]) * (1 - np.eye(len(heads)))
-    apart += alone[:, :, None] * np.eye(len(heads))
-    names = tuple(f"L{layer}H{head}" for layer, head in heads)
+    apart = alone[:, :, None] + alone[:, None] * (1 - np.eye(len(heads)))
     return PairAblation(
-        metric=how.metric,
-        unit=how.unit,
-        names=names,
+        **how.named,
+        names=tuple(f"L{layer}H{head}" for layer, head in heads),
         **estimates(rise=mean_and_sem(rises), interaction=mean_and_sem(rises - apart)),
     )
 
@@ -323,8 +307,6 @@ def pairs_of(
 class PositionAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked at one position of the prompt."""
 
-    method: str
-    """"zero", "mean" or "resample"."""
     positions: tuple[str, ...]
     """Names of the positions: x1, y1, ... for tokens in turn; 1, 2, ..., query for pairs; 0, 1, ... for any others."""
     rise: Float[np.ndarray, "layer head pos"]
@@ -357,9 +339,7 @@ class PositionAblation(OfMetric, Result):
         )
 
 
-def masked_by_position(
-    predictor: Predictor, prompts: Prompts, how: Masking, progress: ProgressCallback
-) -> PositionAblation:
+def masked_by_position(predictor: Predictor, prompts: Prompts, how: Masking) -> PositionAblation:
     """Rise of a metric when each head is masked at one position at a time.
 
     In models of this package nothing reads the last layer but the prediction at the query, so that its heads have no effect
@@ -382,14 +362,8 @@ def masked_by_position(
             values = masked_values(predictor, prompts, [(), *([h] for h in heads)], how, at=at)
             place = (*np.transpose(heads), at)
             rise[place], sem[place] = mean_and_sem(values[:, 1:] - values[:, :1])
-    return PositionAblation(
-        method=how.method,
-        metric=how.metric,
-        unit=how.unit,
-        positions=_positions(n_pos, prompts.x.shape[1]),
-        rise=rise,
-        rise_sem=sem,
-    )
+    positions = _positions(n_pos, prompts.x.shape[1])
+    return PositionAblation(**how.named, positions=positions, rise=rise, rise_sem=sem)
 
 
 def _positions(n_pos: int, n_pairs: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.probing.linear import cross_validated, streams
+from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import (
     carried_by_few,
@@ -37,7 +37,7 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 from mechinterp.training.general.trainer import DeepRun
 
 MODELS = ("pruned", "full")
@@ -84,58 +84,6 @@ def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> We
     return weights.without(masked_by(kept)).compact()
 
 
-def save_pruned(
-    checkpoint: Checkpoint,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    prompts: Prompts,
-) -> Checkpoint:
-    """Save the pruned model as a checkpoint, and check that it predicts as the masked model.
-
-    Args:
-        kept: Mask of kept heads, as in `Pruning`.
-        prompts: Prompts on which both predictions are compared.
-    Raises:
-        CheckpointError: If the folder is not empty or cannot be written.
-        ValueError: If no head is kept, or the saved model does not predict as the masked model.
-    """
-    checkpoint = checkpoint_of(checkpoint, "save_pruned")
-    weights = pruned_weights(checkpoint.weights, kept)
-    _save(checkpoint, weights, kept, path)
-    saved = load(path, anyway=True)  # its predictions are checked below
-    own = saved.predictor.run(prompts)[0]
-    expected = checkpoint.predictor.run(prompts, [masked_by(kept)])[0]
-    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    error = ((own - expected).abs().max() / size).item()
-    if not error <= SAVED_WITHIN:
-        raise ValueError(
-            f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
-        )
-    return saved
-
-
-def _save(
-    checkpoint: Checkpoint,
-    weights: Weights,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    steps: int = 0,
-) -> None:
-    """Write a pruned model, after `steps` further steps; its heads are renumbered in the order of `kept_heads`."""
-    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
-    origin = {"pruned_from": checkpoint.name, "kept_heads": heads}
-    save(
-        path,
-        replace(checkpoint.config, model=weights.model),
-        weights,
-        step=checkpoint.step + steps,
-        assumed=checkpoint.assumed,
-        origin=origin | ({"fine_tuned_steps": steps} if steps else {}),
-    )
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class FineTuning(Result):
     """Excess risk of the pruned and of the full model while both are trained further on the same prompts."""
@@ -149,9 +97,6 @@ class FineTuning(Result):
     """Risk divided by the risk of the full model before further training."""
     ratio_sem: Float[np.ndarray, "model row"]
     """Standard error of `ratio`, paired over prompts."""
-    checkpoint: Checkpoint
-    """The full model before further training."""
-    kept: Bool[np.ndarray, "layer head"]
     weights: Weights
     """Weights of the pruned model after the last step."""
 
@@ -177,14 +122,6 @@ class FineTuning(Result):
             y_title="ratio",
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the pruned model after the last step as a checkpoint.
-
-        Raises:
-            CheckpointError: If the folder is not empty or cannot be written.
-        """
-        _save(self.checkpoint, self.weights, self.kept, path, steps=int(self.step[-1]))
-
 
 @torch.inference_mode(False)
 def fine_tune(
@@ -193,8 +130,6 @@ def fine_tune(
     prompts: Prompts,
     *,
     steps: int = 400,
-    learning_rate: float | None = None,
-    progress: ProgressCallback = no_progress,
 ) -> FineTuning:
     """Train a pruned model further as in its training: context lengths, clipping, and the decay of
     the step size.
@@ -204,10 +139,8 @@ def fine_tune(
     Args:
         kept: Mask of kept heads, as in `Pruning`.
         prompts: Prompts to measure risks on; they must not have selected the heads.
-        learning_rate: Learning rate of the first step; None means that of the training.
-        progress: Optional progress callback.
     Raises:
-        ValueError: If no head is kept, or steps or learning_rate are out of range.
+        ValueError: If no head is kept, or steps are out of range.
     Source:
         A choice made here; the full model is trained as long, as a control.
     See also:
@@ -225,7 +158,6 @@ def fine_tune(
     train = replace(
         train,
         steps=steps,
-        learning_rate=train.learning_rate if learning_rate is None else learning_rate,
         data_seed=DATA_SEED,
         log_every=every,
         snapshot_every=every,
@@ -233,7 +165,7 @@ def fine_tune(
     )
     config = replace(checkpoint.config, train=train)
     starts = (pruned_weights(checkpoint.weights, kept), checkpoint.weights)
-    trained = [_trained(config, start, progress) for start in starts]
+    trained = [_trained(config, start) for start in starts]
     errors = np.array(
         [[masked_errors(w, prompts, [[]])[:, 0] for w in run.values()] for run in trained]
     )
@@ -242,22 +174,66 @@ def fine_tune(
     steps_made, weights = zip(*trained[0].items(), strict=True)
     return FineTuning(
         step=np.array(steps_made),
-        checkpoint=checkpoint,
-        kept=kept,
         weights=weights[-1],
         **estimates(risk=mean_and_sem(by_prompt), ratio=ratio_and_sem(by_prompt, before)),
     )
 
 
-def _trained(
-    config: ExperimentConfig, start: Weights, progress: ProgressCallback
-) -> dict[int, Weights]:
+def _trained(config: ExperimentConfig, start: Weights) -> dict[int, Weights]:
     """Weights by step."""
     run = DeepRun({"": replace(config, model=start.model)}, start=start)
     for _ in progress(range(-(-config.train.steps // config.train.log_every)), "training on"):
         run.advance()
     (trained,) = run.results().values()
     return trained.snapshots | {trained.step: trained.weights}
+
+
+def save_pruned(
+    checkpoint: Checkpoint,
+    kept: Bool[np.ndarray, "layer head"],
+    path: str | Path,
+    *,
+    prompts: Prompts,
+    tuned: FineTuning | None = None,
+) -> Checkpoint:
+    """Save the pruned model as a checkpoint, and check that it predicts as the masked or the trained model.
+
+    Its heads are renumbered in the order of `kept_heads` in its origin.
+
+    Args:
+        kept: Mask of kept heads, as in `Pruning`.
+        prompts: Prompts on which both predictions are compared.
+        tuned: Further training, whose last weights are saved; None: those of the checkpoint.
+    Raises:
+        CheckpointError: If the folder is not empty or cannot be written.
+        ValueError: If no head is kept, or the saved model predicts otherwise.
+    """
+    checkpoint = checkpoint_of(checkpoint, "save_pruned")
+    if tuned is None:
+        weights, steps = pruned_weights(checkpoint.weights, kept), 0
+        expected = checkpoint.predictor.run(prompts, [masked_by(kept)])[0]
+    else:
+        weights, steps = tuned.weights, int(tuned.step[-1])
+        expected = predictor_of(weights).run(prompts)[0]
+    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
+    origin = {"pruned_from": checkpoint.name, "kept_heads": heads}
+    save(
+        path,
+        replace(checkpoint.config, model=weights.model),
+        weights,
+        step=checkpoint.step + steps,
+        assumed=checkpoint.assumed,
+        origin=origin | ({"fine_tuned_steps": steps} if steps else {}),
+    )
+    saved = load(path, anyway=True)  # its predictions are checked below
+    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+    error = ((saved.predictor.run(prompts)[0] - expected).abs().max() / size).item()
+    if not error <= SAVED_WITHIN:
+        model = "masked model" if tuned is None else "trained model"
+        raise ValueError(
+            f"{path}: the saved model must predict as the {model} to {SAVED_WITHIN}, got a difference of {error:.2g}."
+        )
+    return saved
 
 
 WIDE = 100
@@ -447,8 +423,9 @@ def refit_errors(
     Raises:
         ValueError: If there are too few prompts for the features.
     """
-    stream = streams(source, prompts, heads=gone)[-1, :, 0]
-    (fitted,) = cross_validated(stream, prompts.y_query.double().numpy(force=True))
+    stream = predictor_of(source).streams(prompts, heads=gone)[-1, :, 0]
+    exact = (each.double().numpy(force=True) for each in (stream, prompts.y_query))
+    (fitted,) = cross_validated(*exact)
     clean = prompts.y_query_clean.double().numpy(force=True)
     return np.square(fitted.prediction - clean).mean(1), fitted.fit_sem(clean)
 
@@ -506,7 +483,6 @@ def prune(
     out: str | Path | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Pruning:
     """Excess risk of a model without the heads that a rule drops, as it is and with a new read-out.
 
@@ -534,7 +510,6 @@ def prune(
             training if there is any; None: it is not saved.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        progress: Optional progress callback.
     Raises:
         ValueError: If the rule is unknown, keeps no head or its mask has another shape, there are too
             few prompts, or the folder is not empty. Also if a model that is to be trained or saved is
@@ -557,7 +532,7 @@ def prune(
         source, prompts, n_prompts=n_prompts, seed=seed, fitted=stream_width(source)
     )
     shape, heads = (predictor.n_layers, predictor.n_heads), [[head] for head in predictor.heads]
-    single = masked_errors(predictor, prompts, [[], *heads], progress=progress)
+    single = masked_errors(predictor, prompts, [[], *heads])
 
     def rise_on(scored: np.ndarray | slice) -> Float[np.ndarray, "layer head"]:
         risks = single[scored].mean(0)
@@ -567,7 +542,7 @@ def prune(
     kept = checked(chosen(rise), shape)
     on_halves = [checked(chosen(rise_on(half)), shape) for half in halves]
     choices = choices_of(np.array(on_halves), halves)
-    costs = _costs(predictor, prompts, single[:, 0], choices, progress)
+    costs = _costs(predictor, prompts, single[:, 0], choices)
     tuned = None
     if fine_tune_steps is not None:
         checkpoint = checkpoint_of(source, "fine_tune_steps")
@@ -577,13 +552,12 @@ def prune(
                 f"{checkpoint.format}."
             )
         others = evaluation_prompts(source, n_prompts=n_prompts, seed=seed + 1)
-        tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps, progress=progress)
-    if out is not None and tuned is not None:
-        tuned.save(out)
-    elif out is not None:
-        save_pruned(checkpoint_of(source, "out"), kept, out, prompts=prompts)
-    saved = None if out is None else str(out)
-    return Pruning(kept=kept, rise=rise, choices=choices, tuned=tuned, saved=saved, **costs)
+        tuned = fine_tune(checkpoint, kept, others, steps=fine_tune_steps)
+    if out is not None:
+        checkpoint = checkpoint_of(source, "out")
+        save_pruned(checkpoint, kept, out, prompts=prompts, tuned=tuned)
+    found = Pruning(kept=kept, rise=rise, choices=choices, tuned=tuned, **costs)
+    return found if out is None else replace(found, saved=str(out))
 
 
 def choices_of(
@@ -597,15 +571,11 @@ def choices_of(
 
 
 def _costs(
-    predictor: Predictor,
-    prompts: Prompts,
-    full: Float[np.ndarray, " prompt"],
-    choices: Choices,
-    progress: ProgressCallback,
+    predictor: Predictor, prompts: Prompts, full: Float[np.ndarray, " prompt"], choices: Choices
 ) -> dict[str, Any]:
     """Errors and risks of the model with each chosen set of heads, by field of `Pruning`."""
     masks = [masked_by(each) for each in choices.kept]
-    errors = masked_errors(predictor, prompts, masks, progress=progress).T
+    errors = masked_errors(predictor, prompts, masks).T
     refits = [
         refit_errors(predictor, prompts, gone) for gone in progress([[], *masks], "new read-outs")
     ]

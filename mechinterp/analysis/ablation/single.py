@@ -3,7 +3,6 @@ all options, or by every method side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -31,16 +30,15 @@ from mechinterp.analysis.ablation.masked_risk import (
     single_masks,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
+from mechinterp.analysis.learners.compare import LEARNERS
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
-from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
 
 SETS = ("single", "pairs", "greedy")
 AT_POSITIONS = 256
@@ -52,9 +50,6 @@ class HeadAblation(OfMetric, Result):
     """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
     layer."""
 
-    method: str
-    """"zero": the head's output is 0; "mean": its z is the mean over prompts at that position;
-    "resample": its z is that of another prompt."""
     rise: Float[np.ndarray, "layer head"]
     """Metric of the masked model minus that of the full model, unit of the metric."""
     rise_sem: Float[np.ndarray, "layer head"]
@@ -173,7 +168,6 @@ def ablate_heads(
     runs: str = "one",
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> Ablation:
     """Rise of the excess risk when heads are masked: one at a time, position by position, in pairs, or one after another.
 
@@ -193,7 +187,6 @@ def ablate_heads(
             another prompt.
         runs: "one" masks a head in one layer. "all" masks it in all runs of its block if blocks run
             several times; rows are then blocks.
-        progress: Optional progress callback.
     Returns:
         A `HeadAblation`; with positions a `PositionAblation`, for pairs a `PairAblation`, for the greedy
         order `GreedyAblation`.
@@ -226,16 +219,16 @@ def ablate_heads(
     if mlps and predictor.attention_only:
         raise ValueError("mlps=True needs a model with MLPs, got one of attention alone.")
     if positions:
-        return masked_by_position(predictor, prompts, how, progress)
+        return masked_by_position(predictor, prompts, how)
     if sets == "pairs":
-        return pairs_of(predictor, prompts, how, progress)
+        return pairs_of(predictor, prompts, how)
     if sets == "greedy":
-        return masked_in_greedy_order(predictor, prompts, how, progress)
-    found = single_ablation(predictor, prompts, how, runs=runs, progress=progress)
+        return masked_in_greedy_order(predictor, prompts, how)
+    found = single_ablation(predictor, prompts, how, runs=runs)
     if not mlps:
         return found
     gone = [(), *((layer,) for layer in range(predictor.n_layers))]
-    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone, progress=progress)
+    values = masked_values(predictor, prompts, [()] * len(gone), how, mlps=gone)
     rise, sem = mean_and_sem(values[:, 1:] - values[:, :1])
     return replace(found, mlp_rise=rise, mlp_rise_sem=sem)
 
@@ -243,11 +236,12 @@ def ablate_heads(
 def _masking(method: str, metric: Metric | str | None, source: Source) -> Masking:
     """The method, and the metric with its name and unit."""
     if metric is None:
-        return Masking(method)
+        return Masking(method=method)
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
         # A function without a name is called <lambda>.
-        return Masking(method, metric, "metric" if "<" in name else name.replace("_", " "), unit="")
+        name = "metric" if "<" in name else name.replace("_", " ")
+        return Masking(method=method, function=metric, metric=name, unit="")
     if metric not in ("ridge", "dmmse"):
         raise ValueError(
             f"metric must be a function of predictions and prompts, 'ridge' or 'dmmse', got {metric!r}."
@@ -255,40 +249,26 @@ def _masking(method: str, metric: Metric | str | None, source: Source) -> Maskin
     task = task_for(source, None, f"metric={metric!r}")
     if metric == "dmmse" and task.n_tasks is None:
         raise ValueError("metric='dmmse' needs a task with a pool (n_tasks), got one without.")
-    learner = (
-        partial(ridge, penalty=task.posterior_penalty)
-        if metric == "ridge"
-        else partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
-    )
 
     def distance(predictions: Tensor, prompts: Prompts) -> Float[Tensor, " batch"]:
-        return (predictions - learner(prompts).to(predictions)).square().mean(1)
+        learned = LEARNERS[metric].predict(prompts, task)
+        return (predictions - learned.to(predictions)).square().mean(1)
 
-    return Masking(method, distance, f"distance to {metric}")
+    return Masking(method=method, function=distance, metric=f"distance to {metric}")
 
 
 def single_ablation(
-    predictor: Predictor,
-    prompts: Prompts,
-    how: Masking,
-    *,
-    runs: str = "one",
-    progress: ProgressCallback = no_progress,
+    predictor: Predictor, prompts: Prompts, how: Masking, *, runs: str = "one"
 ) -> HeadAblation:
     """Rise of a metric when each head is masked, one at a time."""
-    full, rises = single_masks(predictor, prompts, how, runs=runs, progress=progress)
+    full, rises = single_masks(predictor, prompts, how, runs=runs)
     nothing = torch.zeros_like(prompts.y_query_clean)
     return HeadAblation(
-        method=how.method,
-        metric=how.metric,
-        unit=how.unit,
+        **how.named,
         median_rise=np.median(rises, axis=0),
         carried_by_few=carried_by_few(rises),
         null_risk=how.values(nothing, prompts).mean().item(),
-        **estimates(
-            rise=mean_and_sem(rises),
-            full_risk=mean_and_sem(full),
-        ),
+        **estimates(rise=mean_and_sem(rises), full_risk=mean_and_sem(full)),
     )
 
 
@@ -298,10 +278,9 @@ def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str)
         raise ValueError(f"sets must be one of {', '.join(SETS)}, got {sets!r}.")
     if positions not in (None, "all"):
         raise ValueError(f"positions must be 'all' or None, got {positions!r}.")
-    others = {"positions": positions is not None, "mlps": mlps, "runs": runs != "one"}
-    changed = [name for name, changed in others.items() if changed]
-    if sets != "single" and changed:
-        raise ValueError(f"{changed[0]} goes with sets='single', got sets={sets!r}.")
+    usual = {"sets": sets == "single", "positions": positions is None, "mlps": not mlps}
+    usual["runs"] = runs == "one"
+    changed = [name for name, is_usual in usual.items() if not is_usual]
     if len(changed) > 1:
         raise ValueError(
             f"{changed[0]} and {changed[1]} do not go together; leave one of them out."
@@ -431,12 +410,7 @@ class Ablations(Result):
 
 
 def ablate(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> Ablations:
     """Rise of the excess risk when heads are masked: each alone by every method, and in one layer
     every subset.
@@ -453,7 +427,6 @@ def ablate(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer than four prompts.
     See also:
@@ -467,10 +440,7 @@ def ablate(
     even = prompts[: len(prompts) - len(prompts) % 2]  # prompts swap in pairs
     predictor = predictor_of(source)
     used = {how: even if how == "resample" else prompts for how in METHODS}
-    methods = [
-        single_ablation(predictor, some, Masking(how), progress=progress)
-        for how, some in used.items()
-    ]
+    methods = [single_ablation(predictor, some, Masking(method=how)) for how, some in used.items()]
     few = predictor.is_one_attention and predictor.n_heads <= MAX_SUBSET_HEADS
     subsets = ablate_subsets(source, prompts) if few else None
     if predictor.n_layers == 1:

@@ -21,7 +21,13 @@ from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import estimates, mean_and_sem, ratio_and_sem, require_moderate
+from mechinterp.analysis.stats import (
+    best_factor,
+    estimates,
+    mean_and_sem,
+    ratio_and_sem,
+    require_moderate,
+)
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import (
@@ -29,11 +35,9 @@ from mechinterp.icl.predictors import (
     PromptsTask,
     debiased_gd,
     dmmse,
-    dmmse_at_every,
     nadaraya_watson,
     no_law,
     ridge,
-    ridge_at_every,
     vanilla_gd,
     zero_prediction,
 )
@@ -48,7 +52,7 @@ from mechinterp.models.run.predictor import (
     learner_of,
     predictor_of,
 )
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 STEPS = 128
 """Largest number of steps of GD and of Algorithm 1."""
@@ -77,8 +81,6 @@ class SimpleLearner:
     predict: Callable[..., Tensor]
     """Function of prompts and their task: predictions [batch, d_y], or [setting, batch, d_y] if there are `settings`. The
     kernel head takes omega as a third argument."""
-    at_every: Callable[[Prompts, TaskConfig], Tensor] | None = None
-    """Function of the same arguments: predictions at every x, [batch, n_pairs, d_y]."""
     factor: str = ""
     """Name of the factor on the prediction that is fitted to the model by least squares; empty if there is none."""
     settings: Sequence[float] = ()
@@ -86,29 +88,17 @@ class SimpleLearner:
 
 
 LEARNERS = {
-    "zero": SimpleLearner(
-        lambda prompts, task: zero_prediction(prompts),
-        lambda prompts, task: torch.zeros_like(prompts.y_of_every_x),
-    ),
+    "zero": SimpleLearner(lambda prompts, task: zero_prediction(prompts)),
     "vanilla_gd": SimpleLearner(lambda prompts, task: vanilla_gd(prompts, eta=1.0), factor="eta"),
     "debiased_gd": SimpleLearner(lambda prompts, task: debiased_gd(prompts, eta=1.0), factor="eta"),
     "kernel_head": SimpleLearner(
         lambda prompts, task, omega: nadaraya_watson(prompts, omega=omega, mu=1.0), factor="mu"
     ),
-    "ridge": SimpleLearner(
-        lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty),
-        lambda prompts, task: ridge_at_every(prompts, penalty=task.posterior_penalty),
-    ),
+    "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var),
-        lambda prompts, task: dmmse_at_every(
-            prompts, pool=task_pool(task), noise_var=task.noise_var
-        ),
+        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
     ),
-    "least squares": SimpleLearner(
-        lambda prompts, task: ridge(prompts, penalty=0),
-        lambda prompts, task: ridge_at_every(prompts, penalty=0),
-    ),
+    "least squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "ridge at its best": SimpleLearner(
         lambda prompts, task: torch.stack([ridge(prompts, penalty=each) for each in PENALTIES]),
         settings=PENALTIES,
@@ -322,7 +312,6 @@ def fit_learners(
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> LearnerFits:
     """Fits of zero, vanilla GD, debiased GD, a kernel head and ridge to a model's predictions.
 
@@ -341,7 +330,6 @@ def fit_learners(
         prompts: Given prompts, whose length is the longest; None draws them.
         n_prompts: Number of prompts per context length, at least 8; None means 20,000, or 4,096 for
             models of several layers and modules.
-        progress: Optional progress callback.
     Raises:
         ValueError: If a function comes without a task or prompts, or there are too few prompts.
     Source:
@@ -372,7 +360,6 @@ def fit_learners(
         {name: LEARNERS[name] for name in names},
         task=task,
         draw=partial(_drawn, task, n_prompts, seed),
-        progress=progress,
     )
     left_out = LEFT_OUT if no_law(task) else ""
     return LearnerFits(**vars(found), trained_length=task.context_length, left_out=left_out)
@@ -492,7 +479,6 @@ def compare_learners(
     *,
     task: TaskConfig,
     draw: Callable[[int], Iterable[Prompts]],
-    progress: ProgressCallback = no_progress,
 ) -> LearnerComparison:
     """Learners beside a model at several context lengths.
 
@@ -577,7 +563,7 @@ def _compared_at(
             best = int(np.square(shape - clean).mean((1, 2)).argmin())
             shape, tuned = shape[best], learner.settings[best]
         if learner.factor:
-            factor, sem = _least_squares(shape, model)
+            factor, sem = best_factor(shape, model)
             if name in more:
                 sem = _kernel_factor_sem(shape, model, factor, through_omega)
         learned.append(shape if np.isnan(factor) else factor * shape)
@@ -632,7 +618,7 @@ def _kernel_omega(
     def fitted(omega: float) -> tuple[float, float]:
         """The best mu and the mean squared distance."""
         shape = nadaraya_watson(prompts, omega=omega, mu=1.0).double().numpy(force=True)
-        factor, _ = _least_squares(shape, prediction)
+        factor, _ = best_factor(shape, prediction)
         return factor, float(np.square(prediction - factor * shape).mean())
 
     top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
@@ -672,12 +658,6 @@ def _through_omega(
     if not determinant > 0:  # no prediction depends on omega, or the search ended at its bound
         return np.zeros(len(s))
     return mixed * (by_omega - mixed / mu_twice * by_mu) / determinant
-
-
-def _least_squares(shape: Known, prediction: Known) -> tuple[float, float]:
-    """Least-squares factor of `shape` onto `prediction`, and its standard error."""
-    factor, sem = ratio_and_sem((shape * prediction).mean(1), np.square(shape).mean(1))
-    return float(factor), float(sem)
 
 
 def _kernel_factor_sem(

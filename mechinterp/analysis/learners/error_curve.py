@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 
 from mechinterp import figures
 from mechinterp.analysis.learners.compare import LEARNERS
-from mechinterp.analysis.learners.priors import MOST_LENGTHS
+from mechinterp.analysis.learners.priors import spread_lengths
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.stats import (
     carried_by_few,
@@ -175,9 +176,7 @@ def error_curve(
     every = None if is_learner(source) else predictor_of(source).predict_at_every(prompts)
     longest = prompts.x.shape[1]
     if lengths is None:
-        count = min(longest, MOST_LENGTHS)
-        by_run = np.linspace(1, longest, count).round().astype(int).tolist()
-        lengths = by_run if every is None else range(longest + 1)
+        lengths = spread_lengths(1, longest) if every is None else range(longest + 1)
     if not lengths or min(lengths) < 0 or max(lengths) > longest:
         raise ValueError(f"lengths must lie in 0 to {longest}, got {list(lengths)}.")
     lengths = sorted(set(lengths))
@@ -186,19 +185,16 @@ def error_curve(
     own = predictions_after(source, prompts, lengths) if every is None else every[:, lengths]
     require_moderate(own)
     exact = prompts.to(torch.float64)
-    named = {
-        name: at_every
-        for name, key in BESIDE.items()
-        if (at_every := LEARNERS[key].at_every) and (key != "dmmse" or law.n_tasks is not None)
-    }
-    curves = [at_every(exact, law)[:, lengths] for at_every in named.values()]
+    beside = [name for name in BESIDE if name != "dMMSE" or law.n_tasks is not None]
+    learned = (partial(LEARNERS[BESIDE[name]].predict, task=law) for name in beside)
+    curves = [predictions_after(learner, exact, lengths) for learner in learned]
     predicted = torch.stack([own.double(), *curves], 1)
     clean = exact.y_of_every_x if exact.beta is None else exact.every_x @ exact.beta
     losses, risks = (
         (predicted - target[:, None, lengths]).square().mean(3).numpy(force=True)
         for target in (exact.y_of_every_x, clean)
     )  # [prompt, learner, length]
-    names = ("model", *named)
+    names = ("model", *beside)
     means = losses[..., inside].mean(2)
     best = names.index("dMMSE" if "dMMSE" in names else "ridge")
     return ErrorCurve(

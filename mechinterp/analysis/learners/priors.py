@@ -3,6 +3,7 @@ and to ridge, on prompts with tasks of the pool and with new tasks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -29,15 +30,13 @@ from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import (
     Pool,
     dmmse,
-    dmmse_at_every,
     require_pool,
     ridge,
-    ridge_at_every,
 )
 from mechinterp.icl.prompts import Prompts, generator_for, task_pool
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 KINDS = ("pool", "new")
 """Kinds of prompts: with tasks of the pool, and with fresh tasks."""
@@ -213,7 +212,6 @@ def compare_priors(
     context_lengths: Sequence[int] | None = None,
     n_prompts: int = 4096,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> PriorComparison:
     """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on
     new ones.
@@ -229,7 +227,6 @@ def compare_priors(
             too, unless one pass of a causal model gives all lengths. None means up to 16 lengths,
             from 1 or the shortest length in a checkpoint's training to the task's own.
         n_prompts: Number of prompts of each kind.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there is no task, no pool, a context length is below 1, or the predictions
             overflow.
@@ -248,7 +245,7 @@ def compare_priors(
     """
     setting = setting_of(source, task, pool, "compare_priors")
     model, lengths = learner_of(source), lengths_of(source, setting.task, context_lengths)
-    samples = [setting.sample(kind, n_prompts, lengths, seed, progress, source) for kind in KINDS]
+    samples = [setting.sample(kind, n_prompts, lengths, seed, source) for kind in KINDS]
     by_kind = [
         each.squares(each.own or [model(prompts) for prompts in each.prompts]) for each in samples
     ]
@@ -295,7 +292,6 @@ class Setting:
         n_prompts: int,
         lengths: Sequence[int],
         seed: int,
-        progress: ProgressCallback,
         source: Source | Learner | None = None,
     ) -> "Sample":
         """Prompts of one kind with dMMSE and ridge at each context length.
@@ -317,24 +313,17 @@ class Setting:
                 len(self.pool), (n_prompts,), generator=generator_for(seed, "pool", 0), device="cpu"
             )
             full = with_task_vectors(full, self.pool[rows].to(full.x))
-        pool, noise_var = self.pool, self.task.noise_var
-        penalty = self.task.posterior_penalty
         one_pass = source is not None and not is_learner(source)
         own = predictor_of(source).predict_at_every(full) if one_pass else None
-        if own is None:
-            prompts = [full.shortened(length) for length in lengths]
-            return Sample(
-                prompts,
-                [
-                    dmmse(each, pool=pool, noise_var=noise_var)
-                    for each in progress(prompts, f"dMMSE on {kind} tasks")
-                ],
-                [ridge(each, penalty=penalty) for each in prompts],
-            )
-        memory = dmmse_at_every(full, pool=pool, noise_var=noise_var)
-        curves = (memory, ridge_at_every(full, penalty=penalty), own)
-        each = [[curve[:, length] for length in lengths] for curve in curves]
-        return Sample([full.prefix(length) for length in lengths], *each)
+        cut = full.shortened if own is None else full.prefix
+        prompts = [cut(length) for length in lengths]
+        memory = partial(dmmse, pool=self.pool, noise_var=self.task.noise_var)
+        return Sample(
+            prompts,
+            [memory(each) for each in progress(prompts, f"dMMSE on {kind} tasks")],
+            [ridge(each, penalty=self.task.posterior_penalty) for each in prompts],
+            None if own is None else [own[:, length] for length in lengths],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -468,5 +457,15 @@ def lengths_of(
     # At lengths that a model was not trained on, its prediction is arbitrary; for linear attention
     # it is often huge.
     shortest = min(getattr(source, "shortest_trained", None) or 1, longest)
+    return spread_lengths(shortest, longest)
+
+
+def spread_lengths(shortest: int, longest: int) -> list[int]:
+    """At most MOST_LENGTHS context lengths, evenly spaced.
+
+    Example:
+        >>> spread_lengths(1, 31)
+        [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31]
+    """
     count = min(longest - shortest + 1, MOST_LENGTHS)
-    return sorted({int(length) for length in np.linspace(shortest, longest, count).round()})
+    return [int(length) for length in np.linspace(shortest, longest, count).round()]

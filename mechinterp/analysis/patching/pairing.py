@@ -1,7 +1,9 @@
-"""Pairs of prompts for patching: clean prompts, and corrupted ones that differ in the task vector only."""
+"""Pairs of prompts for patching, which differ in the task vector only, and the graph of a model: senders, which write into
+the residual stream, and receivers, which read it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,109 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.patching.nodes import Node, graph_of, layer_of
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import written
+from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source
+
+COMPONENTS = ("q", "k", "v")
+GRAPHS = ("heads", "all")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A sender (input, head, MLP) or a receiver (query, key or value of a head, MLP, output)."""
+
+    name: str
+    """Name such as "input", "L0H1", "L2H3.v", "L0MLP" or "output"."""
+    time: int
+    """Place in the order of computation. An edge goes from a sender to each receiver of a later time."""
+    hook: str
+    """Hook on what a sender writes (on z for a head), or on what a receiver computes from the stream."""
+    stream: str = ""
+    """Hook on the stream that a receiver reads; empty for a head or the input as a sender."""
+    head: int | None = None
+    """Number of the head in its layer; None for other nodes."""
+
+    @property
+    def own_input(self) -> str:
+        """Hook on a receiver's own copy of the stream."""
+        if self.head is not None:
+            return f"{self.hook}_input"
+        return self.hook.replace("hook_mlp_out", "hook_mlp_in")
+
+
+def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node]]:
+    """Senders and receivers of a model, in the order of computation.
+
+    Args:
+        nodes: "heads" for edges between heads; "all" for those of the whole model.
+    Raises:
+        ValueError: If `nodes` is another value, there is no edge, the stream is not a sum, or a hook is missing.
+    """
+    if nodes not in GRAPHS:
+        raise ValueError(f"nodes must be one of {', '.join(GRAPHS)}, got {nodes!r}.")
+    layers, heads = range(hooked.n_layers), range(hooked.n_heads)
+    senders, receivers = [], []
+    for layer, head in product(layers, heads):
+        name, time, stream = f"L{layer}H{head}", 2 * layer + 1, resid_name(layer)
+        senders.append(Node(name, time, z_name(layer), head=head))
+        receivers += [
+            Node(f"{name}.{part}", time, f"blocks.{layer}.attn.hook_{part}", stream, head)
+            for part in COMPONENTS
+        ]
+    if nodes == "all":
+        last = hooked.stream_name(len(layers))
+        senders.append(Node("input", 0, resid_name(0)))
+        receivers.append(Node("output", 2 * len(layers) + 1, last, last))
+        for layer in layers if getattr(hooked.model.cfg, "d_mlp", None) else ():
+            stream = f"blocks.{layer}.hook_resid_mid"
+            mlp = Node(f"L{layer}MLP", 2 * layer + 2, mlp_name(layer), stream)
+            senders.append(mlp)
+            receivers.append(mlp)
+    senders.sort(key=lambda node: node.time)
+    receivers.sort(key=lambda node: node.time)
+    first = senders[0].time
+    writing = [node for node in senders if node.time < receivers[-1].time]
+    reading = [node for node in receivers if node.time > first]
+    _require(hooked, writing, reading)
+    return writing, reading
+
+
+def _require(hooked: HookedPredictor, senders: Sequence[Node], receivers: Sequence[Node]) -> None:
+    """Refuse models without edges, with a stream that is not a sum, or without hooks on the nodes.
+
+    Raises:
+        ValueError: In these cases.
+    """
+    if not senders:
+        raise ValueError(
+            f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
+        )
+    model = hooked.model
+    blocks: Sequence[object] = model.blocks  # type: ignore[assignment]
+    if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
+        raise ValueError(
+            "model must have a residual stream that is the sum of all outputs, got a norm after each layer."
+        )
+    unfollowed = getattr(model, "unfollowed", {})
+    for node in (*senders, *receivers):
+        for hook in {node.hook, node.stream} - {"", *model.hook_dict}:
+            why = f": {unfollowed[layer_of(hook)]}" if layer_of(hook) in unfollowed else ""
+            kind = type(model).__name__
+            raise ValueError(f"model must have the hook {hook}; this {kind} has none{why}.")
+
+
+def layer_of(hook: str) -> int:
+    """Layer in the name of a hook.
+
+    Example:
+        >>> layer_of("blocks.2.attn.hook_z")
+        2
+    """
+    return int(hook.split(".")[1])
+
 
 Metric = Callable[[Tensor], Tensor]
 """Function from a model's output to one number per prompt."""
@@ -84,6 +183,21 @@ def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Met
     return metric
 
 
+def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tuple[Tensor, Tensor]:
+    """Inputs of the model for both kinds of prompts.
+
+    Raises:
+        ValueError: If they differ in shape, or there are fewer than two prompts.
+    """
+    inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+    shapes = [list(each.shape) for each in inputs]
+    if shapes[0] != shapes[1] or shapes[0][0] < 2:
+        raise ValueError(
+            f"clean and corrupted tokens must have the same shape, with at least 2 prompts, got {shapes[0]} and {shapes[1]}."
+        )
+    return inputs
+
+
 @dataclass(frozen=True, eq=False)
 class Pair:
     """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
@@ -115,12 +229,7 @@ class Pair:
                 with nodes="all" the last stream is not the sum of what the senders write.
         """
         senders, receivers = graph_of(hooked, nodes)
-        inputs = hooked.inputs(clean), hooked.inputs(corrupted)
-        shapes = [list(each.shape) for each in inputs]
-        if shapes[0] != shapes[1] or shapes[0][0] < 2:
-            raise ValueError(
-                f"clean and corrupted tokens must have the same shape, with at least 2 prompts, got {shapes[0]} and {shapes[1]}."
-            )
+        inputs = inputs_of(hooked, clean, corrupted)
         last, hooks = hooked.stream_name(hooked.n_layers), hooks_of(senders)
         names = [*hooks, *([last] if nodes == "all" else [])]
         runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]

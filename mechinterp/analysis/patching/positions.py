@@ -15,7 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.patching.pairing import Metric, clean_and_corrupted, nearness, put
+from mechinterp.analysis.patching.pairing import (
+    Metric,
+    clean_and_corrupted,
+    inputs_of,
+    nearness,
+    put,
+)
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -72,11 +78,6 @@ class PositionPatching(Result):
         )
 
 
-def first_prediction(logits: Float[Tensor, "batch pos d_y"]) -> Float[Tensor, " batch"]:
-    """Metric: prediction of the query's first response, in units of y."""
-    return logits[:, -1, 0]
-
-
 def patch_positions(
     source: Source,
     clean: Prompts | None = None,
@@ -130,12 +131,7 @@ def patch_positions(
         raise ValueError(
             "model must be in evaluation mode (call .eval()), got a model in training mode."
         )
-    tokens, other = hooked.inputs(clean), hooked.inputs(corrupted)
-    shapes = [list(inputs.shape) for inputs in (tokens, other)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"clean and corrupted tokens must have the same shape, got {shapes[0]} and {shapes[1]}."
-        )
+    _, other = inputs_of(hooked, clean, corrupted)
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
         output, cached = hooked.activations(clean, names)

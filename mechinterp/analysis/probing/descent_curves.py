@@ -24,7 +24,6 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
 
 RAW, IDEAL = "raw x", "reweighted x"
 """Names of the features that every model is compared with."""
@@ -101,7 +100,6 @@ def p_probe(
     steps: int = 32,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> DescentCurves:
     """Gradient descent on the stream of models after some layers, on raw x, and on reweighted x.
 
@@ -115,7 +113,6 @@ def p_probe(
             stream need more.
         layer: Number of layers run; 0 means the input.
         steps: Number of descent steps on (1/2L) sum_l (y_l - <u, phi_l>)^2, from zero.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there is no model, a model has fewer layers, or `steps` is below 1.
     Source:
@@ -146,7 +143,7 @@ def p_probe(
         IDEAL: reweighted(prompts)[0],
     }
     for name, model in models.items():
-        features[name] = predictor_of(model).query_streams(prompts, layer, progress=progress)
+        features[name] = predictor_of(model).query_streams(prompts, layer)
     return descent_curves(features, prompts, steps=steps)
 
 

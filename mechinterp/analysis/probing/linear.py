@@ -20,7 +20,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import evaluation_prompts, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 FOLDS = 5
@@ -176,7 +176,6 @@ def probe_layers(
     positions: Sequence[int] = (-1,),
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> LayerProbes:
     """Ridge probes of the stream before each layer and after the last.
 
@@ -191,7 +190,6 @@ def probe_layers(
         heads: Heads that are masked during the run.
         positions: Positions of the target; -1 is the query's. A model without one position for each
             pair, such as one that reads x and y in turn, can be probed at -1 only.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features, a position is out of range, or
             the model has no hook on its last stream.
@@ -214,7 +212,9 @@ def probe_layers(
     )
     noisy, clean = (tensor.double().numpy(force=True) for tensor in target(prompts))
     places = _places(predictor_of(source), prompts, positions, noisy.shape[1])
-    layers = streams(source, prompts, heads=heads, positions=[p - noisy.shape[1] for p in places])
+    at = [place - noisy.shape[1] for place in places]
+    streams = predictor_of(source).streams(prompts, heads=heads, positions=at)
+    layers = streams.double().numpy(force=True)
     shuffled = np.random.default_rng(0).permutation(len(prompts))
     columns = []
     for layer in progress(range(len(layers)), "probing layers"):
@@ -250,12 +250,7 @@ def _places(
 
 
 def probe(
-    source: Source,
-    prompts: Prompts | None = None,
-    *,
-    n_prompts: int | None = None,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
+    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
 ) -> Probing:
     """Linear probes of the response and of possible outputs of a first layer, after each layer.
 
@@ -268,7 +263,6 @@ def probe(
         prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
         n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
             stream need more.
-        progress: Optional progress callback.
     Raises:
         ValueError: If there are too few prompts for the features.
     See also:
@@ -283,30 +277,8 @@ def probe(
     )
     targets = {"response": responses, **STRUCTURES}
     return Probing(
-        {
-            name: probe_layers(source, prompts, target=target, progress=progress)
-            for name, target in targets.items()
-        }
+        {name: probe_layers(source, prompts, target=target) for name, target in targets.items()}
     )
-
-
-def streams(
-    source: Source,
-    prompts: Prompts,
-    *,
-    heads: Sequence[Head] = (),
-    positions: Sequence[int] = (-1,),
-) -> Float[np.ndarray, "layer prompt pos d_model"]:
-    """Residual stream before each layer and after the last, in float64.
-
-    Args:
-        heads: Heads that are masked during the run.
-        positions: Positions of the stream, counted from its end; -1 is the query's, wherever it is.
-    Raises:
-        ValueError: As in `Predictor.streams`.
-    """
-    layers = predictor_of(source).streams(prompts, heads=heads, positions=positions)
-    return layers.double().numpy(force=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from mechinterp.models.run.evaluation import (
     usual_number,
 )
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 TARGETS = ("y", "model", "ridge")
 PER_READ_OUT = 4
@@ -132,7 +132,6 @@ def read_out_by_layer(
     task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> ReadOutByLayer:
     """R² of linear read-outs of the stream at the query after each layer, and with the output of
     each head added.
@@ -147,7 +146,6 @@ def read_out_by_layer(
             unknown, and ridge regression has the penalty that is best on them.
         n_prompts: None means 4096, or 512 for models with norms or MLPs, or eight per entry of a
             wide stream. With fewer than two per entry the fitted read-out underestimates R².
-        progress: Optional progress callback.
     Raises:
         ValueError: If there are fewer prompts than 8 or twice the width of the stream, there is
             neither a task nor prompts, or the model has no hooks on its streams.

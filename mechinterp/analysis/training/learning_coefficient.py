@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,6 @@ from mechinterp.analysis.training.sampler import (
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source
-from mechinterp.progress import ProgressCallback, no_progress
 
 N_BETA = 30_000.0
 LONG = 600.0
@@ -183,7 +183,6 @@ def local_learning_coefficient(
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
-    progress: ProgressCallback = no_progress,
 ) -> LearningCoefficient:
     """Local learning coefficient of a model or of any module, by Hamiltonian Monte Carlo.
 
@@ -250,31 +249,40 @@ def local_learning_coefficient(
         moved = float(np.linalg.norm(settled - local.at))
         local = replace(local, at=settled)
     first, *curve = (
-        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed, progress)
+        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed)
         for each in (n_beta, *other_n_beta)
     )
     return replace(first, curve=tuple(curve))
 
 
 def _estimate(
-    law: Tempered,
-    chains: Chains,
-    langevin: Langevin | None,
-    moved: float,
-    seed: int,
-    progress: ProgressCallback,
+    law: Tempered, chains: Chains, langevin: Langevin | None, moved: float, seed: int
 ) -> LearningCoefficient:
     """Estimate at one n_beta; draws are left out if descent already lowers the loss."""
     loss = law.loss
     norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
     _, fall = descend(law)
     lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / law.n_beta:.3g}"
-    found = LearningCoefficient(
+    reason = f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else ""
+    excess, drawn = np.zeros((chains.n_chains, 0)), dict[str, Any]()
+    if not reason:
+        if langevin is None:
+            excess, accepted = hamiltonian_draws(law, chains, seed=seed)
+        else:
+            excess, accepted = langevin_draws(law, chains, langevin, seed=seed)
+            drawn["bias"] = langevin.bias
+        reason = why_no_minimum(excess)
+        drawn |= {"acceptance": float(accepted.mean()), "r_hat": r_hat(excess)}
+        drawn["effective_draws"] = effective_draws(excess)
+    if not reason:
+        drawn |= {"is_minimum": True, "estimate": float(excess.mean()), "sem": mean_error(excess)}
+    return LearningCoefficient(
+        **drawn,
         exact=loss.exact,
-        reason=f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else "",
+        reason=reason,
         unknown=loss.unknown,
-        per_chain=np.full(chains.n_chains, math.nan),
-        excess=np.zeros((chains.n_chains, 0)),
+        per_chain=np.full(chains.n_chains, math.nan) if reason else excess.mean(1),
+        excess=excess,
         n_beta=law.n_beta,
         localisation=law.localisation,
         loss=law.least,
@@ -284,25 +292,6 @@ def _estimate(
         over=loss.over,
         moved=moved,
     )
-    if found.reason:
-        return found
-    if langevin is None:
-        excess, accepted = hamiltonian_draws(law, chains, seed=seed, progress=progress)
-    else:
-        excess, accepted = langevin_draws(law, chains, langevin, seed=seed, progress=progress)
-    found = replace(
-        found,
-        excess=excess,
-        reason=why_no_minimum(excess),
-        acceptance=float(accepted.mean()),
-        r_hat=r_hat(excess),
-        effective_draws=effective_draws(excess),
-        bias="" if langevin is None else langevin.bias,
-    )
-    if found.reason:
-        return found
-    estimate, sem = float(excess.mean()), mean_error(excess)
-    return replace(found, is_minimum=True, estimate=estimate, sem=sem, per_chain=excess.mean(1))
 
 
 def warn_of_long(law: Tempered, chains: Chains) -> None:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp.icl.prompts import generator_for
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 Points = Float[np.ndarray, "chain weight"]
 BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
@@ -105,9 +105,7 @@ Draws = tuple[Float[np.ndarray, "chain draw"], Bool[np.ndarray, "chain draw"]]
 """n_beta (L - L*) at each draw, without unit, and whether the draw was accepted."""
 
 
-def hamiltonian_draws(
-    law: Tempered, chains: Chains, *, seed: int = 0, progress: ProgressCallback = no_progress
-) -> Draws:
+def hamiltonian_draws(law: Tempered, chains: Chains, *, seed: int = 0) -> Draws:
     """Draws around the weights; steps that overflow are rejected.
 
     Source:
@@ -174,8 +172,7 @@ class _State:
     def move(self, step: float, n_leapfrog: int) -> tuple[np.ndarray, np.ndarray]:
         """One draw: probability of acceptance of every chain, and whether it was accepted."""
         # Random lengths avoid resonance with the periods of the directions. All chains share one
-        # length, which does not depend
-        # on their positions.
+        # length, which does not depend on their positions.
         n_steps = int(
             self.rng.integers(max(1, n_leapfrog // 2), n_leapfrog + (n_leapfrog + 1) // 2 + 1)
         )
@@ -226,14 +223,7 @@ class Langevin:
         return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
 
 
-def langevin_draws(
-    law: Tempered,
-    chains: Chains,
-    langevin: Langevin,
-    *,
-    seed: int = 0,
-    progress: ProgressCallback = no_progress,
-) -> Draws:
+def langevin_draws(law: Tempered, chains: Chains, langevin: Langevin, *, seed: int = 0) -> Draws:
     """Draws of n_beta (L - L*) around the weights; L is the full loss, its gradient that of a
     mini-batch.
 
@@ -241,10 +231,9 @@ def langevin_draws(
         ValueError: If the loss has no mini-batches.
     Source:
         Welling and Teh 2011; Lau et al. 2023, arXiv 2308.12108, section 4. At a quadratic minimum
-        of curvature h, with
-        gradient noise of variance s^2 and a = n_beta h + localisation, a direction contributes
-        (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4) instead of n_beta h
-        / 2a (derived here).
+        of curvature h, with gradient noise of variance s^2 and a = n_beta h + localisation, a
+        direction contributes (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4)
+        instead of n_beta h / 2a (derived here).
     """
     # w' = (1 - epsilon a / 2) w - (epsilon / 2) n_beta noise + N(0, epsilon) has the variance
     # (epsilon + (epsilon n_beta s / 2)^2) / (1 - (1 - epsilon a / 2)^2), and n_beta (L - L*) = n_beta h w^2 / 2.  QED

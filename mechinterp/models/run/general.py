@@ -30,7 +30,7 @@ from mechinterp.models.layers import (
 )
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 CHUNK = 256  # prompts at once; small enough for the CPU cache
 
@@ -136,12 +136,7 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
 
 
 def masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    method: str = "zero",
-    progress: ProgressCallback = no_progress,
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str = "zero"
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
@@ -171,7 +166,7 @@ def streams(
 
 
 def query_streams(
-    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
+    weights: Weights, prompts: Prompts, layer: int
 ) -> Float[Tensor, "batch pos d_model"]:
     """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
 
@@ -188,8 +183,7 @@ def query_streams(
         chunk = prompts[rows]
         queries = pad(torch.cat([chunk.x, chunk.x_query[:, None]], dim=1), (0, weights.d_y))
         stream = _read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
-        masked = by_layers(heads)
-        passed = _streams(weights, stream, attend=to_context, last=ALL, masked=masked)
+        passed = _streams(weights, stream, attend=to_context, last=ALL)
         parts.append(_after(layer, passed)[:, n:])
     return torch.cat(parts)
 

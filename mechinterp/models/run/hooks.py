@@ -22,7 +22,7 @@ from mechinterp.models.hooked.runner import (
     masked,
     query_positions,
 )
-from mechinterp.progress import ProgressCallback
+from mechinterp.progress import progress
 
 
 def predict(hooked: HookedPredictor, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -41,7 +41,6 @@ def masked_predictions(
     mlps: Sequence[Sequence[int]] | None,
     at: int | None,
     method: str,
-    progress: ProgressCallback,
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask, equal to a separate hooked run for each."""
     n = hooked.n_layers
@@ -94,31 +93,25 @@ def streams(
 
 
 def stream(
-    hooked: HookedPredictor, prompts: Prompts, layer: int, heads: Sequence[Head] = ()
+    hooked: HookedPredictor, prompts: Prompts, layer: int
 ) -> Float[Tensor, "batch pos d_model"]:
-    """Stream at every position after `layer` layers, with heads masked."""
+    """Stream at every position after `layer` layers."""
     chunks = [prompts[rows] for rows in hooked.chunks(prompts, CHUNK)]
-    with masked(hooked, heads):
-        if layer < hooked.n_layers and hooked.restarts:
-            inputs = map(hooked.inputs, chunks)
-            return torch.cat([hooked.model(each, stop_at_layer=layer) for each in inputs])
-        # A Bridge does not stop after the last layer: it would return its prediction.
-        name = hooked.stream_name(layer)
-        return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
+    if layer < hooked.n_layers and hooked.restarts:
+        inputs = map(hooked.inputs, chunks)
+        return torch.cat([hooked.model(each, stop_at_layer=layer) for each in inputs])
+    # A Bridge does not stop after the last layer: it would return its prediction.
+    name = hooked.stream_name(layer)
+    return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
 
 
 def query_streams(
-    hooked: HookedPredictor,
-    prompts: Prompts,
-    layer: int,
-    *,
-    heads: Sequence[Head],
-    progress: ProgressCallback,
+    hooked: HookedPredictor, prompts: Prompts, layer: int
 ) -> Float[Tensor, "batch pos d_model"]:
     """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last."""
     place = query_positions(hooked, prompts)[layer]
     covariates = progress([*prompts.x.unbind(1), prompts.x_query], "every token as the query")
-    runs = (stream(hooked, replace(prompts, x_query=x), layer, heads) for x in covariates)
+    runs = (stream(hooked, replace(prompts, x_query=x), layer) for x in covariates)
     # A copy, so that the whole stream of each run is freed.
     return torch.stack([values[:, place].clone() for values in runs], dim=1)
 

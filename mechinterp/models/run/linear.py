@@ -13,7 +13,7 @@ from mechinterp.memory import chunks, together, token_map_bytes
 from mechinterp.models.hooked.masks import Head, by_layers
 from mechinterp.models.layers import LINEAR
 from mechinterp.models.weights import Weights
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 CHUNK, NEAR = 256, 2**25  # prompts at once, and their size in bytes: small enough for the CPU cache
 NARROW = 256
@@ -22,11 +22,7 @@ per head."""
 
 
 def masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    progress: ProgressCallback = no_progress,
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]]
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; the output of a masked head is zero."""
     by_layer = [by_layers(heads) for heads in masks]
@@ -52,19 +48,6 @@ def streams(
         maps, _ = _maps(weights, _moment(weights, chunk), weights.n_layers, heads)
         parts.append(torch.stack([tokens @ T for T in maps]))
     return torch.cat(parts, dim=1)
-
-
-def query_streams(
-    weights: Weights, prompts: Prompts, layer: int, *, heads: Sequence[Head]
-) -> Float[Tensor, "batch pos d_model"]:
-    """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last."""
-    parts = []
-    for rows in _chunks(weights, prompts):
-        chunk = prompts[rows]
-        x = torch.cat([chunk.x, chunk.x_query[:, None]], dim=1)
-        maps, _ = _maps(weights, _moment(weights, chunk), layer, heads)
-        parts.append(x @ maps[layer][:, : weights.d_x])
-    return torch.cat(parts)
 
 
 def stack_bytes(weights: Weights, length: int) -> int:

@@ -9,18 +9,13 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights, head_outputs
 from mechinterp.models.hooked.masks import Head, swapped
-from mechinterp.progress import ProgressCallback, no_progress
+from mechinterp.progress import progress
 
 CHUNK = 4096
 
 
 def masked_predictions(
-    circuits: AttentionWeights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    *,
-    method: str,
-    progress: ProgressCallback = no_progress,
+    circuits: AttentionWeights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head's output becomes 0, its mean over prompts, or another prompt's output."""
     starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")

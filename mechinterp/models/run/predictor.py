@@ -21,11 +21,10 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
-from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, query_positions
+from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.layers import tokens_of
 from mechinterp.models.run import general, hooks, linear, one_layer
 from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
-from mechinterp.progress import ProgressCallback, no_progress
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
@@ -205,7 +204,6 @@ class Predictor(ABC):
         mlps: Sequence[Sequence[int]] | None = None,
         at: int | None = None,
         method: str = "zero",
-        progress: ProgressCallback = no_progress,
     ) -> Float[Tensor, "mask batch d_y"]:
         """Predictions under each of several masks, without gradients, on the device of the prompts.
 
@@ -215,7 +213,6 @@ class Predictor(ABC):
             at: Position at which heads and MLPs are masked, counted from 0; None: at all.
             method: Replacement for z of a masked head. "zero": 0; "mean": its mean over the prompts, by position;
                 "resample": its value in another prompt (prompts 2i and 2i + 1 swap).
-            progress: Optional progress callback.
         Raises:
             ValueError: If there is no such head or no hook on an MLP, the method is unknown, "resample" gets an odd number
                 of prompts, or the prompts do not fit the model.
@@ -230,7 +227,7 @@ class Predictor(ABC):
         """
         require_heads([head for heads in masks for head in heads], self.n_layers, self.n_heads)
         require_method(method, prompts)
-        settings: dict[str, Any] = {"method": method, "progress": progress}
+        settings: dict[str, Any] = {"method": method}
 
         def compute() -> Tensor:
             fast = self._fast(prompts)
@@ -272,39 +269,19 @@ class Predictor(ABC):
         self.require_layer(layer)
         return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
-    def query_position(self, prompts: Prompts, layer: int) -> int:
-        """Position of the query in the stream after `layer` layers; -1 is the last position.
-
-        Raises:
-            ValueError: If the position is unknown.
-        """
-        self.require_layer(layer)
-        return -1 if self._architecture else query_positions(self.hooked, prompts)[layer]
-
     @torch.no_grad()
-    def query_streams(
-        self,
-        prompts: Prompts,
-        layer: int,
-        *,
-        heads: Sequence[Head] = (),
-        progress: ProgressCallback = no_progress,
-    ) -> Float[Tensor, "batch pos d_model"]:
+    def query_streams(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.
 
         Raises:
-            ValueError: If there is no such head, or the model has fewer layers.
+            ValueError: If the model has fewer layers.
         """
         self.require_layer(layer)
-        require_heads(heads, self.n_layers, self.n_heads)
         fast = self._fast(prompts)
-        if fast is not None and fast[0].is_linear_map:
-            streams = linear.query_streams(*fast, layer, heads=heads)
-        elif fast is not None and fast[0].model.queries_side_by_side:
-            streams = general.query_streams(*fast, layer, heads=heads)
+        if fast is not None and fast[0].model.queries_side_by_side:
+            streams = general.query_streams(*fast, layer)
         else:
-            run = hooks.query_streams
-            streams = run(self.hooked, prompts, layer, heads=heads, progress=progress)
+            streams = hooks.query_streams(self.hooked, prompts, layer)
         return streams.to(prompts.x.device)
 
     @torch.no_grad()
@@ -348,19 +325,15 @@ class Predictor(ABC):
 
 
 def _masked_predictions(
-    weights: Weights,
-    prompts: Prompts,
-    masks: Sequence[Sequence[Head]],
-    method: str = "zero",
-    progress: ProgressCallback = no_progress,
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], method: str = "zero"
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
     if weights.model.one_attention:
         run = one_layer.masked_predictions
-        return run(weights.circuits, prompts, masks, method=method, progress=progress)
+        return run(weights.circuits, prompts, masks, method=method)
     if method == "zero" and weights.is_linear_map:
-        return linear.masked_predictions(weights, prompts, masks, progress=progress)
-    return general.masked_predictions(weights, prompts, masks, method=method, progress=progress)
+        return linear.masked_predictions(weights, prompts, masks)
+    return general.masked_predictions(weights, prompts, masks, method=method)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
