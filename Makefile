@@ -203,7 +203,7 @@ release: ## tag this commit, and put wheel, source archive and site into release
 	@grep -q '^## $(VERSION) ' CHANGELOG.md || { echo "release: CHANGELOG.md has no section $(VERSION)." >&2; exit 2; }
 	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) >/dev/null \
 	  || { echo "release: the tag v$(VERSION) is there; raise mechinterp/version.py." >&2; exit 2; }
-	$(MAKE) analyses-check dist docs
+	$(MAKE) analyses-check test-portable-short dist docs
 	rm -rf release && mkdir release && cp dist/* release
 	cd build && $(CURDIR)/$(BIN)/python -m zipfile -c $(CURDIR)/release/mechinterp_icl-$(VERSION)-site.zip site
 	git tag --annotate --message "mechinterp $(VERSION)" v$(VERSION)
