@@ -28,7 +28,6 @@ from mechinterp.icl.predictors import ridge
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.progress import progress, show_progress
 from tests.conftest import CHECKPOINTS, python, refused
 
 
@@ -276,17 +275,3 @@ print(run.summary["icl/step"], "icl/L0H1/rise" in run.summary.keys())
 """
     ran = python("-W", "ignore", "-c", code, tmp_path, cwd=ROOT).done()
     assert "10 True" in ran.out
-
-
-def test_a_loop_inside_a_shown_loop_is_not_shown():
-    shown = []
-
-    def noted(items, text):
-        shown.append(text)
-        yield from items
-
-    with show_progress(noted):
-        assert [n for n in progress([1, 2], "outer") for _ in progress([3], "inner")] == [1, 2]
-        assert list(progress([4], "next")) == [4]
-    assert list(progress([5], "after")) == [5]
-    assert shown == ["outer", "next"]

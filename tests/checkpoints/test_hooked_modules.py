@@ -203,6 +203,7 @@ def test_edges_of_grouped_heads_are_those_of_heads_of_their_own(prompts):
     np.testing.assert_allclose(one.estimate, other.estimate, rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_edges_between_heads_with_rotary_positions_are_those_of_the_same_model_of_ours(prompts):
     stack, hooked = hooked_stack("rotary")
     model = ModelConfig(

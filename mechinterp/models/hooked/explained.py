@@ -96,13 +96,11 @@ def _unexplained(
         factor = (s @ p) / (p @ p).clamp_min(TINY)
         heads.factor = factor.item()
         if not _same(factor * p, s):  # turned by positions, or normed
-            parts = zip(PROJECTED[:2], ("queries", "keys"), (False, True), strict=True)
-            mixed = [
-                (n, w) for n, w, key in parts if not _own_scores(model, inputs, heads, passed, key)
-            ]
-            gone += [name for name, _ in mixed]
-            reasons += [f"scores of a head do not follow its {word} alone" for _, word in mixed]
-    if not _same(einsum(pattern, v, AVERAGE), z):
+            for name, word in (("hook_q", "queries"), ("hook_k", "keys")):
+                if not _own_scores(model, inputs, heads, passed, name):
+                    gone.append(name)
+                    reasons.append(f"scores of a head do not follow its {word} alone")
+    if not _same(einsum(pattern.to(v), v, AVERAGE), z):
         gone.append("hook_v")
         reasons.append("the values that are averaged are not what its projection puts out")
     return gone, "; ".join(reasons)
@@ -116,12 +114,13 @@ def _all_caught(passed: Passed) -> bool:
 
 
 def _own_scores(
-    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed, of_keys: bool
+    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed, name: str
 ) -> bool:
-    """True if the query (or key) of a head at a position changes the scores of this head in its row (or column) alone."""
-    name = PROJECTED[of_keys]
+    """True if the query (hook_q) or key (hook_k) of a head at a position changes the scores of this head in its row or
+    column alone."""
     (own,), (scores,) = passed[name], passed["hook_attn_scores"]
-    other, chosen = _random(own.shape).to(own), _random(own.shape[:3]) < 0.5
+    other = _random(own.shape).to(own)
+    chosen = (_random(own.shape[:3], seed=1) < 0.5).to(own.device)
 
     def scores_of(values: Tensor) -> Tensor:
         getattr(heads, name).add_hook(lambda _, hook: values)
@@ -130,16 +129,16 @@ def _own_scores(
         getattr(heads, name).remove_hooks()
         return seen["hook_attn_scores"][0]
 
-    changed = chosen.to(own.device).transpose(1, 2)[..., None]  # [batch, head, pos, 1]
-    expected = torch.where(changed.mT if of_keys else changed, scores_of(other), scores)
-    mixed = scores_of(torch.where(chosen.to(own.device)[..., None], other, own))
+    rows = chosen.transpose(1, 2)[..., None]  # [batch, head, pos, 1]
+    expected = torch.where(rows.mT if name == "hook_k" else rows, scores_of(other), scores)
+    mixed = scores_of(torch.where(chosen[..., None], other, own))
     read = scores > MASKED
     return _same(mixed[read], expected[read])
 
 
-def _random(shape: Sequence[int]) -> Tensor:
-    """Numbers in [0, 1) from a fixed seed, in float64."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
+def _random(shape: Sequence[int], seed: int = 0) -> Tensor:
+    """Numbers in [0, 1), in float64."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
@@ -161,15 +160,14 @@ def _is_average(
         heads.hook_pattern.remove_hooks()
         return passed["hook_z"][0]
 
-    other, chosen = (
-        _random(pattern.shape).to(pattern),
-        (_random(pattern.shape[:3]) < 0.5).to(pattern),
-    )
+    other = _random(pattern.shape).to(pattern)
+    chosen = (_random(pattern.shape[:3], seed=1) < 0.5).to(pattern)
     alone = outputs(other)
     kept = chosen.transpose(1, 2)[..., None]
     masked = outputs(other * chosen[..., None])
     if _same(masked, alone * kept):
-        return _same(outputs(pattern + other), z + alone)
+        # Hugging Face takes the softmax in float32 in models of any dtype.
+        return _same(outputs(pattern + other), z + alone, pattern.dtype)
     if _same(_by_entry(masked), _by_entry(alone) * kept):
         raise ValueError(
             "heads' outputs must lie side by side, (head d_head), before the output projection, got them entry by entry, "
@@ -203,7 +201,8 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
     )
 
 
-def _same(values: Tensor, expected: Tensor) -> bool:
-    rounding = ROUNDING.get(expected.dtype, 1e-2)
+def _same(values: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True if the values are equal to rounding, that of `dtype` or their own."""
+    rounding = ROUNDING.get(dtype or expected.dtype, 1e-2)
     largest = expected.abs().max().item() if expected.numel() else 0.0
     return bool(((values - expected).abs() <= rounding * largest).all())

@@ -194,7 +194,7 @@ def behind_values(
     if "hook_pattern" in passed and "hook_v of one" in passed and hasattr(heads, "hook_v"):
         pattern, changed = passed["hook_pattern"], passed["hook_v of one"]
         if pattern.shape[-1] == changed.shape[1]:  # a learned sink has no value
-            z = z + einsum(pattern, changed, AVERAGE)
+            z = z + einsum(pattern.to(changed), changed, AVERAGE)
     return z
 
 
