@@ -67,10 +67,10 @@ test-portable: install ## run the fast numeric tests under other instruction set
 	run "AVX2, two threads" env $(AVX2) OMP_NUM_THREADS=2 $(NUMERIC); \
 	summary
 
-# Those that compare two ways of computing one thing most closely.
+# Tests that compare two ways of computing one thing most closely.
 test-portable-short: TESTS := $(addprefix tests/,models/test_functional.py models/test_linear_attention.py \
 	icl/test_sparse_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
-test-portable-short: install ## the same with a few tests, in less than a minute
+test-portable-short: install ## the same with a few tests
 	@$(RUNS) export $(GENERIC); \
 	run "default, one thread" env $(DEFAULT) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
 	run "AVX2, two threads" env $(AVX2) OMP_NUM_THREADS=2 $(NUMERIC); \

@@ -11,7 +11,7 @@ import torch
 ROWS = pytest.StashKey[list[tuple[str, float, float, float, float | None]]]()
 HEADER = """# Speed against plain counterparts
 
-`make bench` writes this page, in ten minutes to half an hour by machine. Every row is one run on one thread: rounds of
+`make bench` writes this page, in seven minutes to half an hour, by machine. Every row is one run on one thread: rounds of
 the plain code (`plain.py`) and of ours alternate, so that both meet the same machine; times are those of the
 processor, and the least of each counts. The ratio is that of these times for the same work: for a pack of several
 models, model-steps. The share of the machine is what of the time the step's matrix products would take (those of the
