@@ -80,7 +80,7 @@ environments: $(addsuffix /.installed,$(INTEROP) $(PEERS)) ## make the environme
 
 test-interop: install ## exchange files with HookedTransformer of older transformer-lens
 	$(MAKE) --no-print-directory -j 2 $(addsuffix /.installed,$(INTEROP))
-	OMP_NUM_THREADS=1 INTEROP="$(INTEROP)" $(BIN)/python -m pytest tests/interop
+	OMP_NUM_THREADS=1 INTEROP="$(INTEROP)" $(BIN)/python -m pytest $(UNCHECKED) tests/interop
 
 # Folder of the packages of an environment, printed by its Python.
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -96,7 +96,7 @@ $(BESIDE)/transformer-lens-%/.installed: $(STAMP)
 	@touch $@
 
 test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks
-	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest tests/peers
+	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
 
 # Not editable: the tests take the package from the checkout they run in.
 $(PEERS)/.installed: $(STAMP)
@@ -105,7 +105,7 @@ $(PEERS)/.installed: $(STAMP)
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed ## run the callbacks in Hugging Face's and Lightning's own trainers
-	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest tests/trainers
+	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest $(UNCHECKED) tests/trainers
 
 $(TRAINERS)/.installed: $(STAMP)
 	$(beside)
@@ -135,7 +135,7 @@ lab: .venv/.notebooks ## open the notebooks in JupyterLab
 
 test-browser: .venv/.browser ## open the report in a chromium (by apt where there is none), driven by playwright
 	@command -v chromium >/dev/null || { apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends chromium; } || true
-	OMP_NUM_THREADS=1 CHROMIUM="$$(command -v chromium)" $(BIN)/python -m pytest -rs tests/browser
+	OMP_NUM_THREADS=1 CHROMIUM="$$(command -v chromium)" $(BIN)/python -m pytest -rs $(UNCHECKED) tests/browser
 
 .venv/.browser: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'

@@ -48,7 +48,7 @@ class _Worker:
         self._start()
 
     def news(self) -> Iterator[Said]:
-        """What it has message since the last time."""
+        """What it has sent since the last time."""
         while self.pipe.poll():
             try:
                 message = self.pipe.recv()

@@ -109,8 +109,7 @@ def visit(browser: "playwright.Browser", pages: dict[str, Path]) -> Iterator[Vis
         context.close()
 
 
-@pytest.mark.parametrize("width", [1200, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (400, "dark")])
 @pytest.mark.parametrize("name", ["evil", "linear", "both", "deep", "tasks"])
 def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
     visit: Visit, name: str, scheme: str, width: int

@@ -12,7 +12,7 @@ from mechinterp.config import SCORES
 from mechinterp.models.hooked import blocks
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests import deep_models
-from tests.conformance.check import CHECKS, check_conformance
+from tests.conformance.check import CHECKS, failures
 from tests.conftest import sampled
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -56,18 +56,18 @@ SAMPLE = ("1 of softmax", "merged, linear", "GPT-2", "read-in, linear")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(MODELS, keep=lambda name: name in SAMPLE))
 def test_our_models_pass_all_checks(name: str):
-    assert check_conformance(random_model(**MODELS[name])).failures == {}
+    assert failures(random_model(**MODELS[name])) == {}
     assert len(CHECKS) == 40
 
 
 @pytest.mark.slow
 def test_what_does_not_apply_is_told():
     after = {"norm": "after", "d_mlp": 7, "biases": True, "context_only": True}
-    failures = check_conformance(random_model(**after, attend_to_self=True)).failures
-    assert len(failures) == 6
-    assert all(reason.startswith("does not apply: norms after") for reason in failures.values())
-    failures = check_conformance(random_model(norm="before", d_mlp=7)).failures
-    assert set(failures) == {"decomposition into heads, logit_attrs"}
+    failed = failures(random_model(**after, attend_to_self=True))
+    assert len(failed) == 6
+    assert all(reason.startswith("does not apply: norms after") for reason in failed.values())
+    failed = failures(random_model(norm="before", d_mlp=7))
+    assert set(failed) == {"decomposition into heads, logit_attrs"}
 
 
 @pytest.mark.exhaustive
@@ -75,7 +75,7 @@ def test_what_does_not_apply_is_told():
 @pytest.mark.parametrize(("n_heads", "dtype"), [(1, torch.float64), (8, torch.float32)])
 def test_shipped_models_pass_all_checks(n_heads: int, dtype: torch.dtype):
     model = load(CHECKPOINTS / f"softmax-h{n_heads}-s0").model
-    assert check_conformance(model.to(dtype)).failures == {}
+    assert failures(model.to(dtype)) == {}
 
 
 class Uncopied(ICLTransformer):
