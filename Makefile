@@ -41,20 +41,27 @@ RUNS = set -o pipefail; failed=; log=$$(mktemp); trap 'rm -f $$log' EXIT; trap '
 	run() { name=$$1; shift; echo "== $$name"; "$$@" | tee $$log \
 	  || failed+=$$'\n'"== failed: $$name"$$'\n'"$$(grep -E '^(FAILED|ERROR) (tests|mechinterp)' $$log)"; }; \
 	summary() { echo "$${failed:-== all passed}"; test -z "$$failed"; };
-test test-portable test-portable-short: SHELL := bash
+test test-all test-portable test-portable-short: SHELL := bash
 
-# Shapes and types of signatures are checked while the fast tests run; the checks take a third of the time.
+# Shapes and types of signatures are checked where pyproject.toml's own options stand: a test takes twice as long then.
 UNCHECKED := -o addopts=--strict-markers
+TESTS := tests
+EXAMPLES := mechinterp analyses/lib/theory
+PYTEST := $(BIN)/python -m pytest -p no:nbmake -n 2 --dist worksteal
+FAST := "not slow and not exhaustive"
 
-test: install ## run the fast and then the slow tests, and list at the end what failed
+test: install ## run the examples of all docstrings, the fast and the slow tests, and list at the end what failed
 	@$(RUNS) export OMP_NUM_THREADS=1; \
-	run "fast tests" $(BIN)/python -m pytest -p no:nbmake -n 2 --dist worksteal -m "not slow and not exhaustive" $(TESTS); \
-	run "slow tests" $(BIN)/python -m pytest -p no:nbmake -n 2 --dist worksteal -m "slow and not exhaustive" $(UNCHECKED) \
-	  --durations 10 $(TESTS); \
+	run "examples" $(PYTEST) $(EXAMPLES); \
+	run "fast tests" $(PYTEST) $(UNCHECKED) -m $(FAST) $(TESTS); \
+	run "slow tests" $(PYTEST) $(UNCHECKED) -m "slow and not exhaustive" --durations 10 $(TESTS); \
 	summary
 
-test-all: test ## the same, and then all cases of what `make test` runs a sample of (half an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive $(UNCHECKED) --durations 10 $(TESTS)
+test-all: test ## the same, all cases of what `make test` runs a sample of, and the fast tests with signatures checked (40 minutes)
+	@$(RUNS) export OMP_NUM_THREADS=1; \
+	run "fast tests, signatures checked" $(PYTEST) -m $(FAST) $(TESTS); \
+	run "further cases" $(PYTEST) $(UNCHECKED) -m exhaustive --durations 10 $(TESTS); \
+	summary
 
 # Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
 # that it does not know or the processor does not have; what numba compiles is kept in a folder of its own.
@@ -63,7 +70,7 @@ DEFAULT := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OPENBLAS_CORETYPE=Haswell NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512_ICL AVX512_SPR"
 GENERIC := NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/numba
-NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m "not slow and not exhaustive" $(TESTS)
+NUMERIC = $(BIN)/python -m pytest -W ignore::ImportWarning -m $(FAST) $(TESTS)
 
 test-portable: TESTS := $(addprefix tests/,models icl theory analysis training claims) mechinterp
 test-portable: install ## run the fast numeric tests under other instruction sets, on one thread and on two
@@ -126,8 +133,10 @@ $(ENVS)/uv/bin/uv:
 	@$(PYTHON) -m venv $(ENVS)/uv
 	@$(ENVS)/uv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 
+NOTEBOOKS := notebooks
+
 notebooks: install ## run the notebooks from a clean kernel, and leave the files as they are
-	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake notebooks
+	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype $(BIN)/python -m pytest -n 2 --nbmake $(NOTEBOOKS)
 
 notebooks-write: .venv/.notebooks ## run the notebooks and keep what they show; pictures need Chrome or Chromium
 	OMP_NUM_THREADS=1 PLOTLY_RENDERER=plotly_mimetype+png $(BIN)/jupyter nbconvert --to notebook --inplace \
@@ -210,7 +219,7 @@ release: ## tag this commit, and put wheel, source archive and site into release
 	@grep -q '^## $(VERSION) ' CHANGELOG.md || { echo "release: CHANGELOG.md has no section $(VERSION)." >&2; exit 2; }
 	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) >/dev/null \
 	  || { echo "release: the tag v$(VERSION) is there; raise mechinterp/version.py." >&2; exit 2; }
-	$(MAKE) analyses-check test-portable-short dist docs
+	$(MAKE) analyses-check test-portable-short notebooks dist docs
 	rm -rf release && mkdir release && cp dist/* release
 	cd build && $(CURDIR)/$(BIN)/python -m zipfile -c $(CURDIR)/release/mechinterp_icl-$(VERSION)-site.zip site
 	git tag --annotate --message "mechinterp $(VERSION)" v$(VERSION)
