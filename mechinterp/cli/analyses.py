@@ -169,8 +169,8 @@ def score(
     from mechinterp.known.entries import suite
     from mechinterp.known.scores import score as score_method
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import SCHEMA_VERSION
     from mechinterp.report.text import frame_text, wrapped
+    from mechinterp.report.to_json import SCHEMA_VERSION
 
     entries = suite(version, trained=trained)
     with progress_bars(quiet=quiet):

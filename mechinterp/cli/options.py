@@ -27,9 +27,16 @@ def option(flag: str, text: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, **more)
 
 
-def argument(name: str, text: str) -> Any:
+def argument(name: str, text: str, **more: Any) -> Any:
     """An argument of a command, with its name in the help."""
-    return typer.Argument(metavar=name, help=text)
+    return typer.Argument(metavar=name, help=text, **more)
+
+
+def model_path(text: str) -> Path:
+    """A path, or the path of the shipped model of this name."""
+    from mechinterp.checkpoints.shipped import shipped_path
+
+    return shipped_path(text)
 
 
 BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
@@ -44,7 +51,11 @@ WideOption = Annotated[
     option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
 ]
 PathArgument = Annotated[
-    Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
+    Path,
+    argument("PATH", "A checkpoint folder, or a file of weights of other code.", parser=model_path),
+]
+PathsArgument = Annotated[
+    list[Path], argument("PATH...", "Checkpoints, or folders of them.", parser=model_path)
 ]
 CountOption = Annotated[
     int | None,
@@ -193,17 +204,6 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
-def by_name(given: dict[str, object]) -> None:
-    """Replace the names of shipped models by their paths."""
-    from mechinterp.checkpoints.shipped import shipped_path
-
-    path, paths = given.get("path"), given.get("paths")
-    if isinstance(path, Path):
-        given["path"] = shipped_path(path)
-    if isinstance(paths, list):
-        given["paths"] = [shipped_path(each) for each in paths]
-
-
 def require_there(given: Mapping[str, object]) -> None:
     """Refuse a path that does not exist, before anything is loaded.
 
@@ -234,7 +234,6 @@ def reads_files(
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            by_name(given)
             require_there(given)
             path, as_json = given.get("path"), given.get("as_json")
             hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
@@ -419,6 +418,6 @@ def answer(document: object, text: str, *, as_json: bool) -> None:
 
 def say_json(document: object) -> None:
     """Print a document as JSON."""
-    from mechinterp.report.header import dumps
+    from mechinterp.report.to_json import dumps
 
     say(dumps(document))

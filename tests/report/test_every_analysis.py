@@ -15,9 +15,8 @@ from mechinterp.analysis.registry import (
 )
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.contents import default_names, section_of
-from mechinterp.report.header import dumps, header
 from mechinterp.report.to_html import page
-from mechinterp.report.to_json import to_json
+from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.deep_models import descent_checkpoint

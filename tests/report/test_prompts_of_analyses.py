@@ -7,8 +7,7 @@ import pytest
 
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.report.header import dumps
-from mechinterp.report.to_json import to_json
+from mechinterp.report.to_json import dumps, to_json
 from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import descent_checkpoint
