@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.ablation.pruning import save_pruned
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
@@ -103,15 +102,3 @@ def test_prompts_are_the_seeds_and_the_tasks():
         classify_layers(checkpoint, TaskConfig(), n_prompts=FEWEST)
     with refused("n_prompts", 8, 1):
         classify_layers(checkpoint, n_prompts=1)
-
-
-def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
-    checkpoint = checkpoint_of(garg(), n_heads=4, context_length=5)
-    prompts = sample_prompts(checkpoint.task, 20, generator=generator_for(0, "eval", 0))
-    kept = np.ones((3, 4), dtype=bool)
-    kept[1, 1:] = kept[2, 0] = False
-    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
-    with masked(checkpoint.model, [(1, 1), (1, 2), (1, 3), (2, 0)]):
-        expected = checkpoint.model.predict(prompts)
-    torch.testing.assert_close(saved.model.predict(prompts), expected)
-    assert (saved.path, saved.task.context_length) == (tmp_path / "pruned", 5)

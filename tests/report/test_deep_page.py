@@ -16,7 +16,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.report.page import PAGE, Report, write_report
 from mechinterp.training.train import train_models
-from tests.deep_models import WIDE, random_model
+from tests.deep_models import WIDE, random_model, wide_checkpoint
 from tests.models.test_layered_models import garg
 from tests.report.test_page import EVIL, opened, unexplained_columns
 
@@ -33,9 +33,7 @@ SECTIONS = [
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 3 layers of 4 random heads, in a folder with a name that tries to be a tag."""
-    folder = tmp_path_factory.mktemp("deep") / EVIL
-    save(folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).weights, step=0)
-    return folder
+    return wide_checkpoint(tmp_path_factory.mktemp("deep") / EVIL).path
 
 
 @pytest.fixture(scope="module")
