@@ -170,7 +170,7 @@ def report(
     out: Annotated[Path, option("--out", "Folder for the page and its CSV files.")],
     prompts: PromptsOption = None,
     n_prompts: CountOption = None,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     analyses: Annotated[
         list[str] | None,
         option(
@@ -204,7 +204,7 @@ def report(
                 out,
                 prompts=given,
                 n_prompts=n_prompts,
-                seed=seed,
+                seed=seed or 0,
                 analyses=analyses,
                 left_out=left_out,
                 overwrite=overwrite,

@@ -61,7 +61,9 @@ CountOption = Annotated[
     int | None,
     option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
 ]
-SeedOption = Annotated[int, option("--seed", "Seed of the evaluation prompts.", min=0)]
+SeedOption = Annotated[
+    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
+]
 PromptsOption = Annotated[
     Path | None,
     option(
@@ -77,10 +79,6 @@ LengthsOption = Annotated[
         "Pairs per prompt; default: the task's number. Repeatable for fit; there 10, 20, ..., 100.",
         min=1,
     ),
-]
-
-SeedOrNoneOption = Annotated[
-    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
 ]
 LENGTH = "task.context_length"
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
@@ -128,7 +126,7 @@ class Request:
 
     prompts: PromptsOption = None
     n_prompts: CountOption = None
-    seed: SeedOrNoneOption = None
+    seed: SeedOption = None
     context_lengths: LengthsOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False

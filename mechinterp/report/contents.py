@@ -31,18 +31,14 @@ HEIGHT, TOP = 420, 60
 
 def contents_of(
     checkpoint: Checkpoint | HookedModule,
-    *,
-    prompts: Prompts | None = None,
-    n_prompts: int | None = None,
-    seed: int = 0,
-    analyses: Sequence[str | Callable[..., Finding]] | None = None,
+    prompts: Prompts | None,
+    n_prompts: int | None,
+    seed: int,
+    analyses: Sequence[str | Callable[..., Finding]] | None,
 ) -> tuple[str, str, list[Section]]:
-    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections.
+    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections. Arguments are those of
+    `write_report`.
 
-    Args:
-        prompts: Given prompts; None: prompts are drawn.
-        n_prompts: Number of evaluation prompts; None: each analysis uses its default.
-        analyses: Names or functions of the analyses to show; None: those that suit the model.
     Raises:
         ValueError: If an analysis does not exist or does not take the model, or n_prompts is too small.
     """
