@@ -15,11 +15,13 @@ from mechinterp.cli.options import (
     PathArgument,
     QuietOption,
     Request,
-    about_paths,
-    answer,
     argument,
     option,
     reads_files,
+)
+from mechinterp.cli.printing import (
+    about_paths,
+    answer,
     say_json,
     say_of,
 )
@@ -195,7 +197,7 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
     A truth value is `--mlps` or `--no-mlps`; an option with several values is repeated.
 
     Raises:
-            ValueError: If there is no such option, or its value has the wrong type.
+        ValueError: If there is no such option, or its value has the wrong type.
     Example:
         >>> from mechinterp.analysis.registry import ANALYSES
         >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--steps=3"])

@@ -17,12 +17,14 @@ from mechinterp.cli.options import (
     QuietOption,
     Request,
     SeedOption,
-    about_paths,
-    answer,
-    complain,
     option,
     prompts_of,
     reads_files,
+)
+from mechinterp.cli.printing import (
+    about_paths,
+    answer,
+    complain,
     say,
     say_json,
     say_of,

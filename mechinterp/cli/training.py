@@ -9,10 +9,12 @@ from mechinterp.cli.options import (
     DeviceOption,
     JsonOption,
     QuietOption,
-    answer,
     argument,
     device_of,
     option,
+)
+from mechinterp.cli.printing import (
+    answer,
 )
 
 if TYPE_CHECKING:
