@@ -146,8 +146,8 @@ def predict_jumps(
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
-    from mechinterp.report.text import frame_text, wrapped
     from mechinterp.report.to_json import SCHEMA_VERSION
+    from mechinterp.report.to_text import to_text
 
     config = override(named_config(what), *(assignments or []))
     forecast = jump_forecast(config)
@@ -155,9 +155,7 @@ def predict_jumps(
         from mechinterp.report.page import write_figure
 
         write_figure(out, forecast.plot())
-    levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
-    lines = [frame_text(forecast.to_frame()), f"loss levels (y²): {levels}"]
-    lines += [wrapped(f"note: {note}", "  ") for note in forecast.notes]
+    lines = [to_text("jumps", forecast)]
     lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
     rows = zip(records(forecast.to_frame()), forecast.vector.tolist(), strict=True)
     document = {

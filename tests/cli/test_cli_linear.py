@@ -111,7 +111,7 @@ def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     words = "already exists; it is not overwritten; choose another --out."
     run(*JUMPS, "--out", page).assert_refused(page, words)
     run(*JUMPS, "--out", tmp_path / "x.png").assert_refused("x.png", "must end in .html")
-    assert "note: 3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
+    assert "3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
 
 
 @pytest.mark.parametrize(
