@@ -1,7 +1,7 @@
 """Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from functools import cached_property, wraps
@@ -25,16 +25,9 @@ def option(flag: str, text: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, **more)
 
 
-def argument(name: str, text: str, **more: Any) -> Any:
+def argument(name: str, text: str) -> Any:
     """An argument of a command, with its name in the help."""
-    return typer.Argument(metavar=name, help=text, **more)
-
-
-def model_path(text: str) -> Path:
-    """A path, or the path of the shipped model of this name."""
-    from mechinterp.checkpoints.shipped import shipped_path
-
-    return shipped_path(text)
+    return typer.Argument(metavar=name, help=text)
 
 
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
@@ -48,12 +41,9 @@ WideOption = Annotated[
     option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
 ]
 PathArgument = Annotated[
-    Path,
-    argument("PATH", "A checkpoint folder, or a file of weights of other code.", parser=model_path),
+    Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
 ]
-PathsArgument = Annotated[
-    list[Path], argument("PATH...", "Checkpoints, or folders of them.", parser=model_path)
-]
+PathsArgument = Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")]
 CountOption = Annotated[
     int | None,
     option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
@@ -198,19 +188,21 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
-def require_there(given: Mapping[str, object]) -> None:
-    """Refuse a path that does not exist, before anything is loaded.
+def find_paths(given: dict[str, Any]) -> None:
+    """Replace the names of shipped models by their paths, and refuse a path that does not exist before anything is loaded.
 
-    If there are several paths, or the output is JSON or a table, the command itself reports the
-    error."""
-    path, paths = given.get("path"), given.get("paths")
-    if isinstance(paths, list) and len(paths) == 1:
-        table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
-        path = None if given.get("as_json") or table else paths[0]
-    if isinstance(path, Path) and not os.path.lexists(path):
-        from mechinterp.checkpoints.io.files import nothing_at
+    If there are several paths, or the output is JSON or a table, the command itself reports the error.
+    """
+    from mechinterp.checkpoints.io.files import nothing_at
+    from mechinterp.checkpoints.shipped import shipped_path
 
-        raise nothing_at(path)
+    several = "paths" in given
+    paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
+    given |= {"paths": paths} if several else {"path": paths[0]}
+    table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
+    reported = several and (len(paths) > 1 or given.get("as_json") or table)
+    if not reported and not os.path.lexists(paths[0]):
+        raise nothing_at(paths[0])
 
 
 def reads_files(
@@ -228,7 +220,7 @@ def reads_files(
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            require_there(given)
+            find_paths(given)
             path, as_json = given.get("path"), given.get("as_json")
             hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
             files = Files(hints, device_of(given.pop("device", "cpu")))
