@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
 
+TRAIN = TrainConfig()
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
 GPT2 = {
     **{"norm": "before", "final_norm": True, "biases": True, "attend_to_self": True, "d_model": 8},
@@ -60,6 +61,14 @@ def random_gpt2() -> HookedPredictor:
             if "ln_" not in name:
                 nn.init.normal_(parameter, std=0.3, generator=generator)
     return gpt2_predictor(backbone.double(), read_in.double(), read_out.double())
+
+
+def wide_checkpoint(folder: Path, train: TrainConfig = TRAIN) -> Checkpoint:
+    """Three layers of four softmax heads at random, said to be trained for 5 steps."""
+    weights = random_model(**WIDE).weights
+    config = ExperimentConfig(TaskConfig(d_x=4, context_length=9), weights.model, train)
+    save(folder, config, weights, step=5)
+    return load(folder)
 
 
 def descent_checkpoint(folder: Path) -> Checkpoint:

@@ -36,9 +36,9 @@ from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.report.header import dumps
 from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
+from mechinterp.report.to_json import dumps
 from mechinterp.training.general.trainer import initial_deep_weights
 from tests.checkpoints.files import hugging_face, saved
 from tests.checkpoints.foreign_files import attention_module, random_heads

@@ -15,11 +15,13 @@ from mechinterp.cli.options import (
     PathArgument,
     QuietOption,
     Request,
-    about_paths,
-    answer,
     argument,
     option,
     reads_files,
+)
+from mechinterp.cli.printing import (
+    about_paths,
+    answer,
     say_json,
     say_of,
 )
@@ -78,7 +80,7 @@ def prune(
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
     pruned"""
     settings = {"rule": rule, "fine_tune_steps": fine_tune, "out": out}
-    show("prune", path, request, files, settings, written=() if out is None else (out,))
+    show("prune", path, request, files, settings)
 
 
 @reads_files(device=True, request=True)
@@ -120,14 +122,12 @@ def show(
     settings: Mapping[str, object] | None = None,
     *,
     steps: bool = False,
-    written: Sequence[Path] = (),
 ) -> None:
     """Print the result of an analysis of a checkpoint.
 
     Args:
-        settings: Further arguments of this analysis.
+        settings: Further arguments of this analysis; errors may begin with a path among them.
         steps: True: at every kept step.
-        written: Paths that errors of the analysis may begin with.
     """
     from mechinterp.analysis.over_steps import over_steps
     from mechinterp.analysis.registry import analysis_of, run_analysis
@@ -140,7 +140,8 @@ def show(
     if request.context_lengths and "context_lengths" in analysis.options:
         settings["context_lengths"] = request.context_lengths
         request = replace(request, context_lengths=None)
-    with about_paths(path, *request.files, *written), progress_bars(quiet=request.quiet):
+    named = [value for value in settings.values() if isinstance(value, Path)]
+    with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
         checkpoint = files.load(path, request.context_length)
         if steps:
             result: Finding = over_steps(checkpoint, name, **request.drawn_by | settings)
@@ -169,8 +170,8 @@ def score(
     from mechinterp.known.entries import suite
     from mechinterp.known.scores import score as score_method
     from mechinterp.report.bars import progress_bars
-    from mechinterp.report.header import SCHEMA_VERSION
     from mechinterp.report.text import frame_text, wrapped
+    from mechinterp.report.to_json import SCHEMA_VERSION
 
     entries = suite(version, trained=trained)
     with progress_bars(quiet=quiet):
@@ -195,7 +196,7 @@ def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[s
     A truth value is `--mlps` or `--no-mlps`; an option with several values is repeated.
 
     Raises:
-            ValueError: If there is no such option, or its value has the wrong type.
+        ValueError: If there is no such option, or its value has the wrong type.
     Example:
         >>> from mechinterp.analysis.registry import ANALYSES
         >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--steps=3"])

@@ -12,17 +12,19 @@ from mechinterp.cli.options import (
     Files,
     JsonOption,
     PathArgument,
+    PathsArgument,
     PromptsOption,
     QuietOption,
     Request,
     SeedOption,
-    about_paths,
-    answer,
-    argument,
-    complain,
     option,
     prompts_of,
     reads_files,
+)
+from mechinterp.cli.printing import (
+    about_paths,
+    answer,
+    complain,
     say,
     say_json,
     say_of,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 @reads_files(device=True, request=True)
 def classify(
-    paths: Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")],
+    paths: PathsArgument,
     out: Annotated[
         Path | None, option("--out", "New table, .parquet or .csv, with one row per checkpoint.")
     ] = None,
@@ -145,31 +147,32 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format. Example: mechinterp convert checkpoints/softmax-h2-s0 --to transformer-lens --out h2"""
     from mechinterp.checkpoints import load as loading
-    from mechinterp.report.to_json import conversion_document
+    from mechinterp.checkpoints.native.exchange import FORMAT, positions_for
+    from mechinterp.report.to_json import header
 
     with about_paths(path, out):
         checkpoint = files.load(path)
         written = loading.convert(checkpoint, target, out)
-    document = conversion_document(checkpoint, target, written)
+    n_ctx = positions_for(checkpoint.config.task) if target == FORMAT else None
+    parts = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
+    left_out = [part for part, stored in parts.items() if stored and target != "native"]
+    told = {"to": target, "n_ctx": n_ctx, "left_out": left_out, "files": list(map(str, written))}
     names = ", ".join(str(file.relative_to(out)) for file in written if file != out) or "written"
     lines = [f"{shown_path(out)}: {names}"]
-    if document["n_ctx"] is not None:
-        how = "read load.py, then run it with transformer-lens 2 or 3."
-        lines.append(f"n_ctx is {document['n_ctx']}; {how}")
-    if document["left_out"]:
-        lines.append(f"Left out: {', '.join(document['left_out'])}.")
-    answer(document, "\n".join(lines), as_json=as_json)
+    if n_ctx is not None:
+        lines.append(f"n_ctx is {n_ctx}; read load.py, then run it with transformer-lens 2 or 3.")
+    if left_out:
+        lines.append(f"Left out: {', '.join(left_out)}.")
+    answer(header(checkpoint) | told, "\n".join(lines), as_json=as_json)
 
 
 @reads_files(device=True)
 def report(
-    paths: Annotated[
-        list[Path], argument("PATH...", "A checkpoint; several, or a folder, are compared.")
-    ],
+    paths: PathsArgument,
     out: Annotated[Path, option("--out", "Folder for the page and its CSV files.")],
     prompts: PromptsOption = None,
     n_prompts: CountOption = None,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     analyses: Annotated[
         list[str] | None,
         option(
@@ -187,7 +190,7 @@ def report(
     *,
     files: Files,
 ) -> None:
-    """Write a report as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
+    """Write a report on a checkpoint, or on several side by side, as one HTML page. Example: mechinterp report checkpoints/softmax-h2-s0 --out reports/h2"""
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.page import write_report
     from mechinterp.report.text import wrapped
@@ -203,7 +206,7 @@ def report(
                 out,
                 prompts=given,
                 n_prompts=n_prompts,
-                seed=seed,
+                seed=seed or 0,
                 analyses=analyses,
                 left_out=left_out,
                 overwrite=overwrite,
@@ -224,28 +227,25 @@ def _models_of(
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.models.weights import why_no_circuits
 
-    all_paths = checkpoint_paths(paths)
-    groups = runs_among(all_paths)
-    run = files.run_of(groups[0]) if len(groups) == 1 else None
-    if run is not None or len(all_paths) == 1:
-        path = all_paths[0] if run is None else run.path
-        with about_paths(path):
-            return run or files.load(path), [{"path": str(path)}]
-    loaded, about = [], []
-    for group in groups:
+    each: list[tuple[Path, Checkpoint | None]] = []
+    for group in runs_among(checkpoint_paths(paths)):
         run = files.run_of(group)
-        for path in group if run is None else [run.path]:
-            try:
-                with about_paths(path):
-                    checkpoint = run or files.load(path)
-                    if why := why_no_circuits(checkpoint.config.model):
-                        raise ValueError(
-                            f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
-                            f"got {why}; make a report on this model alone."
-                        )
-                loaded.append(checkpoint)
-                about.append({"path": str(path)})
-            except (ValueError, OSError) as error:
-                about.append({"path": str(path), "error": str(error)})
-                complain(str(error))
-    return loaded, about
+        each += [(run.path, run)] if run else [(path, None) for path in group]
+    loaded, about = [], []
+    for path, run in each:
+        try:
+            with about_paths(path):
+                checkpoint = run or files.load(path)
+                if len(each) > 1 and (why := why_no_circuits(checkpoint.config.model)):
+                    raise ValueError(
+                        f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
+                        f"got {why}; make a report on this model alone."
+                    )
+            loaded.append(checkpoint)
+            about.append({"path": str(path)})
+        except (ValueError, OSError) as error:
+            if len(each) == 1:
+                raise
+            about.append({"path": str(path), "error": str(error)})
+            complain(str(error))
+    return loaded[0] if len(each) == 1 else loaded, about

@@ -13,7 +13,8 @@ import typer
 from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune, score
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
-from mechinterp.cli.options import TOO_LARGE, complain, is_out_of_memory, option, say
+from mechinterp.cli.options import option
+from mechinterp.cli.printing import TOO_LARGE, complain, is_out_of_memory, say
 from mechinterp.cli.training import predict_jumps, sweep, train
 
 app = typer.Typer(

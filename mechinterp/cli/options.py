@@ -1,11 +1,8 @@
-"""Shared options of the commands that read checkpoints, and their error messages."""
+"""Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
-import shutil
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
@@ -16,6 +13,7 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
+from mechinterp.cli.printing import complain, say_json
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -32,7 +30,6 @@ def argument(name: str, text: str) -> Any:
     return typer.Argument(metavar=name, help=text)
 
 
-BROKEN_PIPE = 141  # exit code that a shell gives for SIGPIPE
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
@@ -46,11 +43,14 @@ WideOption = Annotated[
 PathArgument = Annotated[
     Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
 ]
+PathsArgument = Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")]
 CountOption = Annotated[
     int | None,
     option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
 ]
-SeedOption = Annotated[int, option("--seed", "Seed of the evaluation prompts.", min=0)]
+SeedOption = Annotated[
+    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
+]
 PromptsOption = Annotated[
     Path | None,
     option(
@@ -67,14 +67,9 @@ LengthsOption = Annotated[
         min=1,
     ),
 ]
-
-SeedOrNoneOption = Annotated[
-    int | None, option("--seed", "Seed of the evaluation prompts; default 0.", min=0)
-]
 LENGTH = "task.context_length"
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
-TOO_LARGE = "needs more memory than is available."
 
 
 def _hint_option(hint: Field) -> Any:
@@ -113,11 +108,11 @@ DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=
 
 @dataclass(frozen=True)
 class Request:
-    """Options of all commands about heads."""
+    """Options of the commands that run an analysis."""
 
     prompts: PromptsOption = None
     n_prompts: CountOption = None
-    seed: SeedOrNoneOption = None
+    seed: SeedOption = None
     context_lengths: LengthsOption = None
     quiet: QuietOption = False
     as_json: JsonOption = False
@@ -161,8 +156,8 @@ def prompts_of(file: Path) -> "Prompts":
     """Prompts from the arrays of a file.
 
     Raises:
-            ValueError: If it is not an .npz file of numbers, an array is missing or unknown, or the
-                shapes do not fit.
+        ValueError: If it is not an .npz file of numbers, an array is missing or unknown, or the
+            shapes do not fit.
     """
     import zipfile
 
@@ -193,30 +188,21 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
-def by_name(given: dict[str, object]) -> None:
-    """Replace the names of shipped models by their paths."""
+def find_paths(given: dict[str, Any]) -> None:
+    """Replace the names of shipped models by their paths, and refuse a path that does not exist before anything is loaded.
+
+    If there are several paths, or the output is JSON or a table, the command itself reports the error.
+    """
+    from mechinterp.checkpoints.io.files import nothing_at
     from mechinterp.checkpoints.shipped import shipped_path
 
-    path, paths = given.get("path"), given.get("paths")
-    if isinstance(path, Path):
-        given["path"] = shipped_path(path)
-    if isinstance(paths, list):
-        given["paths"] = [shipped_path(each) for each in paths]
-
-
-def require_there(given: Mapping[str, object]) -> None:
-    """Refuse a path that does not exist, before anything is loaded.
-
-    If there are several paths, or the output is JSON or a table, the command itself reports the
-    error."""
-    path, paths = given.get("path"), given.get("paths")
-    if isinstance(paths, list) and len(paths) == 1:
-        table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
-        path = None if given.get("as_json") or table else paths[0]
-    if isinstance(path, Path) and not os.path.lexists(path):
-        from mechinterp.checkpoints.io.files import nothing_at
-
-        raise nothing_at(path)
+    several = "paths" in given
+    paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
+    given |= {"paths": paths} if several else {"path": paths[0]}
+    table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
+    reported = several and (len(paths) > 1 or given.get("as_json") or table)
+    if not reported and not os.path.lexists(paths[0]):
+        raise nothing_at(paths[0])
 
 
 def reads_files(
@@ -234,8 +220,7 @@ def reads_files(
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            by_name(given)
-            require_there(given)
+            find_paths(given)
             path, as_json = given.get("path"), given.get("as_json")
             hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
             files = Files(hints, device_of(given.pop("device", "cpu")))
@@ -324,101 +309,3 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
     words = [str(shown[name]) for name in ("undetermined", "doubt") if name in shown]
     return "; ".join([", ".join(assumed) + losses, *words])
-
-
-@contextmanager
-def about_paths(*paths: Path) -> Iterator[None]:
-    """Put the first path before the message of a ValueError, unless it begins with one of the
-    paths."""
-    try:
-        yield
-    except ValueError as error:
-        if str(error).startswith(tuple(map(str, paths))):
-            raise
-        raise ValueError(f"{paths[0]}: {error}") from None
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(f"{paths[0]}: {TOO_LARGE}") from None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """True if Python or PyTorch ran out of memory, on a GPU too."""
-    messages = ("allocate memory", "CUDA out of memory")
-    return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
-
-
-def say_of(path: Path, text: str) -> None:
-    """Print a text about a path: on the path's line if it fits, else below; a single word always
-    goes on that line."""
-    first, _, rest = text.partition("\n")
-    beside = f"{shown_path(path)}: {first}"
-    below = " " in first and len(beside) > shutil.get_terminal_size().columns
-    say("\n".join(filter(None, (f"{shown_path(path)}:\n{first}" if below else beside, rest))))
-
-
-def shown_path(path: Path) -> str:
-    """A path as one printable line; for a shipped model, its name."""
-    from mechinterp.checkpoints.io.files import printable
-    from mechinterp.checkpoints.shipped import BUNDLED
-
-    return printable(path.name if path.parent == BUNDLED else str(path))
-
-
-def complain(message: str) -> None:
-    """Print an error on standard error: one line, which a terminal shows wrapped between words."""
-    line = f"mechinterp: {' '.join(message.split())}"
-    if sys.stderr.isatty():  # read by a person
-        line = textwrap.fill(
-            line,
-            shutil.get_terminal_size().columns,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    say(line, error=True)
-
-
-def say(text: str, *, error: bool = False) -> None:
-    """Print on standard output or standard error; all output of the commands goes through here.
-
-    Control characters, which may come from names of files, are shown as escapes, as are characters
-    that the stream's encoding lacks.
-
-    Raises:
-            ValueError: If standard output is full; if its reader has closed it, the command exits
-                as if by SIGPIPE.
-    """
-    from mechinterp.checkpoints.io.files import one_line, spelled, visible
-
-    stream = sys.stderr if error else sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    shown = spelled(visible(text), encoding)
-    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, file=stream, flush=True)
-    except OSError as fault:
-        # The rest of the buffer would be written again at exit.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
-        if error:
-            return
-        if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
-            raise SystemExit(BROKEN_PIPE) from None
-        raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
-
-
-def answer(document: object, text: str, *, as_json: bool) -> None:
-    """Print the result of a command: a JSON document, or a text."""
-    if as_json:
-        say_json(document)
-    else:
-        say(text)
-
-
-def say_json(document: object) -> None:
-    """Print a document as JSON."""
-    from mechinterp.report.header import dumps
-
-    say(dumps(document))

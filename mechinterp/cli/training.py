@@ -9,14 +9,16 @@ from mechinterp.cli.options import (
     DeviceOption,
     JsonOption,
     QuietOption,
-    answer,
     argument,
     device_of,
     option,
 )
+from mechinterp.cli.printing import (
+    answer,
+)
 
 if TYPE_CHECKING:
-    from mechinterp.training.train import Engine
+    from mechinterp.training.train import Engine, TrainingSummary
 
 
 MemoryOption = Annotated[
@@ -55,7 +57,6 @@ def train(
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
-    from mechinterp.report.to_json import training_document
     from mechinterp.training.train import train_one
 
     config = override(named_config(what), *(assignments or []))
@@ -65,7 +66,7 @@ def train(
     engine = _engine("local", None, device, memory)
     with progress_bar(quiet=quiet) as show, logged(log, config, show) as on_log:
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
-    document = training_document(summary, str(folder))
+    document = _document(summary, folder)
     text = f"{printable(str(folder))}: loss {summary.loss:.4f} after {config.train.steps} steps"
     answer(document, f"{text} ({document['steps_per_second']:.0f} steps/s)", as_json=as_json)
 
@@ -103,7 +104,6 @@ def sweep(
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import write_own_table
     from mechinterp.report.bars import progress_bar
-    from mechinterp.report.to_json import training_document
     from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
     from mechinterp.training.train import RESULTS, require_finite, train_models
@@ -129,7 +129,7 @@ def sweep(
         write_own_table(out / RESULTS, sweep_frame(models, out, diverged=summary.diverged))
     require_finite(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
-    answer(training_document(summary, str(out)), text, as_json=as_json)
+    answer(_document(summary, out), text, as_json=as_json)
 
 
 def predict_jumps(
@@ -141,12 +141,13 @@ def predict_jumps(
     as_json: JsonOption = False,
 ) -> None:
     """Predict the jumps of linear attention, without training. Example: mechinterp predict-jumps linear-separate"""
+    from mechinterp.analysis.result import records
     from mechinterp.analysis.training.jumps import jump_forecast
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
-    from mechinterp.report.text import frame_text, wrapped
-    from mechinterp.report.to_json import forecast_document
+    from mechinterp.report.to_json import SCHEMA_VERSION
+    from mechinterp.report.to_text import to_text
 
     config = override(named_config(what), *(assignments or []))
     forecast = jump_forecast(config)
@@ -154,11 +155,27 @@ def predict_jumps(
         from mechinterp.report.page import write_figure
 
         write_figure(out, forecast.plot())
-    levels = ", ".join(f"{level:.4f}" for level in forecast.levels)
-    lines = [frame_text(forecast.to_frame()), f"loss levels (y²): {levels}"]
-    lines += [wrapped(f"note: {note}", "  ") for note in forecast.notes]
+    lines = [to_text("jumps", forecast)]
     lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
-    answer(forecast_document(config, forecast, out), "\n".join(lines), as_json=as_json)
+    rows = zip(records(forecast.to_frame()), forecast.vector.tolist(), strict=True)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "id": config.id,
+        "steps": config.train.steps,
+        "jumps": [row | {"vector": vector} for row, vector in rows],
+        "levels": forecast.levels,
+        "notes": forecast.notes,
+        "figure": None if out is None else str(out),
+    }
+    answer(document, "\n".join(lines), as_json=as_json)
+
+
+def _document(summary: "TrainingSummary", out: Path) -> dict[str, object]:
+    """Document on a training; steps_per_second excludes start-up."""
+    steps, seconds = summary.steps, summary.seconds
+    rate = steps / seconds if seconds else 0.0
+    trained = {"checkpoint": str(out), "steps": steps, "seconds": seconds}
+    return trained | {"steps_per_second": rate, "loss": summary.loss}
 
 
 def _engine(name: str, address: str | None, device: DeviceOption, memory: str | None) -> "Engine":

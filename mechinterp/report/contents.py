@@ -31,18 +31,14 @@ HEIGHT, TOP = 420, 60
 
 def contents_of(
     checkpoint: Checkpoint | HookedModule,
-    *,
-    prompts: Prompts | None = None,
-    n_prompts: int | None = None,
-    seed: int = 0,
-    analyses: Sequence[str | Callable[..., Finding]] | None = None,
+    prompts: Prompts | None,
+    n_prompts: int | None,
+    seed: int,
+    analyses: Sequence[str | Callable[..., Finding]] | None,
 ) -> tuple[str, str, list[Section]]:
-    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections.
+    """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections. Arguments are those of
+    `write_report`.
 
-    Args:
-        prompts: Given prompts; None: prompts are drawn.
-        n_prompts: Number of evaluation prompts; None: each analysis uses its default.
-        analyses: Names or functions of the analyses to show; None: those that suit the model.
     Raises:
         ValueError: If an analysis does not exist or does not take the model, or n_prompts is too small.
     """
@@ -76,7 +72,7 @@ def contents_of(
     for name, (analysis, result, text) in found.items():
         section = section_of(name, analysis, result, shown=top, prompts=text)
         sections[name] = _named_apart(name, section, sections.values())
-    listed = list(with_heads(sections, results).values())
+    listed = list(with_cards(sections, results).values())
     if left_out:
         text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
@@ -138,7 +134,7 @@ def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
 def section_of(
     name: str, analysis: Analysis, result: Finding, *, shown: Sequence[str] = (), prompts: str = ""
 ) -> Section:
-    """Section with the sentences, figures and tables of a result, and its method.
+    """Section with the sentences, figures, tables and switches of a result, and its method.
 
     Args:
         shown: Sentences that the page already shows.
@@ -160,6 +156,7 @@ def section_of(
         {key: _ready(figure, name) for key, figure in figures_of(name, result).items()},
         tables,
         meanings(result, columns),
+        switches=result.switches() if hasattr(result, "switches") else None,
     )
 
 
@@ -173,23 +170,18 @@ def _ready(figure: go.Figure, name: str) -> go.Figure:
     )
 
 
-def with_heads(
+def with_cards(
     sections: Mapping[str, Section], results: Mapping[str, Finding]
 ) -> dict[str, Section]:
-    """Sections with the parts that combine several results: cards of heads, and switches for heads."""
-    shown = dict(sections)
-    for name in [name for name, result in results.items() if hasattr(result, "cards")][:1]:
-        cards: list[Card] = results[name].cards()  # type: ignore[attr-defined]
-        for other in results.values():
-            facts = other.head_facts() if hasattr(other, "head_facts") else [{}] * len(cards)
-            cards = [
-                replace(card, facts={**card.facts, **more})
-                for card, more in zip(cards, facts, strict=True)
-            ]
-        n_random = getattr(results[name], "n_random", 0)
-        legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
-        shown[name] = replace(shown[name], cards=tuple(cards), legend=legend)
-    for name, result in results.items():
-        if hasattr(result, "switches"):
-            shown[name] = replace(shown[name], switches=result.switches())
-    return shown
+    """Sections in which the cards of the heads, which one result offers, hold facts of all results."""
+    name = next((name for name, each in results.items() if hasattr(each, "cards")), None)
+    if name is None:
+        return dict(sections)
+    cards: Sequence[Card] = results[name].cards()  # type: ignore[attr-defined]
+    for each in results.values():
+        if hasattr(each, "head_facts"):
+            pairs = zip(cards, each.head_facts(), strict=True)
+            cards = [replace(card, facts={**card.facts, **more}) for card, more in pairs]
+    n_random = getattr(results[name], "n_random", 0)
+    legend = f"The grey band beside a number is where 90% of {n_random} models with random weights lie; the line is this model."
+    return {**sections, name: replace(sections[name], cards=tuple(cards), legend=legend)}

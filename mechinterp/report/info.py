@@ -9,8 +9,8 @@ from mechinterp.checkpoints.native.folder import Outline
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.fields import flatten
-from mechinterp.report.header import header
 from mechinterp.report.text import wrapped
+from mechinterp.report.to_json import header
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint

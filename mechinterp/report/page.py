@@ -114,13 +114,7 @@ def write_report(
     else:
         name, about = checkpoint.name, checkpoint.in_words
         with predictions_kept():
-            verdict, loss, sections = contents_of(
-                checkpoint,
-                prompts=prompts,
-                n_prompts=n_prompts,
-                seed=seed,
-                analyses=analyses,
-            )
+            verdict, loss, sections = contents_of(checkpoint, prompts, n_prompts, seed, analyses)
     return write_page(
         out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
     )

@@ -1,58 +1,54 @@
-"""Results as JSON documents, the interface for scripts."""
+"""Results as JSON documents, the interface for scripts: their common header and their encoding."""
 
-from pathlib import Path
+import json
+import math
+from typing import TYPE_CHECKING
 
-from mechinterp.analysis.result import Finding, fields_of, records
-from mechinterp.analysis.training.jumps import JumpForecast
-from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.native.exchange import FORMAT as EXCHANGE
-from mechinterp.checkpoints.native.exchange import positions_for
-from mechinterp.config import ExperimentConfig
-from mechinterp.report.header import SCHEMA_VERSION, header
-from mechinterp.training.train import TrainingSummary
+if TYPE_CHECKING:
+    from mechinterp.analysis.result import Finding
+    from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.native.folder import Outline
+
+SCHEMA_VERSION = 3
+"""Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
 
-def to_json(name: str, checkpoint: Checkpoint, result: Finding) -> dict:
+def to_json(name: str, checkpoint: "Checkpoint", result: "Finding") -> dict:
     """Document with the result of an analysis of a checkpoint."""
+    from mechinterp.analysis.result import fields_of  # loads plotly, which `info` needs not
+
     return {**header(checkpoint), **fields_of(name, result)}
 
 
-def conversion_document(checkpoint: Checkpoint, target: str, files: list[Path]) -> dict:
-    """Document that `convert` prints. `n_ctx` is null except for transformer-lens; `left_out` is empty for a native folder."""
-    native = target == "native"
-    parts = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
-    return {
-        **header(checkpoint),
-        "to": target,
-        "n_ctx": positions_for(checkpoint.config.task) if target == EXCHANGE else None,
-        "left_out": [] if native else [name for name, has_it in parts.items() if has_it],
-        "files": [str(file) for file in files],
-    }
-
-
-def forecast_document(config: ExperimentConfig, forecast: JumpForecast, out: Path | None) -> dict:
-    """Document that `predict-jumps` prints about a config."""
-    jumps = records(forecast.to_frame())
-    for row, vector in zip(jumps, forecast.vector.tolist(), strict=True):
-        row["vector"] = vector
+def header(checkpoint: "Checkpoint | Outline") -> dict:
+    """Common first fields of every document about a checkpoint."""
+    shape, task = checkpoint.config.model, checkpoint.task
+    number = {"task.beta_var": task.beta_variance} if "task.beta_var" in checkpoint.assumed else {}
     return {
         "schema_version": SCHEMA_VERSION,
-        "id": config.id,
-        "steps": config.train.steps,
-        "jumps": jumps,
-        "levels": forecast.levels,
-        "notes": list(forecast.notes),
-        "figure": None if out is None else str(out),
+        "path": str(checkpoint.path),
+        **({"understood": False} if checkpoint.assumed.get("understood") is False else {}),
+        "format": checkpoint.format,
+        "assumed": {**checkpoint.assumed, **number},
+        "n_layers": shape.n_layers,
+        "n_heads": shape.n_heads,
+        "d_x": task.d_x,
+        "d_y": task.d_y,
     }
 
 
-def training_document(summary: TrainingSummary, checkpoint: str) -> dict:
-    """Document that `train` and `sweep` print; steps_per_second excludes start-up."""
-    rate = summary.steps / summary.seconds if summary.seconds else 0.0
-    return {
-        "checkpoint": checkpoint,
-        "steps": summary.steps,
-        "seconds": summary.seconds,
-        "steps_per_second": rate,
-        "loss": summary.loss,
-    }
+def dumps(document: object) -> str:
+    """The document as JSON text; NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_plain(document), indent=2, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # an array or a numpy scalar
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -33,7 +33,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -223,8 +223,7 @@ def zero_model(task: TaskConfig) -> ICLTransformer:
 
 
 def sampled_on(task: TaskConfig, n_prompts: int = 200):
-    generator = generator_for(0, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64)
+    return sample_prompts(task, n_prompts, dtype=torch.float64)
 
 
 def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():

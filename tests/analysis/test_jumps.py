@@ -108,6 +108,7 @@ EIGENVALUES = "task.covariance.eigenvalues"
         ("linear-separate", [f"{EIGENVALUES}=[0.3, 0.3, 0.3, 0.1]"], ["distinct", "0.3, 0.3"]),
         ("linear-separate", [f"{EIGENVALUES}=[0.4, 0.3, 0.2, -0.1]"], ["positive"]),
         ("linear-separate", ["task.context_length=0"], ["task.context_length", 1, 0]),
+        ("linear-separate", ["train.init_std=0"], ["train.init_std", 0]),
         ("linear-separate", ["train.optimizer=adam", "train.init_std=null"], ["train.optimizer"]),
         ("softmax-h2", [], ["model.score", "linear/L", "softmax"]),
     ],

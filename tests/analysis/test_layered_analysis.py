@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.ablation.pruning import save_pruned
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.runner import masked
 from mechinterp.report.to_json import to_json
 from tests.conftest import refused
@@ -36,9 +35,7 @@ def found() -> LayeredClassification:
 @pytest.mark.slow
 def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredClassification):
     checkpoint = checkpoint_of(garg(), n_heads=4)
-    prompts = sample_prompts(
-        checkpoint.task, 48, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
+    prompts = sample_prompts(checkpoint.task, 48, dtype=torch.float64)
     full = (checkpoint.predictor.predict(prompts) - prompts.y_query_clean).square()[:, 0]
     with masked(checkpoint.model, [(1, 3)]):
         without = checkpoint.predictor.predict(prompts)
@@ -74,9 +71,7 @@ def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner
 @pytest.mark.slow
 def test_the_risk_is_held_against_the_target_without_noise():
     noisy = checkpoint_of(garg(), n_heads=4, noise_var=25.0, query_noise=True)
-    prompts = sample_prompts(
-        noisy.task, 16, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
+    prompts = sample_prompts(noisy.task, 16, dtype=torch.float64)
     expected = (noisy.predictor.predict(prompts) - prompts.y_query_clean).square().mean().item()
     found = classify_layers(noisy, n_prompts=16)
     assert found.excess_risk == pytest.approx(expected, rel=1e-5)
@@ -103,15 +98,3 @@ def test_prompts_are_the_seeds_and_the_tasks():
         classify_layers(checkpoint, TaskConfig(), n_prompts=FEWEST)
     with refused("n_prompts", 8, 1):
         classify_layers(checkpoint, n_prompts=1)
-
-
-def test_a_pruned_model_is_saved_and_predicts_as_the_masked_one(tmp_path: Path):
-    checkpoint = checkpoint_of(garg(), n_heads=4, context_length=5)
-    prompts = sample_prompts(checkpoint.task, 20, generator=generator_for(0, "eval", 0))
-    kept = np.ones((3, 4), dtype=bool)
-    kept[1, 1:] = kept[2, 0] = False
-    saved = save_pruned(checkpoint, kept, tmp_path / "pruned", prompts=prompts)
-    with masked(checkpoint.model, [(1, 1), (1, 2), (1, 3), (2, 0)]):
-        expected = checkpoint.model.predict(prompts)
-    torch.testing.assert_close(saved.model.predict(prompts), expected)
-    assert (saved.path, saved.task.context_length) == (tmp_path / "pruned", 5)

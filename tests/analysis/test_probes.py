@@ -21,7 +21,7 @@ from mechinterp.analysis.probing.linear import (
 from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -141,7 +141,7 @@ def test_targets(few):
 
 def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     task = TaskConfig(d_x=4, context_length=9)
-    prompts = sample_prompts(task, 60, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    prompts = sample_prompts(task, 60, dtype=torch.float64)
     bridge = random_gpt2()
     for positions in ([0, 3], [3, -1]):
         with refused("position -1", 10, 19):

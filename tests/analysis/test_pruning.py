@@ -24,16 +24,16 @@ from mechinterp.analysis.ablation.pruning import (
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.linear import cross_validated
 from mechinterp.analysis.stats import random_halves, ratio_and_sem
-from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.config import TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import refused
-from tests.deep_models import WIDE, random_gpt2, random_model
+from tests.deep_models import WIDE, random_gpt2, random_model, wide_checkpoint
 
 TASK = TaskConfig(d_x=4, context_length=9)
 
@@ -44,12 +44,14 @@ def many() -> Prompts:
     return sample_prompts(TASK, 80, generator=generator, dtype=torch.float64)
 
 
+TRAIN = TrainConfig(
+    batch_size=64, learning_rate=1e-2, shortest_context=5, schedule="cosine", clip_norm=0.5
+)
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path):
-    model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-    weights = random_model(**WIDE).weights
-    save(tmp_path / "full", ExperimentConfig(task=TASK, model=model), weights, step=5)
-    return load(tmp_path / "full")
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return wide_checkpoint(tmp_path / "full", TRAIN)
 
 
 def test_rules():
@@ -268,26 +270,12 @@ def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
     assert not clear.carried_by_few
 
 
-CONFIG = ExperimentConfig(
-    task=TaskConfig(d_x=4, context_length=9),
-    model=ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3),
-    train=TrainConfig(
-        batch_size=64, learning_rate=1e-2, shortest_context=5, schedule="cosine", clip_norm=0.5
-    ),
-)
 KEPT = np.array([[True] * 4, [True] + [False] * 3, [True] * 4])
 
 
 @pytest.fixture
-def trained(tmp_path: Path):
-    save(tmp_path / "full", CONFIG, random_model(**WIDE).weights, step=5)
-    return load(tmp_path / "full")
-
-
-@pytest.fixture
 def fresh():
-    generator = generator_for(1, "eval", 0)
-    return sample_prompts(CONFIG.task, 500, generator=generator, dtype=torch.float64)
+    return sample_prompts(TASK, 500, seed=1, dtype=torch.float64)
 
 
 def by_hand(weights, steps: int):
@@ -298,7 +286,7 @@ def by_hand(weights, steps: int):
         generator = generator_for(1000, "train", step)
         length = int(torch.randint(5, 10, (), generator=generator))
         drawn = sample_prompts(
-            CONFIG.task, 64, generator=generator, context_length=length, dtype=torch.float64
+            TASK, 64, generator=generator, context_length=length, dtype=torch.float64
         )
         optimizer.zero_grad()
         error = predict_deep(weights.with_tensors(trained), drawn) - drawn.y_query
@@ -314,10 +302,10 @@ def risks(weights, prompts):
 
 
 @pytest.mark.slow
-def test_it_is_training_by_hand(trained, fresh):
-    found = fine_tune(trained, KEPT, fresh, steps=20)
+def test_it_is_training_by_hand(checkpoint, fresh):
+    found = fine_tune(checkpoint, KEPT, fresh, steps=20)
     assert found.step.tolist() == [0, 5, 10, 15, 20]
-    starts = [pruned_weights(trained.weights, KEPT), trained.weights]
+    starts = [pruned_weights(checkpoint.weights, KEPT), checkpoint.weights]
     few, full = (by_hand(start, 20) for start in starts)
     for name, tensor in few.tensors.items():
         torch.testing.assert_close(found.weights.tensors[name], tensor, rtol=1e-7, atol=1e-9)
@@ -326,16 +314,16 @@ def test_it_is_training_by_hand(trained, fresh):
     np.testing.assert_allclose(ends, np.mean(expected, axis=1), rtol=1e-6)
     np.testing.assert_allclose(found.ratio[:, -1], found.risk[:, -1] / found.risk[1, 0], rtol=1e-9)
     assert (found.ratio[1, 0], found.ratio_sem[1, 0]) == (1, 0)
-    masked = masked_errors(trained.model, fresh, [[(1, 1), (1, 2), (1, 3)]])
+    masked = masked_errors(checkpoint.model, fresh, [[(1, 1), (1, 2), (1, 3)]])
     assert found.risk[0, 0] == pytest.approx(masked.mean(), rel=1e-9)
 
 
 @pytest.mark.slow
-def test_it_helps_and_pruned_heads_stay_away(trained, fresh, tmp_path):
-    found = fine_tune(trained, KEPT, fresh, steps=60)
+def test_it_helps_and_pruned_heads_stay_away(checkpoint, fresh, tmp_path):
+    found = fine_tune(checkpoint, KEPT, fresh, steps=60)
     assert found.weights.heads_per_layer == ((0, 1, 2, 3), (0,), (0, 1, 2, 3))
     assert found.risk[0, -1] + 4 * found.risk_sem[0, -1] < found.risk[0, 0]
-    save_pruned(trained, KEPT, tmp_path / "tuned", prompts=fresh, tuned=found)
+    save_pruned(checkpoint, KEPT, tmp_path / "tuned", prompts=fresh, tuned=found)
     saved = load(tmp_path / "tuned")
     np.testing.assert_allclose(risks(saved.weights, fresh).mean(), found.risk[0, -1], rtol=1e-9)
     heads = [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
@@ -344,8 +332,8 @@ def test_it_helps_and_pruned_heads_stay_away(trained, fresh, tmp_path):
     assert found.to_frame()["model"].tolist() == ["pruned"] * 5 + ["full"] * 5
 
 
-def test_what_is_refused(trained, fresh):
+def test_what_is_refused(checkpoint, fresh):
     with refused("train.steps", 0):
-        fine_tune(trained, KEPT, fresh, steps=0)
+        fine_tune(checkpoint, KEPT, fresh, steps=0)
     with refused("12 heads", "none"):
-        fine_tune(trained, ~np.ones((3, 4), dtype=bool), fresh)
+        fine_tune(checkpoint, ~np.ones((3, 4), dtype=bool), fresh)

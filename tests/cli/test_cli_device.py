@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.cli.options import about_paths
+from mechinterp.cli.printing import about_paths
 from tests.conftest import CHECKPOINTS, Run
 
 ONE, DEEP = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"

@@ -20,7 +20,6 @@ from tests.checkpoints.foreign_files import (
     whole_run,
 )
 from tests.conftest import Run, sampled
-from tests.models.test_layered_models import garg
 
 FEW = ("--n-prompts", "64")
 
@@ -35,12 +34,6 @@ def pair_of_heads(file: Path) -> Path:
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
     return pair_of_heads(tmp_path / "run.pth")
-
-
-@pytest.fixture
-def gpt2(tmp_path: Path) -> Path:
-    torch.save(garg().state_dict(), tmp_path / "gpt2.pt")
-    return tmp_path / "gpt2.pt"
 
 
 def test_classify_reads_somebody_elses_run(run: Run, pair: Path):

@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.load import load
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from tests.checkpoints.files import read
 from tests.conftest import CHECKPOINTS, Run
-from tests.deep_models import WIDE, random_model
+from tests.deep_models import wide_checkpoint
 from tests.models.test_layered_models import garg
-
-TASK = TaskConfig(d_x=4, context_length=9)
 
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Path:
-    model = ModelConfig(n_layers=3, n_heads=4, context_only=True, d_model=12, d_head=3)
-    weights = random_model(**WIDE).weights
-    save(tmp_path / "deep", ExperimentConfig(task=TASK, model=model), weights, step=5)
-    return tmp_path / "deep"
-
-
-def prompts(n_prompts: int, *, seed: int = 0):
-    generator = generator_for(seed, "eval", 0)
-    return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
+    return wide_checkpoint(tmp_path / "deep").path
 
 
 @pytest.mark.slow

@@ -111,23 +111,18 @@ def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
     words = "already exists; it is not overwritten; choose another --out."
     run(*JUMPS, "--out", page).assert_refused(page, words)
     run(*JUMPS, "--out", tmp_path / "x.png").assert_refused("x.png", "must end in .html")
-    assert "note: 3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
-
-
-EIGENVALUES = "task.covariance.eigenvalues"
+    assert "3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["softmax-h2"], ['model.score must be "linear/L"', "softmax"]),
         (["linear-merged"], ["separate heads of rank one", "model.merged_qk must be false"]),
-        (["linear-rank-2"], ["model.d_head must be 1, got 2"]),
         (["nothing"], ["nothing", "linear-separate", "or a config file is needed"]),
-        ([*JUMPS[1:], "--set", f"{EIGENVALUES}=[0.3,0.3,0.3,0.1]"], ["Eigenvalues repeat"]),
-        ([*JUMPS[1:], "--set", f"{EIGENVALUES}=[0.3,0.2,0.1,-0.1]"], ["must be positive", "-0.1"]),
-        ([*JUMPS[1:], "--set", "task.context_length=0"], ["task.context_length", ">= 1", "got 0"]),
-        ([*JUMPS[1:], "--set", "train.init_std=0"], ["train.init_std must be > 0, got 0.0"]),
+        (
+            [*JUMPS[1:], "--set", "task.covariance.eigenvalues=[0.3,0.3,0.3,0.1]"],
+            ["Eigenvalues repeat"],
+        ),
     ],
     ids=lambda value: " ".join(value)[:60],
 )

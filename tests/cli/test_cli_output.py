@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.io.files import write_new
-from mechinterp.cli.options import BROKEN_PIPE, say
+from mechinterp.cli.printing import BROKEN_PIPE, say
 from tests.conftest import CHECKPOINTS, Run, sampled, started
 
 H1 = CHECKPOINTS / "softmax-h1-s0"

@@ -12,7 +12,6 @@ from mechinterp.config import TaskConfig
 from tests.conftest import CHECKPOINTS, Run
 
 CHECKPOINT = CHECKPOINTS / "softmax-h2-s0"
-FEW = ("--n-prompts", "64")
 
 
 @pytest.fixture

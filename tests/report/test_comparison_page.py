@@ -42,36 +42,23 @@ def test_the_page_counts_patterns_by_setting(tmp_path: Path):
 @pytest.mark.slow
 def test_the_command_compares_several_and_names_the_bad_ones(run: Run, tmp_path: Path):
     paths = [CHECKPOINTS / name for name in NAMES]
-    out = tmp_path / "page"
-    ran = run("report", *paths, tmp_path / "gone", "--out", out, "--n-prompts", 64, "--json")
+    out, unread = tmp_path / "page", tmp_path / f"{EVIL}.pt"
+    torch.save({f"{EVIL}.weight": torch.ones(2)}, unread)
+    ran = run("report", *paths, unread, "--out", out, "--n-prompts", 64, "--json")
     assert ran.code == 2
     assert list(ran.document) == ["checkpoints", "page", "tables", "verdict"]
     *good, bad = ran.document["checkpoints"]
     assert good == [{"path": str(path)} for path in paths]
-    assert bad["path"] == str(tmp_path / "gone")
-    assert "does not exist" in bad["error"]
+    assert bad["path"] == str(unread)
+    assert f"{EVIL}.weight" in bad["error"]
     assert ran.document["verdict"].endswith(", kernel_regression 1. Left out: 1 of 4.")
     left_out = pd.read_csv(out / "left_out.csv")
     assert left_out.columns.tolist() == ["checkpoint", "error"]
     assert left_out["checkpoint"].tolist() == [bad["path"]]
     assert f"{bad['path']}: {left_out['error'].item()}" == bad["error"]
     assert ran.document["page"] == str(out / PAGE)
+    assert EVIL not in (out / PAGE).read_text(encoding="utf-8")
     assert len(pd.read_csv(out / "models.csv")) == 3
     run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
     ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite").done()
     assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")
-
-
-@pytest.mark.slow
-def test_what_is_left_out_is_named_with_its_reason_and_is_never_a_tag(run: Run, tmp_path: Path):
-    bad = tmp_path / f"{EVIL}.pt"
-    torch.save({f"{EVIL}.weight": torch.ones(2)}, bad)
-    paths = [CHECKPOINTS / name for name in NAMES[:2]]
-    ran = run("report", *paths, bad, "--out", tmp_path / "page", "--n-prompts", 64)
-    assert ran.code == 2
-    text = (tmp_path / "page" / PAGE).read_text(encoding="utf-8")
-    row = text.partition("<caption>Left out</caption>")[2].partition("</table>")[0]
-    path, reason = (html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row))
-    assert path == str(bad)
-    assert f"{EVIL}.weight" in reason
-    assert EVIL not in text

@@ -10,17 +10,13 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.learners.compare import baselines
-from mechinterp.analysis.number_format import with_error
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.report.page import PAGE, Report, write_report
 from mechinterp.training.train import train_models
-from tests.deep_models import WIDE, random_model
+from tests.deep_models import WIDE, random_model, wide_checkpoint
 from tests.models.test_layered_models import garg
 from tests.report.test_page import EVIL, opened, unexplained_columns
 
@@ -37,9 +33,7 @@ SECTIONS = [
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 3 layers of 4 random heads, in a folder with a name that tries to be a tag."""
-    folder = tmp_path_factory.mktemp("deep") / EVIL
-    save(folder, ExperimentConfig(task=TASK, model=MODEL), random_model(**WIDE).weights, step=0)
-    return folder
+    return wide_checkpoint(tmp_path_factory.mktemp("deep") / EVIL).path
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +55,12 @@ def test_the_page_is_whole_and_says_what_it_found(written: Report):
     assert unexplained_columns(written.page) == set()
 
 
-def test_the_numbers_are_those_of_the_analyses(deep: Path, written: Report):
-    checkpoint = load(deep)
-    generator = generator_for(0, "eval", 0)
-    prompts = sample_prompts(TASK, N_PROMPTS, generator=generator, dtype=torch.float64)
-    folder = written.page.parent
-    zero = ablate_heads(checkpoint.model, prompts)
-    heads = pd.read_csv(folder / "ablation.csv").query("method == 'zero'")
-    np.testing.assert_allclose(heads["rise"], zero.rise.ravel(), rtol=1e-9)
-    layer = [(1, head) for head in range(4)]
-    errors = masked_errors(checkpoint.model, prompts, [[], layer]).mean(0)
-    layers = pd.read_csv(folder / "layers.csv")
-    assert layers["layer_rise"][1] == pytest.approx(errors[1] - errors[0], rel=1e-9)
-    pruned = prune(checkpoint.model, prompts)
-    costs = pd.read_csv(folder / "pruning.csv").set_index("model")
-    assert costs.loc["pruned", "ratio"] == pytest.approx(pruned.ratio, rel=1e-9)
-    chosen = pd.read_csv(folder / "chosen.csv")
-    assert chosen["chosen"].tolist() == pruned.chosen.ravel().tolist()
-    found = baselines(checkpoint.model, prompts)
-    text = opened(written).text
-    assert f"excess risk is {with_error(found.model_risk[0], found.model_risk_sem[0])} y²" in text
-    assert (
-        f"{with_error(found.ratio[0, 0], found.ratio_sem[0, 0])} times that of predicting 0" in text
-    )
-    assert with_error(pruned.ratio, pruned.ratio_sem) in text
+def test_the_cost_of_a_layer_is_that_of_masking_its_heads(deep: Path, written: Report):
+    prompts = sample_prompts(TASK, N_PROMPTS, seed=0, dtype=torch.float64)
+    masks = [[], [(1, head) for head in range(4)]]
+    full, masked = masked_errors(load(deep).model, prompts, masks).mean(0)
+    layers = pd.read_csv(written.page.parent / "layers.csv")
+    assert layers["layer_rise"][1] == pytest.approx(masked - full, rel=1e-9)
 
 
 def test_a_head_may_cost_more_than_its_layer(tmp_path: Path):

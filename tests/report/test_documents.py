@@ -13,9 +13,8 @@ from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import stack
-from mechinterp.report.header import dumps
 from mechinterp.report.to_csv import write_csv, write_table
-from mechinterp.report.to_json import to_json
+from mechinterp.report.to_json import dumps, to_json
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,20 @@
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
-import plotly.graph_objects as go
 import pytest
 
 from mechinterp.analysis.registry import (
     ANALYSES,
-    Analysis,
     analysis_of,
-    nothing,
     run_analysis,
 )
-from mechinterp.checkpoints.checkpoint import Checkpoint, load
-from mechinterp.display import Result
-from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.predictor import Source
+from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.contents import default_names, section_of
-from mechinterp.report.header import dumps, header
-from mechinterp.report.page import write_report
 from mechinterp.report.to_html import page
-from mechinterp.report.to_json import to_json
+from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.deep_models import descent_checkpoint
@@ -93,58 +84,17 @@ def test_an_analysis_is_described_in_sentences_by_its_docstring():
         analysis_of("nothing")
 
 
-@dataclass(frozen=True)
-class Size(Result):
-    """How large the responses are."""
-
-    mean_square: float
-
-    def __repr__(self) -> str:
-        return f"Size({self.mean_square:.3g})"
-
-    def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame({"size": [self.mean_square]})
-
-    def plot(self) -> go.Figure:
-        return go.Figure(go.Bar(y=[self.mean_square]))
-
-
-def size(source: Source, prompts=None, *, n_prompts: int = 16, seed: int = 0) -> Size:
-    """Mean square of the responses.
-
-    Args:
-        prompts: As elsewhere.
-    """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    return Size(prompts.y_query.square().mean().item())
-
-
-def test_a_new_analysis_is_one_function_and_one_line(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(ANALYSES, "size", Analysis(size, on_page=nothing))
-    path = CHECKPOINTS / "softmax-h1-s0"
-    checkpoint: Checkpoint = load(path)
-    expected = size(checkpoint, n_prompts=40, seed=1).mean_square
-    ran = run("analyse", "size", path, "--n-prompts", 40, "--seed", 1, "--json")
-    assert ran.document["analysis"] == "size"
-    assert ran.document["rows"] == [{"size": pytest.approx(expected, rel=1e-6)}]
-    assert (
-        f"Size({expected:.3g})" in run("analyse", "size", path, "--n-prompts", 40, "--seed", 1).out
-    )
-    written = write_report(checkpoint, tmp_path / "page", n_prompts=40, seed=1, analyses=["size"])
-    text = written.page.read_text(encoding="utf-8")
-    assert "<h2>Size</h2>" in text
-    assert "Mean square of the responses." in text
-    assert pd.read_csv(tmp_path / "page" / "size.csv")["size"].item() == pytest.approx(expected)
-    # It suits every model, so that the page has it unasked.
-    assert "size" in default_names(checkpoint)
+def test_a_page_shows_what_suits_the_model():
+    """The distances to the posterior mean of a pool need a task with a pool."""
+    pool = load(CHECKPOINTS / "pool-linear-m16-s0")
+    config = replace(pool.config, task=replace(pool.config.task, n_tasks=None))
+    assert "priors" in default_names(pool)
+    assert "priors" not in default_names(replace(pool, config=config))
 
 
 @pytest.mark.slow
 def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
-    run("analyse", "sise", path).assert_refused("An analysis must be one of classify, ", "'sise'")
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
     run("report", path, path, *out, "fit").assert_refused("analyses need one checkpoint, got 2")

@@ -2,14 +2,17 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
+from mechinterp.analysis.registry import ANALYSES, analysis_of, nothing, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.cli.analyses import settings_of
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.report.contents import default_names
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run
 
@@ -58,19 +61,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_told_in_all_forms(folder: Path, run: Run):
-    import mechinterp as mi
-
-    drawn = mi.evaluation_prompts(load(PATH), n_prompts=40, seed=1)
+@pytest.mark.parametrize("registered", [False, True])
+def test_it_is_told_in_all_forms(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, registered: bool
+):
+    """By its module and its name, or by one line in the registry."""
+    name = NAME
+    if registered:
+        name, analysis = analysis_of(NAME)
+        monkeypatch.setitem(ANALYSES, name, replace(analysis, on_page=nothing))
+        # It suits every model, so that the page has it unasked.
+        assert name in default_names(load(PATH))
+    drawn = evaluation_prompts(load(PATH), n_prompts=40, seed=1)
     expected = drawn.y_query.abs().pow(3.0).mean().item()
-    asked = ("analyse", NAME, PATH, "--n-prompts", 40, "--seed", 1, "--power", 3)
+    asked = ("analyse", name, PATH, "--n-prompts", 40, "--seed", 1, "--power", 3)
     document = run(*asked, "--json").document
     assert (document["analysis"], document["rows"]) == ("mean-power", [{"mean": expected}])
     assert f"Power(mean={expected})" in run(*asked).out
     out = ("--out", folder / "page", "--n-prompts", 40, "--seed", 1)
-    run("report", PATH, *out, "--analysis", "circuits", "--analysis", NAME)
+    run("report", PATH, *out, "--analysis", "circuits", "--analysis", name)
     text = (folder / "page" / "index.html").read_text(encoding="utf-8")
     assert text.index("<h2>Circuits</h2>") < text.index("<h2>Mean power</h2>")
+    assert "Mean power of the responses." in text
     squares = drawn.y_query.square().mean().item()
     assert pd.read_csv(folder / "page" / "mean_power.csv")["mean"].item() == pytest.approx(squares)
 
@@ -87,6 +99,7 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
 @pytest.mark.parametrize(
     ("named", "words"),
     [
+        ("nothing", "An analysis must be one of classify, circuits, "),
         ("own_analyses:nothing", "own_analyses has no function 'nothing'."),
         ("own_analyses:number", "own_analyses has no function 'number'."),
         ("no_such_module:mine", "no_such_module:mine: there is no module no_such_module."),

@@ -113,10 +113,7 @@ def ablate_subsets(
         `ablate_heads`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 512, generator=generator_for(0, "eval", 0))
-        >>> ablate_subsets(load("checkpoints/softmax-h2-s0"), prompts).to_frame()["kept"].tolist()
+        >>> ablate_subsets(load("softmax-h2-s0"), n_prompts=512).to_frame()["kept"].tolist()
         ['none', 'H0', 'H1', 'H0 H1']
     """
     prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)

@@ -448,10 +448,7 @@ def baselines(
         `fit_learners`, `classify`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.config import TaskConfig, TaskLike
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 256, generator=generator_for(0, "eval", 0))
-        >>> found = baselines(load("checkpoints/softmax-h2-s0").model, prompts)
+        >>> found = baselines(load("softmax-h2-s0"), n_prompts=256)
         >>> dict(zip(found.learners, found.ratio[0] > 1))["ridge"]
         np.True_
     """

@@ -109,14 +109,8 @@ def patch_positions(
         `attribute_edges`, `read_out_by_layer`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> clean, corrupted = (
-        ...     sample_prompts(checkpoint.config.task, 4, generator=generator_for(0, "eval", step), context_length=6)
-        ...     for step in (0, 1)
-        ... )
-        >>> patch_positions(checkpoint.model, clean, corrupted, activation="v").effect.shape
-        (1, 7, 2)
+        >>> patch_positions(load("softmax-h2-s0"), activation="v", n_prompts=4).effect.shape
+        (1, 41, 2)
     """
     from transformer_lens.utilities import get_act_name  # slow import
 

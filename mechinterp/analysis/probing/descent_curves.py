@@ -121,16 +121,9 @@ def p_probe(
     See also:
         `probe_layers`.
     Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
         >>> from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-        >>> from mechinterp.models.hooked.transformer import ICLTransformer
-        >>> task = TaskConfig(d_x=4, context_length=16)
-        >>> weights = preprocess_then_optimise_model([0.5], d_x=4)
-        >>> model = ICLTransformer.from_weights(weights, task=task)
-        >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(task, 64, generator=generator, dtype=torch.float64)
-        >>> p_probe({"built": model}, prompts, steps=4).features
+        >>> built = preprocess_then_optimise_model([0.5], d_x=4)
+        >>> p_probe({"built": built}, n_prompts=64, steps=4).features
         ('raw x', 'reweighted x', 'built')
     """
     models = models if isinstance(models, Mapping) else {"model": models}

@@ -200,10 +200,7 @@ def probe_layers(
         `read_out_by_layer`, `p_probe`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.config.task, 512, generator=generator_for(0, "eval", 0))
-        >>> probes = probe_layers(checkpoint.model, prompts)
+        >>> probes = probe_layers(load("softmax-h2-s0"), n_prompts=512)
         >>> probes.r2[0, 0] < 0.1, probes.r2[1, 0] > 0.8
         (np.True_, np.True_)
     """

@@ -169,35 +169,23 @@ def read_out_by_layer(
     best = ridge(prompts.to(torch.float64), penalty=law.posterior_penalty)
     targets = [t.double().numpy(force=True) for t in (prompts.y_query, predicted, best)]
     places = _places(predictor, prompts)
-    own = _own_read_outs(predictor, prompts, list(places.values()), predicted)
-    rows = []
-    for index, stream in enumerate(progress(list(places.values()), "reading out")):
+    streams, rows = list(places.values()), []
+    read = torch.stack([predictor.own_read_out(stream, prompts) for stream in streams])
+    whole = predicted.to(read)
+    # A model that reads several positions, for example, has no read-out of the query's stream alone.
+    if not torch.allclose(read[-1], whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item()):
+        read = torch.full_like(read, torch.nan)
+    own = read.double().numpy(force=True)
+    for index, stream in enumerate(progress(streams, "reading out")):
         features = stream.double().numpy(force=True)
         for target, fitted in zip(targets, cross_validated(features, *targets), strict=True):
-            as_is = [np.nan] * 4 if own is None else loss_and_r2(own[index], target)
+            as_is = loss_and_r2(own[index], target)
             rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
     values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
     columns = dict(zip([*names, "penalty"], values, strict=True))
     layers_run, head = (np.array(each) for each in zip(*places, strict=True))
     return ReadOutByLayer(layers_run=layers_run, head=head, **columns)
-
-
-def _own_read_outs(
-    predictor: Predictor,
-    prompts: Prompts,
-    streams: list[Float[Tensor, "batch d_model"]],
-    predicted: Float[Tensor, "batch d_y"],
-) -> Float[np.ndarray, "place batch d_y"] | None:
-    """The model's own read-out of these streams; the last stream is the one after the last layer.
-
-    None if it does not reproduce the prediction from the last stream, for example because it reads
-    several positions.
-    """
-    read = torch.stack([predictor.own_read_out(stream, prompts) for stream in streams])
-    whole = predicted.to(read)
-    same = torch.allclose(read[-1], whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item())
-    return read.double().numpy(force=True) if same else None
 
 
 def _places(

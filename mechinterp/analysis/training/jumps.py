@@ -53,6 +53,11 @@ class JumpForecast(Result):
         jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
         return f"JumpForecast({', '.join(jumps)})"
 
+    def sentences(self) -> list[str]:
+        """The levels, and the limits of the prediction."""
+        levels = ", ".join(f"{level:.4f}" for level in self.levels)
+        return [f"Levels of the loss (y²): {levels}.", *self.notes]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per jump."""
         names = ("step", "time", "direction", "eigenvalue", "head")

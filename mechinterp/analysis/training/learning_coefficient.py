@@ -230,15 +230,7 @@ def local_learning_coefficient(
         >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
         (True, True)
     """
-    local = local_loss(
-        source,
-        prompts,
-        weights=weights,
-        loss=loss,
-        sampled_heads=sampled_heads,
-        n_prompts=n_prompts,
-        seed=seed,
-    )
+    local = local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
     for name, value in (("n_beta", n_beta), ("localisation", localisation)):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be > 0, got {value}.")

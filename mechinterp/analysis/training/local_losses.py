@@ -44,13 +44,12 @@ ModuleLoss = Callable[[nn.Module], Tensor]
 
 def local_loss(
     source: Source | nn.Module | LocalLoss,
-    prompts: Prompts | None = None,
-    *,
-    weights: str | Sequence[str] | None = None,
-    loss: ModuleLoss | None = None,
-    sampled_heads: Sequence[int] | None = None,
-    n_prompts: int = 1024,
-    seed: int = 0,
+    prompts: Prompts | None,
+    weights: str | Sequence[str] | None,
+    loss: ModuleLoss | None,
+    sampled_heads: Sequence[int] | None,
+    n_prompts: int,
+    seed: int,
 ) -> LocalLoss:
     """The loss around the weights: a given one, that of the population if it is known, or that on
     prompts. Arguments and errors are those of `local_learning_coefficient`."""
