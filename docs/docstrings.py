@@ -1,6 +1,7 @@
 """Docstrings as the site shows them: sections apart, examples as code, inner products, fields in one list, links."""
 
 import re
+from inspect import signature
 from textwrap import indent
 
 import griffe
@@ -47,6 +48,15 @@ def with_source(text: str, path: str) -> str:
     return "\n".join(lines)
 
 
+def show_options(function: griffe.Function) -> None:
+    """The options of `load`, as Python shows them: they are declared once, in a table that griffe does not read."""
+    function.docstring.value = mechinterp.load.__doc__
+    named = list(signature(mechinterp.load).parameters)[1:]
+    kind = griffe.ParameterKind.keyword_only
+    options = [griffe.Parameter(name, kind=kind, default="None") for name in named]
+    function.parameters = griffe.Parameters(function.parameters["path"], *options)
+
+
 class Docstrings(griffe.Extension):
     """Separates sections, shows "Example:" as code, keeps inner products, lists the fields of a class, and links names."""
 
@@ -70,6 +80,8 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
+            if "{options}" in obj.docstring.value:
+                show_options(obj)
             if PUBLIC.get(obj.name) == obj.path:
                 file = f"{obj.module.path.replace('.', '/')}.py"
                 obj.docstring.value = with_links(with_source(obj.docstring.value, file))
