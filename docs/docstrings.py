@@ -80,7 +80,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
-            if "{options}" in obj.docstring.value:
+            if obj.path == PUBLIC["load"]:
                 show_options(obj)
             if PUBLIC.get(obj.name) == obj.path:
                 file = f"{obj.module.path.replace('.', '/')}.py"
