@@ -1,7 +1,7 @@
 """Docstrings as the site shows them: sections apart, examples as code, inner products, fields in one list, links."""
 
 import re
-from inspect import signature
+from inspect import formatannotation, signature
 from textwrap import indent
 
 import griffe
@@ -51,9 +51,15 @@ def with_source(text: str, path: str) -> str:
 def show_options(function: griffe.Function) -> None:
     """The options of `load`, as Python shows them: they are declared once, in a table that griffe does not read."""
     function.docstring.value = mechinterp.load.__doc__
-    named = list(signature(mechinterp.load).parameters)[1:]
-    kind = griffe.ParameterKind.keyword_only
-    options = [griffe.Parameter(name, kind=kind, default="None") for name in named]
+    options = [
+        griffe.Parameter(
+            option.name,
+            annotation=formatannotation(option.annotation),
+            kind=griffe.ParameterKind.keyword_only,
+            default="None",
+        )
+        for option in list(signature(mechinterp.load).parameters.values())[1:]
+    ]
     function.parameters = griffe.Parameters(function.parameters["path"], *options)
 
 
