@@ -1,4 +1,4 @@
-"""One attention layer under every spelling that the table of names has, from heads whose label is known."""
+"""One attention layer as other people's code keeps it, under every spelling that the table of names has, from known heads."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.models.heads import AttentionWeights
 
 State = dict[str, Tensor]
@@ -17,8 +18,15 @@ def matrices(weights: AttentionWeights) -> State:
     rows = {
         x: getattr(weights, f"W_{x.upper()}").mT.flatten(0, 1).contiguous().clone() for x in "qkv"
     }
-    wide = pad(weights.W_O, (weights.d_x, 0))
-    return rows | {"o": wide.flatten(0, 1).mT.contiguous()}
+    return rows | {"o": pad(weights.W_O, (weights.d_x, 0)).flatten(0, 1).mT.contiguous()}
+
+
+def bias_rows(weights: AttentionWeights) -> State:
+    """The biases of these four, if there are any."""
+    if weights.b_O is None:
+        return {}
+    rows = {x: getattr(weights, f"b_{x.upper()}").flatten() for x in "qkv"}
+    return rows | {"o": pad(weights.b_O, (weights.d_x, 0))}
 
 
 def spelled(row: str, x: str) -> str:
@@ -28,9 +36,11 @@ def spelled(row: str, x: str) -> str:
 
 def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[AttentionWeights], State]:
     def write(weights: AttentionWeights) -> State:
-        rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
-        return {f"{path}{names[x]}.weight": matrix for x, matrix in rows.items()}
+        kinds = {"weight": matrices(weights), "bias": bias_rows(weights)}
+        return {
+            f"{path}{names[x]}.{kind}": t for kind, rows in kinds.items() for x, t in rows.items()
+        }
 
     return write
 
@@ -121,7 +131,62 @@ def annotated(weights: AttentionWeights) -> State:
     return {f"linears.{i}.weight": rows[x] for i, x in enumerate("qkvo")}
 
 
-OUT = {row: "out_proj" for row in PROJECTIONS}
+def multihead(weights: AttentionWeights) -> State:
+    """torch.nn.MultiheadAttention with one matrix of queries, keys and values."""
+    state = {}
+    for kind, rows in (("weight", matrices(weights)), ("bias", bias_rows(weights))):
+        if rows:
+            state[f"attn.in_proj_{kind}"] = torch.cat([rows[x] for x in "qkv"])
+            state[f"attn.out_proj.{kind}"] = rows["o"]
+    return state
+
+
+def multihead_apart(weights: AttentionWeights) -> State:
+    """The same with keys or values of another width, which it keeps in three matrices."""
+    rows = matrices(weights)
+    return {f"{x}_proj_weight": rows[x] for x in "qkv"} | {"out_proj.weight": rows["o"]}
+
+
+def paper(weights: AttentionWeights) -> State:
+    """The softmax paper's code: an output of d_y rows."""
+    rows = matrices(weights) | {"o": weights.W_O.flatten(0, 1).mT.contiguous()}
+    return {f"module.attention_layer.{x}_proj.weight": matrix for x, matrix in rows.items()}
+
+
+def merged(weights: AttentionWeights) -> State:
+    """The linear paper's code with one matrix per head for queries and keys, and values that are outputs."""
+    values = pad(weights.OV, (weights.d_x, 0)).mT
+    return {"kq.weight": weights.QK.flatten(0, 1), "value.weight": values.flatten(0, 1)}
+
+
+def separate(weights: AttentionWeights) -> State:
+    """The same with keys and queries of low rank."""
+    rows = matrices(weights)
+    named = {"key.weight": rows["k"], "query.weight": weights.scale * rows["q"]}
+    return named | {"value.weight": merged(weights)["value.weight"]}
+
+
+def circuits(weights: AttentionWeights) -> State:
+    return {"QK": weights.W_Q @ weights.W_K.mT, "OV": weights.OV}
+
+
+NARROW = {"y_first": False, "minus": False, "factor": 1.0}
+"""Layouts that write y entries alone have one order of columns, one sign and no factor."""
+SOFTMAX = {"score": "softmax", "scale": None}
+LINEAR = NARROW | {"score": "linear", "scale": None, "to_self": True, "hints": {"format": "linear-paper"}}  # fmt: skip
+FORMATS: dict[str, tuple[Callable[[AttentionWeights], State], str, dict[str, object]]] = {
+    "paper": (paper, "softmax-paper", NARROW | SOFTMAX | {"to_self": False, "wide": True}),
+    "merged": (merged, "linear-paper", LINEAR),
+    "separate": (separate, "linear-paper", LINEAR),
+    "multihead": (multihead, "torch-attention", SOFTMAX | {"minus": False}),
+    "multihead, apart": (multihead_apart, "torch-attention", SOFTMAX | {"minus": False}),
+    "arrays": (lambda weights: weights.tensors, "arrays", {}),
+    "narrow arrays": (lambda weights: weights.tensors, "arrays", NARROW),
+    "circuits": (circuits, "arrays", {"scale": 1.0}),
+    "narrow circuits": (circuits, "arrays", NARROW | {"scale": 1.0}),
+    "lens": (lambda weights: hooked_state(weights, n_ctx=6), "transformer-lens", NARROW),
+}
+"""Formats whose names state something: how each is written, its name, and what it settles; scale None: the head's own."""
 LAYOUTS: dict[str, Callable[[AttentionWeights], State]] = {
     **{f"modules {row}": linear_layers(row, "out_proj") for row in PROJECTIONS},
     **{f"output {out}": linear_layers("to_{x}", out) for out in ROWS["o"]},
