@@ -3,8 +3,9 @@
 import argparse
 import json
 import pickle
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from mechinterp.config import SCORES
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
 from tests.checkpoints.files import assert_refused, hugging_face, read
-from tests.checkpoints.foreign_files import biased, random_heads
+from tests.checkpoints.foreign_files import FORMATS, LAYOUTS, NARROW, State, biased, random_heads
 from tests.checkpoints.strangers import (
     SPELLINGS,
     TASK,
@@ -37,7 +38,6 @@ from tests.checkpoints.strangers import (
     scanned,
     spelled,
 )
-from tests.checkpoints.wild_files import FORMATS, LAYOUTS, NARROW, State
 
 SETTINGS = {
     "derandomize": True,
@@ -74,6 +74,15 @@ LOGGED = {
     "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(3)}}, "groups": [{"lr": 0.1}]},
 }
 """Things that code saves beside weights; more of them beside a dictionary of weights."""
+STATED: dict[str, Callable[[dict[str, int]], dict[str, object]]] = {
+    "a config": lambda stated: {"config": stated},
+    "Lightning": lambda stated: {"hyper_parameters": {"model": stated | {"lr": 0.1}}, "epoch": 3},
+    "arguments": lambda stated: {"args": argparse.Namespace(**stated, out=Path("x"))},
+    "a number": lambda stated: stated,
+    "a text": lambda stated: {"cfg": {name: str(value) for name, value in stated.items()}},
+    "camel case": lambda stated: {"config": {re.sub("_([a-z])", lambda c: c[1].upper(), n): v for n, v in stated.items()}},
+}  # fmt: skip
+"""Where runs keep their settings."""
 TORCH = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pkl")
 CONTAINERS = (*TORCH, ".npz", ".safetensors", "arrays", ".msgpack", "folder", "shards")
 
@@ -91,6 +100,7 @@ def written(
     *,
     wrapper: str = "model",
     protocol: int = 2,
+    beside: str = "a config",
 ) -> Iterator[Path]:
     """A file, or a folder, with a state dict and settings, until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +114,7 @@ def written(
             inner = state
             for word in reversed(wrapper.split("/") if wrapper else []):
                 inner = LOGGED | {word: inner}
-            whole = BESIDE | inner | ({"config": stated} if stated else {})
+            whole = BESIDE | inner | (STATED[beside](stated) if stated else {})
             torch.save(whole, file, pickle_protocol=protocol)
         elif container == ".npz":
             np.savez(file, note="a text", **arrays, **stated)
@@ -154,7 +164,9 @@ FILES = st.fixed_dictionaries(
         "wrapper": st.sampled_from(["", "state/model", *WRAPPERS]),
     }
     | {"protocol": st.integers(2, 5), "heads": st.sampled_from(["", *COUNTS["n_heads"]])}
+    | {"beside": st.sampled_from(sorted(STATED))}
 )
+KEPT = ("wrapper", "protocol", "beside")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 BIASED = ("modules {", "output ", "behind ", "multihead", "arrays", "narrow arrays", "lens")
 
@@ -187,8 +199,7 @@ def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
         hints["orientation"] = "in,out" if layout.endswith("[in, out]") else "out,in"
     beside = {file["heads"]: sizes["n_heads"]} if file["heads"] else {}
     hints |= {} if file["heads"] else {"n_heads": sizes["n_heads"]}
-    kept = {"wrapper": file["wrapper"], "protocol": file["protocol"]}
-    with written(state, file["container"], beside, **kept) as path:
+    with written(state, file["container"], beside, **{name: file[name] for name in KEPT}) as path:
         checkpoint = read(path, **hints)
         assert checkpoint.path == path
         require_converted(checkpoint, path.parent)
@@ -275,8 +286,7 @@ def test_layers_predict_as_the_module_that_was_saved(
         stated = {file["heads"]: kind.heads}
     else:
         stated, hints["n_heads"] = {}, kind.heads
-    how = {"wrapper": file["wrapper"], "protocol": file["protocol"]}
-    with written(state, file["container"], stated, **how) as path:
+    with written(state, file["container"], stated, **{name: file[name] for name in KEPT}) as path:
         checkpoint = read(path, task=TASK, **hints)
     ours, theirs = prediction(checkpoint, model)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
