@@ -243,83 +243,23 @@ def test_a_stated_task_holds_and_fits_the_positions(tmp_path: Path):
     assert_refused(words, loaded, tmp_path, state, n_heads=4, task={"context_length": 4})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["transformer.", "model._backbone."])
-def test_other_names_of_the_same_gpt2_and_buffers(tmp_path: Path, stem: str):
-    state = {
-        name.replace("_backbone.", stem).replace("_read", "read"): tensor
-        for name, tensor in garg().state_dict().items()
-    }
-    extra = {"lm_head.weight": torch.zeros(7, 16)} if stem == "transformer." else {}
-    for layer in range(3):
-        mask = torch.ones(1, 1, 20, 20, dtype=torch.uint8)
-        extra |= {f"{stem}h.{layer}.attn.bias": mask}
-        extra |= {f"{stem}h.{layer}.attn.masked_bias": torch.tensor(-1e4)}
-    before = loaded(tmp_path, garg().state_dict(), n_heads=4)
-    assert_same(loaded(tmp_path, state | extra, n_heads=4).weights, before.weights)
+def test_a_table_of_words_beside_a_read_out_is_not_read(tmp_path: Path):
+    state = garg().state_dict()
+    words = {"lm_head.weight": torch.zeros(7, 16)}
+    both = [
+        loaded(tmp_path, each, n_heads=4, model={"passes": 1}) for each in (state, state | words)
+    ]
+    assert_same(both[1].weights, both[0].weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["encoder.", "net.encoder.layers.0.", "blocks."])
-def test_encoders_under_several_names(tmp_path: Path, stem: str):
-    stack = encoder(4)
-    numbered = stem == "blocks."
-    source = stack.layers if numbered else stack.layers[0]
-    state = {stem + name: tensor for name, tensor in source.state_dict().items()}
-    hints = {} if stem == "encoder." else {"attend_to_self": True, "model": RELU}
-    checkpoint = loaded(tmp_path, state, n_heads=2, **hints)
-    assert checkpoint.weights.n_layers == (2 if numbered else 1)
-    assert checkpoint.config.model.attend_to_self
-    assert checkpoint.assumed["task.d_y"] == 1
-    prompts = prompts_of(checkpoint.task)
-    if stem != "encoder.":
-        with torch.no_grad():
-            expected = (stack if numbered else stack.layers[0])(prompts.tokens)[:, -1, 3:]
-        torch.testing.assert_close(checkpoint.model.predict(prompts), expected, **CLOSE)
+def test_sizes_of_layers_without_a_read_in_are_stated(tmp_path: Path):
+    file = saved(tmp_path, encoder(4).state_dict())
     for sizes in ({"d_x": 2}, {"task": {"d_y": 2}}):
-        other = load(tmp_path / "x.pt", n_heads=2, **{"model": RELU, **hints}, **sizes)
-        assert (other.task.d_x, other.task.d_y) == (2, 2)
-        assert not {"task.d_x", "task.d_y"} & set(other.assumed)
-
-
-def test_an_encoder_with_ends_a_last_norm_and_one_without_biases(tmp_path: Path):
-    stack = encoder(8, bias=False)
-    state = {f"encoder.{name}": tensor for name, tensor in stack.state_dict().items()}
-    state |= {"encoder.norm.weight": torch.rand(8) + 0.5, "_read_in.weight": torch.randn(8, 5)}
-    state |= {"_read_out.weight": torch.randn(2, 8), "_read_out.bias": torch.randn(2)}
-    hints = {"n_heads": 2, "attend_to_self": True, "model": RELU}
-    checkpoint = loaded(tmp_path, state, **hints)
-    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
-    assert "task.d_y" not in checkpoint.assumed
-    prompts = prompts_of(checkpoint.task)
-    with torch.no_grad():
-        stream = stack(prompts.tokens @ state["_read_in.weight"].T)[:, -1]
-        stream = nn.functional.layer_norm(stream, (8,), state["encoder.norm.weight"])
-    expected = stream @ state["_read_out.weight"].T + state["_read_out.bias"]
-    torch.testing.assert_close(checkpoint.model.predict(prompts), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_how_layers_are_joined_is_stated_by_the_file_or_the_reader(tmp_path: Path):
-    settings = {"n_head": 4, "activation_function": "relu", "layer_norm_epsilon": 0.1}
-    folder = hugging_face(tmp_path / "gpt2", settings, _apart(garg()))
-    checkpoint = load(folder, model={"passes": 1})
-    model = checkpoint.config.model
-    assert (model.n_heads, model.activation, model.norm_eps) == (4, "relu", 0.1)
-    assert not {"model.activation", "model.norm_eps"} & set(checkpoint.assumed)
-    settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
-    folder = hugging_face(tmp_path / "encoder", settings, _apart(encoder(4)))
-    said = {"passes": 1, "context_only": True}
-    model = load(folder, attend_to_self=False, model=said).config.model
-    assert (model.norm, model.activation, model.attend_to_self) == ("before", "gelu", False)
-    said |= {"norm": "before", "activation": "gelu"}
-    checkpoint = loaded(tmp_path, encoder(4).state_dict(), n_heads=2, model=said)
-    assert (checkpoint.config.model.norm, checkpoint.config.model.activation) == ("before", "gelu")
-    assert not {"model.norm", "model.activation"} & checkpoint.assumed.keys()
+        stated = load(file, n_heads=2, attend_to_self=True, model=RELU, **sizes)
+        assert (stated.task.d_x, stated.task.d_y) == (2, 2)
+        assert not {"task.d_x", "task.d_y"} & set(stated.assumed)
     words = "residual must be the file's True, got False"
-    assert_refused(
-        words, loaded, tmp_path, garg().state_dict(), n_heads=4, model={"residual": False}
-    )
+    assert_refused(words, load, file, n_heads=2, model={"residual": False})
 
 
 def _apart(module: nn.Module) -> dict[str, Tensor]:
@@ -342,25 +282,6 @@ def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
     other = load(old, task={"context_length": 5}, d_y=2, attend_to_self=False)
     assert (other.task.context_length, other.task.covariance.rho) == (5, 0.3)
     assert_refused("attend_to_self must be the file's False", load, old, attend_to_self=True)
-
-
-# Conversion; that of one layer is in test_generated_files.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["native", "npz"])
-def test_a_converted_model_of_layers_is_the_same(tmp_path: Path, target: str):
-    for name, (module, n_heads) in {"garg": (garg(), 4), "encoder": (encoder(4), 2)}.items():
-        written = loaded(tmp_path, module.state_dict(), n_heads=n_heads)
-        out = tmp_path / (f"{name}.npz" if target == "npz" else name)
-        convert(written, target, out)
-        checkpoint = load(out)
-        assert checkpoint.config == written.config
-        assert checkpoint.assumed == json.loads(json.dumps(dict(written.assumed)))
-        assert_same(checkpoint.weights, written.weights)
-        assert_refused("it is not overwritten", convert, written, target, out)
-        lens = ("transformer-lens", tmp_path / "lens")
-        assert_refused("needs one layer of attention", convert, written, *lens)
 
 
 def test_a_place_that_is_no_npz_is_refused(tmp_path: Path):
