@@ -6,6 +6,7 @@ A refusal that names a tensor offers --map, with all names that are known.
 import ast
 import math
 import traceback
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,12 @@ def test_hints_that_agree_with_the_file_are_taken():
     stored = [Stored(Path("x.pt"), PAPER, {})]
     given, bare = (read_foreign(stored, hints).weights for hints in (told, Hints()))
     assert torch.equal(given.W_Q, bare.W_Q)
+
+
+def test_the_page_on_weights_names_every_option():
+    page = (Path(mechinterp.__file__).parents[1] / "docs" / "how" / "weights.md").read_text()
+    options = [f"--{each.name.replace('_', '-')}" for each in fields(Hints)]
+    assert [option for option in options if option not in page] == []
 
 
 HINTS: list[dict[str, object]] = [

@@ -73,7 +73,7 @@ class Hints:
 
     task: Mapping[str, object] | None = _hint(
         "Fields of the task of the training, if the file does not state them; default: those of the format's paper. "
-        "Not the law of --prompts.",
+        "Not the law of --prompts. In Python also a TaskConfig or a dict.",
         kind=Path,
         metavar="FILE.json",
     )
@@ -104,17 +104,23 @@ class Hints:
         "Factor on the output of attention, if the file states none; default 1."
     )
     model: Mapping[str, object] | None = _hint(
-        "How norms, MLPs and tokens are combined (norm=before, layout=in_turn); repeatable; default: tried.",
+        f"How norms, MLPs and tokens are combined, such as norm=before: {', '.join(JOINS)}; repeatable, in Python a dict; "
+        "default: tried.",
         kind=list[str],
         metavar="NAME=VALUE",
     )
     map: Sequence[str] | None = _hint(
-        "Known name for an unknown one (q=q_proj); repeatable.",
+        "Known name for an unknown one (q=q_proj); repeatable, in Python a list.",
         kind=list[str],
         metavar="THEIRS=KNOWN",
     )
-    weights: str | None = _hint("State dict to read, if the file has several.", metavar="NAME")
-    anyway: bool | None = _hint("Read a file that was not understood, too.", names=["--anyway"])
+    weights: str | None = _hint(
+        "State dict to read, if the file has several, such as ema.", metavar="NAME"
+    )
+    anyway: bool | None = _hint(
+        "Read a file that was not understood, too: no reading predicts better than 0.",
+        names=["--anyway"],
+    )
 
     def __post_init__(self) -> None:
         require = Rules("", self).require

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from safetensors import SafetensorError
+
 from mechinterp.checkpoints.io.files import (
     TEMPORARY,
     CheckpointError,
@@ -26,6 +28,7 @@ from mechinterp.checkpoints.io.files import (
     link_new,
     one_line,
     write_new,
+    writing,
 )
 
 if sys.platform != "win32":
@@ -132,19 +135,20 @@ def claimed(
         replaced: Names of an earlier result of this package, which may exist. They stay until the
             body ends, and are then replaced together.
     Raises:
-        CheckpointError: If a file is in the way, or another process is writing there.
+        CheckpointError: If a file is in the way, another process is writing there, or the folder cannot be written.
     """
     new = not os.path.lexists(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder / CLAIM, busy="writing") as descriptor:
-            _settle(folder, descriptor, last)
-            require_free(folder, names, replaced)
-            claim = Claim(folder, descriptor, replaced)
-            with claim.temporary:
-                yield claim
-                with uninterrupted():
-                    claim.publish(last)
+        with writing(folder, SafetensorError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / CLAIM, busy="writing") as descriptor:
+                _settle(folder, descriptor, last)
+                require_free(folder, names, replaced)
+                claim = Claim(folder, descriptor, replaced)
+                with claim.temporary:
+                    yield claim
+                    with uninterrupted():
+                        claim.publish(last)
     except BaseException:
         if new:
             with suppress(OSError):
