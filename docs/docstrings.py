@@ -1,6 +1,7 @@
 """Docstrings as the site shows them: sections apart, examples as code, inner products, fields in one list, links."""
 
 import re
+from inspect import formatannotation, signature
 from textwrap import indent
 
 import griffe
@@ -47,6 +48,21 @@ def with_source(text: str, path: str) -> str:
     return "\n".join(lines)
 
 
+def show_options(function: griffe.Function) -> None:
+    """The options of `load`, as Python shows them: they are declared once, in a table that griffe does not read."""
+    function.docstring.value = mechinterp.load.__doc__
+    options = [
+        griffe.Parameter(
+            option.name,
+            annotation=formatannotation(option.annotation),
+            kind=griffe.ParameterKind.keyword_only,
+            default="None",
+        )
+        for option in list(signature(mechinterp.load).parameters.values())[1:]
+    ]
+    function.parameters = griffe.Parameters(function.parameters["path"], *options)
+
+
 class Docstrings(griffe.Extension):
     """Separates sections, shows "Example:" as code, keeps inner products, lists the fields of a class, and links names."""
 
@@ -70,6 +86,8 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
+            if obj.path == PUBLIC["load"]:
+                show_options(obj)
             if PUBLIC.get(obj.name) == obj.path:
                 file = f"{obj.module.path.replace('.', '/')}.py"
                 obj.docstring.value = with_links(with_source(obj.docstring.value, file))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 from torch import Tensor
 
@@ -428,7 +427,7 @@ def save(
     if not shared:
         require_new(path)
     names = FILES if shared else None
-    with writing(path, SafetensorError), claimed(path, last="config.json", names=names) as claim:
+    with claimed(path, last="config.json", names=names) as claim:
         if kept:
             claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
         claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))

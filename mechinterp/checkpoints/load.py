@@ -11,7 +11,7 @@ from pathlib import Path
 from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
-from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.options import Hints, with_options
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_of
 from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
@@ -25,7 +25,7 @@ from mechinterp.checkpoints.native import exchange
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR
 from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
 from mechinterp.checkpoints.shipped import shipped_path
-from mechinterp.config import TaskConfig, TaskLike, task_fields
+from mechinterp.config import TaskConfig, task_fields
 
 CONFIG = "config.json"
 WORD = re.compile(r"([a-z]*)[^a-z]*$")
@@ -164,61 +164,18 @@ TARGETS = ("native", FORMAT, "npz")
 """Formats that `convert` writes."""
 
 
-def load(
-    path: str | Path,
-    *,
-    task: TaskLike | None = None,
-    format: str | None = None,
-    d_x: int | None = None,
-    d_y: int | None = None,
-    n_heads: int | None = None,
-    scale: float | None = None,
-    attend_to_self: bool | None = None,
-    score: str | None = None,
-    score_slope: float | None = None,
-    columns: str | None = None,
-    orientation: str | None = None,
-    sign: str | None = None,
-    output_column: int | None = None,
-    output_scale: float | None = None,
-    model: Mapping[str, object] | None = None,
-    map: Sequence[str] | None = None,
-    weights: str | None = None,
-    anyway: bool | None = None,
-) -> Checkpoint:
+@with_options
+def load(path: str | Path, **options: object) -> Checkpoint:
     """Checkpoint at a path or of a shipped model: a folder of this package, or a file of external
     code.
 
-    The arguments state what an external file does not state. Settings that stay open are assumed,
-    and `assumed` lists them. `FORMATS` lists the formats, which are recognised by the names of the
-    tensors.
+    The options state what an external file does not state. Settings that stay open are tried or
+    assumed, and `assumed` lists them. `FORMATS` lists the formats, which are recognised by the
+    names of the tensors.
 
     Args:
         path: A local path, or else the name of a shipped model, such as "softmax-h2-s0".
-        task: A TaskConfig, a dict of its fields or a JSON file. Fields that are not stated come
-            from the paper of the format, and are listed in `assumed`.
-        format: One of `FORMATS`, if the names do not decide it.
-        n_heads: Needed for torch.nn.MultiheadAttention, whose file does not state it.
-        scale: Factor on the scores, for weights without one; default 1/sqrt(d_head).
-        attend_to_self: True: the query attends to itself too; default False.
-        score: One of `SCORES` of mechinterp.config. Without it, and if no format states it, softmax
-            and linear scores are tried on prompts of the task, and `readings` has the results.
-        score_slope: The constant C of the score; default 1.
-        columns: "x,y" or "y,x", the order of a token's columns; tried if not stated.
-        orientation: "out,in" (torch.nn.Linear) or "in,out", the axes of matrices whose names do not
-            decide it; tried if not stated.
-        sign: "plus" or "minus", for a prediction that is minus the output's y entry; tried if not
-            stated.
-        output_column: Entry of the layer's output that is the prediction, from 0. If tokens have
-            columns of positions, that of y and the last are tried.
-        output_scale: Factor on the output of attention, for code that has one besides its matrices;
-            default 1.
-        model: How norms, MLPs and tokens are combined: fields of `JOINS` of
-            mechinterp.checkpoints.foreign.options, such as {"norm": "before"}; tried if not stated.
-        map: Entries "theirs=known" for unknown names, such as "my_queries=q_proj".
-        weights: Name of the state dict to read if a file has several, such as "ema".
-        anyway: True: load a file that was not understood (no reading predicts better than 0).
-            False: refuse it.
+        {options}
     Raises:
         CheckpointError: If there is nothing readable, the file was not understood, or an argument
             contradicts the file.
@@ -229,7 +186,7 @@ def load(
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
     """
-    hints = _hints({name: value for name, value in locals().items() if name != "path"})
+    hints = _hints(options)
     path = shipped_path(path)
     with naming(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):

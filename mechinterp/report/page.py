@@ -212,7 +212,7 @@ def write_page(
     names = {*frames, *pictures, PAGE} if replaced else None
     files = sorted({*frames, *pictures, *replaced, PAGE})
     text = to_html.page(name, about, verdict, parts, files=files, loss=loss)
-    with writing(out), claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
+    with claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
         for file, frame in frames.items():
             claim.write(file, partial(write_csv, frame))
         for file, picture in pictures.items():

@@ -1,7 +1,7 @@
 """Files as other people's code writes them, made from known heads."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
+from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.models.heads import AttentionWeights
-from tests.checkpoints import wild_files
 
 State = dict[str, Tensor]
-LAYER_NAMES = (("query", "key", "value", "out"), ("q_proj", "k_proj", "v_proj", "out_proj"))
 
 
 def random_heads(
@@ -41,14 +41,6 @@ def biased(weights: AttentionWeights, seed: int = 1) -> AttentionWeights:
     return weights.with_tensors(biases | {"b_O": torch.randn(weights.d_y, generator=generator)})
 
 
-def softmax_paper_state(weights: AttentionWeights) -> State:
-    """Rows of q, k, v and columns of o in blocks, a block for each head."""
-    names = {"W_Q": "q", "W_K": "k", "W_V": "v"}
-    rows = {x: torch.cat(list(getattr(weights, name).mT)) for name, x in names.items()}
-    rows["o"] = torch.cat([head.T for head in weights.W_O], dim=1)
-    return {f"attention_layer.{x}_proj.weight": matrix.contiguous() for x, matrix in rows.items()}
-
-
 def whole_run(state: State, *, steps: int = 5) -> dict[str, object]:
     """The dictionary in which the softmax paper's code keeps a finished run."""
     losses = [0.5 / (step + 1) for step in range(steps)]
@@ -62,36 +54,6 @@ def whole_run(state: State, *, steps: int = 5) -> dict[str, object]:
     }
 
 
-def merged_state(QK: Tensor, values: Tensor) -> State:
-    """Merged linear attention: QK [head, query, key] and value matrices [head, out, in] of all heads."""
-    return {"kq.weight": torch.cat(list(QK)), "value.weight": torch.cat(list(values))}
-
-
-def separate_state(keys: Tensor, queries: Tensor, values: Tensor) -> State:
-    """Linear attention of rank R: keys and queries [head, R, d_model], values [head, out, in]."""
-    named = {"key": keys, "query": queries, "value": values}
-    return {f"{name}.weight": torch.cat(list(tensor)) for name, tensor in named.items()}
-
-
-def linear_output(tokens: Tensor, state: State, n_heads: int) -> Tensor:
-    """What the linear paper's code computes, [batch, pos, d_model]: heads summed, no 1/N, no residual."""
-    n = tokens.shape[-1]
-
-    def split(name: str) -> Tensor:
-        return (tokens @ state[name].T).unflatten(-1, (n_heads, -1)).transpose(1, 2)
-
-    if "kq.weight" in state:
-        scores = tokens[:, None] @ split("kq.weight").mT
-    else:
-        scores = split("query.weight") @ split("key.weight").mT
-    assert split("value.weight").shape[-1] == n
-    return (scores @ split("value.weight")).sum(1)
-
-
-def arrays(weights: AttentionWeights) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in weights.tensors.items()}
-
-
 def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool) -> torch.nn.Module:
     """torch.nn.MultiheadAttention with normal weights and biases."""
     generator = torch.Generator().manual_seed(weights_seed)
@@ -102,55 +64,250 @@ def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool)
     return module.eval()
 
 
-def linear_layers_state(module: torch.nn.Module, names: Sequence[str]) -> State:
-    """torch.nn.MultiheadAttention as linear layers q, k, v and o of these names."""
-    state = module.state_dict()
-    layers = {}
-    for kind in ("weight", "bias"):
-        if f"in_proj_{kind}" in state:
-            parts = (*state[f"in_proj_{kind}"].chunk(3), state[f"out_proj.{kind}"])
-            layers |= {f"{n}.{kind}": part.clone() for n, part in zip(names, parts, strict=True)}
-    return layers
+def matrices(weights: AttentionWeights) -> State:
+    """q, k, v [head * d_head, d_model] and o [d_model, head * d_head], as four torch.nn.Linear hold them."""
+    rows = {
+        x: getattr(weights, f"W_{x.upper()}").mT.flatten(0, 1).contiguous().clone() for x in "qkv"
+    }
+    return rows | {"o": pad(weights.W_O, (weights.d_x, 0)).flatten(0, 1).mT.contiguous()}
+
+
+def bias_rows(weights: AttentionWeights) -> State:
+    """The biases of these four, if there are any."""
+    if weights.b_O is None:
+        return {}
+    rows = {x: getattr(weights, f"b_{x.upper()}").flatten() for x in "qkv"}
+    return rows | {"o": pad(weights.b_O, (weights.d_x, 0))}
+
+
+def spelled(row: str, x: str) -> str:
+    word, words = WORDS[x]
+    return row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize())
+
+
+def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[AttentionWeights], State]:
+    def write(weights: AttentionWeights) -> State:
+        names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
+        kinds = {"weight": matrices(weights), "bias": bias_rows(weights)}
+        return {
+            f"{path}{names[x]}.{kind}": t for kind, rows in kinds.items() for x, t in rows.items()
+        }
+
+    return write
+
+
+def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeights], State]:
+    """Bare parameters [in, out], or [out, in] where turned."""
+
+    def write(weights: AttentionWeights) -> State:
+        rows = matrices(weights)
+        names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
+        return {
+            names[x]: (matrix if turned else matrix.T).contiguous() for x, matrix in rows.items()
+        }
+
+    return write
+
+
+def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionWeights], State]:
+    """Queries, keys and values in one matrix, [3 width, in], or GPT-2's [in, 3 width] where turned."""
+
+    def write(weights: AttentionWeights) -> State:
+        rows = matrices(weights)
+        qkv = torch.cat([rows[x] for x in "qkv"])
+        state = {f"attn.{name}.weight": qkv, f"attn.{out}.weight": rows["o"]}
+        return {n: (t.T if turned else t).contiguous() for n, t in state.items()}
+
+    return write
+
+
+def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
+    def write(weights: AttentionWeights) -> State:
+        rows = matrices(weights)
+        kv = torch.cat([rows["k"], rows["v"]])
+        return {"to_q.weight": rows["q"], f"{name}.weight": kv, "to_out.0.weight": rows["o"]}
+
+    return write
+
+
+def modules_per_head(
+    row: str, out: str, path: str = "attn.heads.{h}."
+) -> Callable[[AttentionWeights], State]:
+    """A module per head, and one output projection over all of them."""
+
+    def write(weights: AttentionWeights) -> State:
+        state = {}
+        for h in range(weights.n_heads):
+            for x in "qkv":
+                W = getattr(weights, f"W_{x.upper()}")[h]
+                state[f"{path.format(h=h)}{spelled(row, x)}.weight"] = W.mT.contiguous()
+        return state | {f"attn.{out}.weight": matrices(weights)["o"]}
+
+    return write
+
+
+def outputs_per_head(weights: AttentionWeights) -> State:
+    """heads.{h}.W_Q.weight, ..., heads.{h}.W_O.weight: the heads' outputs are added."""
+    state = modules_per_head("W_{X}", "unused", "heads.{h}.")(weights)
+    del state["attn.unused.weight"]
+    for h, W_O in enumerate(pad(weights.W_O, (weights.d_x, 0))):
+        state[f"heads.{h}.W_O.weight"] = W_O.mT.contiguous()
+    return state
+
+
+def three_axes(weights: AttentionWeights) -> State:
+    """Flax: query [in, head, d_head], out [head, d_head, in]."""
+    names = {"query": "W_Q", "key": "W_K", "value": "W_V"}
+    path = "params.MultiHeadDotProductAttention_0"
+    state = {
+        f"{path}.{n}.kernel": getattr(weights, W).transpose(0, 1).contiguous()
+        for n, W in names.items()
+    }
+    return state | {f"{path}.out.kernel": pad(weights.W_O, (weights.d_x, 0)).contiguous()}
+
+
+def haiku(weights: AttentionWeights) -> State:
+    """transformer/multi_head_attention/query.w [in, out], with minus the prediction at the y entry."""
+    rows = matrices(weights)
+    names = {"q": "query", "k": "key", "v": "value", "o": "linear"}
+    path = "transformer/multi_head_attention"
+    return {
+        f"{path}/{names[x]}/w": ((-1 if x == "o" else 1) * matrix.T).contiguous()
+        for x, matrix in rows.items()
+    }
+
+
+def annotated(weights: AttentionWeights) -> State:
+    rows = matrices(weights)
+    return {f"linears.{i}.weight": rows[x] for i, x in enumerate("qkvo")}
+
+
+def multihead(weights: AttentionWeights) -> State:
+    """torch.nn.MultiheadAttention with one matrix of queries, keys and values."""
+    state = {}
+    for kind, rows in (("weight", matrices(weights)), ("bias", bias_rows(weights))):
+        if rows:
+            state[f"attn.in_proj_{kind}"] = torch.cat([rows[x] for x in "qkv"])
+            state[f"attn.out_proj.{kind}"] = rows["o"]
+    return state
+
+
+def multihead_apart(weights: AttentionWeights) -> State:
+    """The same with keys or values of another width, which it keeps in three matrices."""
+    rows = matrices(weights)
+    return {f"{x}_proj_weight": rows[x] for x in "qkv"} | {"out_proj.weight": rows["o"]}
+
+
+def softmax_paper_state(weights: AttentionWeights) -> State:
+    """The softmax paper's code: rows of q, k, v and columns of o in blocks of heads; o has d_y rows."""
+    rows = matrices(weights) | {"o": weights.W_O.flatten(0, 1).mT.contiguous()}
+    return {f"attention_layer.{x}_proj.weight": matrix for x, matrix in rows.items()}
+
+
+def merged(weights: AttentionWeights) -> State:
+    """The linear paper's code with one matrix per head for queries and keys, and values that are outputs."""
+    values = pad(weights.OV, (weights.d_x, 0)).mT
+    return {"kq.weight": weights.QK.flatten(0, 1), "value.weight": values.flatten(0, 1)}
+
+
+def separate(weights: AttentionWeights) -> State:
+    """The same with keys and queries of low rank."""
+    rows = matrices(weights)
+    named = {"key.weight": rows["k"], "query.weight": weights.scale * rows["q"]}
+    return named | {"value.weight": merged(weights)["value.weight"]}
+
+
+def circuits(weights: AttentionWeights) -> State:
+    return {"QK": weights.W_Q @ weights.W_K.mT, "OV": weights.OV}
+
+
+def four_of_lens(weights: AttentionWeights) -> State:
+    """The attention of a HookedTransformer alone, whose output is as wide as a token."""
+    state = hooked_state(weights, n_ctx=6)
+    return {name: state[name] for name in (f"blocks.0.attn.W_{x}" for x in "QKVO")}
+
+
+def arrays(weights: AttentionWeights) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in weights.tensors.items()}
+
+
+NARROW = {"y_first": False, "minus": False, "factor": 1.0}
+"""Layouts that write y entries alone have one order of columns, one sign and no factor."""
+SOFTMAX = {"score": "softmax", "scale": None}
+LINEAR = NARROW | {"score": "linear", "scale": None, "to_self": True, "hints": {"format": "linear-paper"}}  # fmt: skip
+FORMATS: dict[str, tuple[Callable[[AttentionWeights], State], str, dict[str, object]]] = {
+    "paper": (
+        softmax_paper_state,
+        "softmax-paper",
+        NARROW | SOFTMAX | {"to_self": False, "wide": True},
+    ),
+    "merged": (merged, "linear-paper", LINEAR),
+    "separate": (separate, "linear-paper", LINEAR),
+    "multihead": (multihead, "torch-attention", SOFTMAX | {"minus": False}),
+    "multihead, apart": (multihead_apart, "torch-attention", SOFTMAX | {"minus": False}),
+    "arrays": (lambda weights: weights.tensors, "arrays", {}),
+    "narrow arrays": (lambda weights: weights.tensors, "arrays", NARROW),
+    "circuits": (circuits, "arrays", {"scale": 1.0}),
+    "narrow circuits": (circuits, "arrays", NARROW | {"scale": 1.0}),
+    "lens": (lambda weights: hooked_state(weights, n_ctx=6), "transformer-lens", NARROW),
+    "four of lens": (four_of_lens, "transformer-lens", NARROW),
+}
+"""Formats whose names state something: how each is written, its name, and what it settles; scale None: the head's own."""
+LAYOUTS: dict[str, Callable[[AttentionWeights], State]] = {
+    **{f"modules {row}": linear_layers(row, "out_proj") for row in PROJECTIONS},
+    **{f"output {out}": linear_layers("to_{x}", out) for out in ROWS["o"]},
+    **{f"packed {name}": packed(name, "proj") for name in ROWS["qkv"]},
+    **{f"Conv1D {name}": packed(name, "c_proj", turned=True) for name in ROWS["qkv"]},
+    **{f"packed {name}": queries_and_packed(name) for name in ROWS["kv"]},
+    "parameters [in, out]": parameters("W{x}", "Wo", turned=False),
+    "parameters [out, in]": parameters("w_{x}", "w_o", turned=True),
+    "a list of modules": annotated,
+    "modules of heads": modules_per_head("{word}", "proj"),
+    "modules of heads, W_Q": modules_per_head("W_{X}", "W_O", "attn.heads.{h}."),
+    "numbered heads": modules_per_head("{word}", "proj", "attn.head_{h}."),
+    "outputs of heads": outputs_per_head,
+    "behind a layer": linear_layers("{x}_linear", "out", "layers.0.self_attn."),
+    "behind module": linear_layers("W_{x}", "W_o", "module._orig_mod.encoder.attn."),
+    "flax": three_axes,
+    "haiku": haiku,
+}
 
 
 def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]:
     """One small file of each one-layer format, and what `load` needs to read it."""
     square, narrow = random_heads(), random_heads(d_head=2, d_y=2)
-    n, values = 4, torch.randn(2, 4, 4)
     module = attention_module(0, width=4, n_heads=2, bias=True)
-    files: dict[str, tuple[Path, dict[str, object]]] = {
-        "softmax-paper": (folder / "paper.pth", {}),
-        "linear-merged": (folder / "merged.pt", {}),
-        "linear-separate": (folder / "separate.bin", {}),
-        "transformer-lens": (folder / "lens.pt", {}),
-        "transformer-lens-safetensors": (folder / "lens.safetensors", {}),
-        "torch-attention": (folder / "torch.pt", {"n_heads": 2}),
-        "linear-layers": (folder / "layers.pt", {"n_heads": 2}),
-        "arrays": (folder / "arrays.npz", {}),
-        "circuits": (folder / "circuits.npz", {}),
-        "arrays-safetensors": (folder / "arrays.safetensors", {}),
-        "names": (folder / "names.ckpt", {}),
-        "haiku": (folder / "haiku.pkl", {"n_heads": 2}),
-        "flax": (folder / "flax.msgpack", {}),
+    lens = hooked_state(narrow, n_ctx=6)
+    heads = LAYOUTS["modules of heads"](square)
+    words = LAYOUTS["modules {word}"](square)
+    states: dict[str, tuple[str, object, dict[str, object]]] = {
+        "softmax-paper": ("paper.pth", whole_run(softmax_paper_state(square)), {}),
+        "linear-merged": ("merged.pt", merged(square), {}),
+        "linear-separate": ("separate.bin", separate(random_heads(d_head=1)), {}),
+        "transformer-lens": ("lens.pt", lens, {}),
+        "torch-attention": ("torch.pt", module.state_dict(), {"n_heads": 2}),
+        "linear-layers": ("layers.pt", words, {"n_heads": 2}),
+        "names": ("names.ckpt", {"model": heads, "loss": 1.0}, {}),
     }
-    path = {name: file for name, (file, _) in files.items()}
-    torch.save(whole_run(softmax_paper_state(square)), path["softmax-paper"])
-    torch.save(merged_state(torch.randn(2, n, n), values), path["linear-merged"])
-    separate = separate_state(torch.randn(2, 1, n), torch.randn(2, 1, n), values)
-    torch.save(separate, path["linear-separate"])
-    torch.save(hooked_state(narrow, n_ctx=6), path["transformer-lens"])
-    save_file(hooked_state(narrow, n_ctx=6), path["transformer-lens-safetensors"])
-    torch.save(module.state_dict(), path["torch-attention"])
-    torch.save(linear_layers_state(module, LAYER_NAMES[0]), path["linear-layers"])
-    np.savez(path["arrays"], **arrays(biased(narrow)))
-    np.savez_compressed(path["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
-    save_file(narrow.tensors, path["arrays-safetensors"])
-    heads = wild_files.LAYOUTS["modules of heads"](square)
-    torch.save({"model": heads, "loss": 1.0}, path["names"])
-    flat = {name: tensor.numpy() for name, tensor in wild_files.LAYOUTS["haiku"](square).items()}
-    path["haiku"].write_bytes(pickle.dumps({"params": flat, "step": 3}))
-    three = {name: t.numpy() for name, t in wild_files.LAYOUTS["flax"](square).items()}
+    files = {name: (folder / file, hints) for name, (file, _, hints) in states.items()}
+    for file, state, _ in states.values():
+        torch.save(state, folder / file)
+    others = {
+        "transformer-lens-safetensors": folder / "lens.safetensors",
+        "arrays-safetensors": folder / "arrays.safetensors",
+        "arrays": folder / "arrays.npz",
+        "circuits": folder / "circuits.npz",
+        "haiku": folder / "haiku.pkl",
+        "flax": folder / "flax.msgpack",
+    }
+    save_file(lens, others["transformer-lens-safetensors"])
+    save_file(narrow.tensors, others["arrays-safetensors"])
+    np.savez(others["arrays"], **arrays(biased(narrow)))
+    np.savez_compressed(others["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
+    flat = {name: tensor.numpy() for name, tensor in haiku(square).items()}
+    others["haiku"].write_bytes(pickle.dumps({"params": flat, "step": 3}))
+    three = {name: t.numpy() for name, t in three_axes(square).items()}
     packed = {x: msgpack.packb((a.shape, "float32", a.tobytes())) for x, a in three.items()}
     tree = {x: msgpack.ExtType(1, data) for x, data in packed.items()}
-    path["flax"].write_bytes(msgpack.packb(tree))
-    return files
+    others["flax"].write_bytes(msgpack.packb(tree))
+    return files | {n: (file, {"n_heads": 2} if n == "haiku" else {}) for n, file in others.items()}

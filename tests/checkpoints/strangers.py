@@ -223,38 +223,14 @@ def joins(kind: Kind) -> dict[str, object]:
 
 
 SPELLINGS = {
-    "its own": {},
-    "minGPT": {
-        **{"q_proj": "attn.query", "k_proj": "attn.key", "v_proj": "attn.value"},
-        **{
-            "o_proj": "attn.proj",
-            "qkv": "attn.c_attn",
-            "norm1": "ln1",
-            "norm2": "ln2",
-            "final_norm": "ln_f",
-        },
-    },
-    "nanoGPT": {
-        **{"blocks": "transformer.h", "o_proj": "attn.c_proj", "mlp.0": "mlp.c_fc"},
-        **{
-            "norm1": "ln_1",
-            "norm2": "ln_2",
-            "mlp.2": "mlp.c_proj",
-            "final_norm": "transformer.ln_f",
-        },
-        **{"qkv": "attn.c_attn", "pos_emb": "transformer.wpe", "read_": "_read_"},
-    },
-    "encoder": {
-        **{"blocks": "layers", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj"},
-        **{"v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj", "mlp.0": "linear1"},
-        **{
-            "qkv": "self_attn.qkv",
-            "mlp.2": "linear2",
-            "final_norm": "norm",
-            "pos_emb.weight": "pos_embedding",
-        },
-    },
-}
+    spelling: dict(pair.split("=") for pair in pairs.split())
+    for spelling, pairs in {
+        "its own": "",
+        "minGPT": "q_proj=attn.query k_proj=attn.key v_proj=attn.value o_proj=attn.proj qkv=attn.c_attn norm1=ln1 norm2=ln2 final_norm=ln_f",
+        "nanoGPT": "blocks=transformer.h o_proj=attn.c_proj mlp.0=mlp.c_fc norm1=ln_1 norm2=ln_2 mlp.2=mlp.c_proj final_norm=transformer.ln_f qkv=attn.c_attn pos_emb=transformer.wpe read_=_read_",
+        "encoder": "blocks=layers q_proj=self_attn.q_proj k_proj=self_attn.k_proj v_proj=self_attn.v_proj o_proj=self_attn.o_proj mlp.0=linear1 qkv=self_attn.qkv mlp.2=linear2 final_norm=norm pos_emb.weight=pos_embedding",
+    }.items()
+}  # fmt: skip
 """Words of names, and what other code calls them."""
 
 

@@ -1,7 +1,6 @@
 """Formats of other people's code are read head by head, predict what that code predicts, and what is assumed is listed."""
 
 import json
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,169 +16,75 @@ from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
 from tests.checkpoints.files import assert_refused, hugging_face, loaded, saved
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
-    LAYER_NAMES,
     arrays,
     attention_module,
-    biased,
-    linear_layers_state,
-    linear_output,
-    merged_state,
+    merged,
     random_heads,
-    separate_state,
     softmax_paper_state,
     whole_run,
-    write_valid_files,
 )
 from tests.checkpoints.test_archives import peak
-from tests.conftest import assert_close_to_rounding, assert_same
+from tests.conftest import assert_same
 from tests.models.test_layered_models import encoder, garg
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STATED = {"score": "softmax", "columns": "x,y", "scale": 0.5, "sign": "plus", "attend_to_self": False, "model": {"positions": "none"}}  # fmt: skip
 """What one layer of attention alone leaves open."""
+NOT_UNDERSTOOD = {"understood", "doubt", "readings"}
+"""What is assumed of random weights besides, which predict nothing."""
 
 
 def prompts_of(task: TaskConfig, dtype: torch.dtype = torch.float32) -> Prompts:
     return sample_prompts(task, 64, seed=0, dtype=dtype)
 
 
-def assert_circuits(actual: AttentionWeights, QK: Tensor, OV: Tensor):
-    torch.testing.assert_close(actual.QK, QK, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(actual.OV, OV, rtol=1e-6, atol=1e-6)
-    assert actual.scale == pytest.approx(actual.W_Q.shape[2] ** -0.5)
+# The papers' code, whose names say all of the model, and nothing of the task but its sizes.
 
 
-# The papers' code.
-
-
-@pytest.mark.parametrize(("prefix", "whole"), [("", False), ("module.", True)])
-def test_softmax_paper(tmp_path: Path, whole: bool, prefix: str):
-    weights = random_heads(n_heads=3, d_x=4)
-    state = {prefix + name: tensor for name, tensor in softmax_paper_state(weights).items()}
-    checkpoint = loaded(tmp_path, whole_run(state) if whole else state)
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
-    assert (checkpoint.format, checkpoint.task) == ("softmax-paper", TaskConfig(d_x=4))
-    prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
-    assert_close_to_rounding(y_hat, predict(weights, prompts))
-    # The code says all of the model, the file nothing of the task but its sizes.
-    names = {name.partition(".")[0] for name in checkpoint.assumed}
-    assert names - {"understood", "doubt", "readings"} == {"task", "train", "seed", "step"}
-    assert not {"task.d_x", "task.d_y"} & set(checkpoint.assumed)
-
-
-def test_softmax_paper_with_several_tasks(tmp_path: Path):
-    weights = random_heads(n_heads=4, d_x=6, d_y=2)
-    checkpoint = loaded(tmp_path, whole_run(softmax_paper_state(weights)))
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
+def test_the_tasks_of_the_papers_are_assumed(tmp_path: Path):
+    one = loaded(tmp_path, softmax_paper_state(random_heads(n_heads=3, d_x=4)))
+    assert (one.format, one.task) == ("softmax-paper", TaskConfig(d_x=4))
+    names = {name.partition(".")[0] for name in one.assumed}
+    assert names - NOT_UNDERSTOOD == {"task", "train", "seed", "step"}
+    assert not {"task.d_x", "task.d_y"} & set(one.assumed)
+    several = loaded(tmp_path, whole_run(softmax_paper_state(random_heads(d_x=6, d_y=2))))
     expected = {"context_length": 48, "beta_var": 1.0, "noise_var": 0.4, "query_noise": False}
-    assert checkpoint.task == TaskConfig(d_x=6, d_y=2, **expected)
-    assert {checkpoint.assumed[f"task.{name}"] for name in expected} == {48, 1.0, 0.4, False}
+    assert several.task == TaskConfig(d_x=6, d_y=2, **expected)
+    assert {several.assumed[f"task.{name}"] for name in expected} == {48, 1.0, 0.4, False}
     supports = ((0, 1, 2, 3), (2, 3, 4, 5))
     told = load(tmp_path / "x.pt", task={"supports": supports})
     assert told.task.supports == supports
     assert "task.supports" not in told.assumed
-
-
-@pytest.mark.parametrize("rank", [None, 1, 5])
-def test_linear_paper(tmp_path: Path, rank: int | None):
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(3, 4, 4, generator=generator)
-    if rank is None:
-        QK = torch.randn(3, 4, 4, generator=generator)
-        state = merged_state(QK, values)
-    else:
-        keys, queries = torch.randn(2, 3, rank, 4, generator=generator)
-        QK, state = queries.mT @ keys, separate_state(keys, queries, values)
-    checkpoint = loaded(tmp_path, state, format="linear-paper")
-    circuits, task = checkpoint.weights.circuits, checkpoint.task
-    assert_circuits(circuits, QK, values[:, -1, :, None])
-    assert (circuits.score, circuits.attend_to_self) == ("linear", True)
-    prompts = prompts_of(task)
-    y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
-    assert_close_to_rounding(predict(circuits, prompts), y_hat)
+    task = loaded(tmp_path, merged(random_heads())).task
     assert (task.d_x, task.d_y, task.context_length) == (3, 1, 31)
     assert (task.beta_var, task.noise_var, task.query_noise) == (1, 0, False)
     assert task.covariance.eigenvalues == pytest.approx([1 / 3] * 3)
 
 
-# torch.nn.MultiheadAttention, and layers of four linear ones.
-
-
 @pytest.mark.parametrize(("bias", "to_self", "d_y"), [(False, True, 1), (True, False, 2)])
-@pytest.mark.parametrize("names", ["packed", "apart", *LAYER_NAMES])
-def test_torch_attention(tmp_path: Path, names: object, bias: bool, to_self: bool, d_y: int):
+@pytest.mark.parametrize("apart", [False, True])
+def test_torchs_module_predicts_as_it_does(tmp_path: Path, apart: bool, bias: bool, to_self: bool, d_y: int):  # fmt: skip
     module = attention_module(5, width=6, n_heads=3, bias=bias).double()
     state = {f"model.attn.{name}": tensor for name, tensor in module.state_dict().items()}
-    if names == "apart":
+    if apart:
         parts = state.pop("model.attn.in_proj_weight").chunk(3)
         state |= {f"model.attn.{x}_proj_weight": W for x, W in zip("qkv", parts, strict=True)}
-    own = names in LAYER_NAMES
-    state = linear_layers_state(module, names) if own else state
-    hints = {"score": "softmax", "sign": "plus", "columns": "x,y"} if own else {"columns": "x,y"}
-    hints |= {"attend_to_self": to_self, "model": {"positions": "none"}}
+    hints = {"columns": "x,y", "attend_to_self": to_self, "model": {"positions": "none"}}
     checkpoint = loaded(tmp_path, state, n_heads=3, d_y=d_y, **hints)
-    assert checkpoint.format == "torch-attention"
-    assert checkpoint.config.model.biases is bias
-    assert checkpoint.weights.circuits.W_Q.shape == (3, 6, 2)
     prompts = prompts_of(checkpoint.task, torch.float64)
     keys = prompts.tokens if to_self else prompts.context_tokens
     with torch.no_grad():
         output, _ = module(prompts.tokens[:, -1:], keys, keys)
     y_hat = predict(checkpoint.weights.circuits, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -d_y:], rtol=1e-6, atol=1e-6)
-    # Unlike torch's module, other layers say nothing of the scores.
-    assert ("attn_scale" in checkpoint.assumed) is own
-    assert not own or checkpoint.assumed["attn_scale"] == pytest.approx(math.sqrt(2))
+    assert "attn_scale" not in checkpoint.assumed  # its code settles the factor on the scores
 
 
 # Plain arrays.
-
-
-@pytest.mark.parametrize(("suffix", "bias"), [(".npz", True), (".safetensors", False)])
-def test_arrays(tmp_path: Path, suffix: str, bias: bool):
-    weights = random_heads(d_y=2, d_head=3)
-    weights = biased(weights) if bias else weights
-    file, root = tmp_path / f"arrays{suffix}", math.sqrt(3)
-    if suffix == ".npz":
-        np.savez(file, **arrays(weights))
-    else:
-        save_file(weights.tensors, file)
-    hints = {"columns": "x,y", "attend_to_self": False, "model": {"positions": "none"}}
-    checkpoint = load(file, **hints)
-    # W_O is narrower than a token and says d_y.
-    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
-    assert "task.d_y" not in checkpoint.assumed
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
-    prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
-    torch.testing.assert_close(y_hat, predict(weights, prompts))
-    assert checkpoint.assumed["model.score"] == "softmax"
-    assert checkpoint.assumed["attn_scale"] == pytest.approx(root)
-    scaled = load(file, scale=2.0, **hints)
-    assert "attn_scale" not in scaled.assumed
-    names = ("W_Q", "b_Q") if bias else ("W_Q",)
-    by_hand = weights.with_tensors({name: getattr(weights, name) * 2 * root for name in names})
-    torch.testing.assert_close(scaled.weights.circuits.QK, by_hand.QK)
-    y_hat = predict(scaled.weights.circuits, prompts)
-    torch.testing.assert_close(y_hat, predict(by_hand, prompts), **CLOSE)
-
-
-@pytest.mark.parametrize(("d_y", "wide"), [(1, False), (2, True)])
-def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
-    weights = random_heads(n_heads=3, d_x=4, d_y=d_y)
-    stored = nn.functional.pad(weights.OV, (4, 0), value=1.0) if wide else weights.OV
-    np.savez(tmp_path / "c.npz", QK=weights.QK.numpy(), OV=stored.numpy())
-    hints = {name: value for name, value in STATED.items() if name != "scale"}
-    checkpoint = load(tmp_path / "c.npz", **hints, **({"d_y": d_y} if wide else {}))
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
-    prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
-    torch.testing.assert_close(y_hat, predict(weights, prompts), **CLOSE)
 
 
 def test_half_precision_is_widened(tmp_path: Path):
@@ -302,8 +207,6 @@ RELU = {
     "positions": "none",
 }
 """What torch's encoder layers are by default, and no file says."""
-NOT_UNDERSTOOD = {"understood", "doubt", "readings"}
-"""What is assumed of random weights besides, which predict nothing."""
 
 
 def test_the_task_of_a_gpt2_is_gargs_and_stated(tmp_path: Path):
@@ -340,83 +243,23 @@ def test_a_stated_task_holds_and_fits_the_positions(tmp_path: Path):
     assert_refused(words, loaded, tmp_path, state, n_heads=4, task={"context_length": 4})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["transformer.", "model._backbone."])
-def test_other_names_of_the_same_gpt2_and_buffers(tmp_path: Path, stem: str):
-    state = {
-        name.replace("_backbone.", stem).replace("_read", "read"): tensor
-        for name, tensor in garg().state_dict().items()
-    }
-    extra = {"lm_head.weight": torch.zeros(7, 16)} if stem == "transformer." else {}
-    for layer in range(3):
-        mask = torch.ones(1, 1, 20, 20, dtype=torch.uint8)
-        extra |= {f"{stem}h.{layer}.attn.bias": mask}
-        extra |= {f"{stem}h.{layer}.attn.masked_bias": torch.tensor(-1e4)}
-    before = loaded(tmp_path, garg().state_dict(), n_heads=4)
-    assert_same(loaded(tmp_path, state | extra, n_heads=4).weights, before.weights)
+def test_a_table_of_words_beside_a_read_out_is_not_read(tmp_path: Path):
+    state = garg().state_dict()
+    words = {"lm_head.weight": torch.zeros(7, 16)}
+    both = [
+        loaded(tmp_path, each, n_heads=4, model={"passes": 1}) for each in (state, state | words)
+    ]
+    assert_same(both[1].weights, both[0].weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["encoder.", "net.encoder.layers.0.", "blocks."])
-def test_encoders_under_several_names(tmp_path: Path, stem: str):
-    stack = encoder(4)
-    numbered = stem == "blocks."
-    source = stack.layers if numbered else stack.layers[0]
-    state = {stem + name: tensor for name, tensor in source.state_dict().items()}
-    hints = {} if stem == "encoder." else {"attend_to_self": True, "model": RELU}
-    checkpoint = loaded(tmp_path, state, n_heads=2, **hints)
-    assert checkpoint.weights.n_layers == (2 if numbered else 1)
-    assert checkpoint.config.model.attend_to_self
-    assert checkpoint.assumed["task.d_y"] == 1
-    prompts = prompts_of(checkpoint.task)
-    if stem != "encoder.":
-        with torch.no_grad():
-            expected = (stack if numbered else stack.layers[0])(prompts.tokens)[:, -1, 3:]
-        torch.testing.assert_close(checkpoint.model.predict(prompts), expected, **CLOSE)
+def test_sizes_of_layers_without_a_read_in_are_stated(tmp_path: Path):
+    file = saved(tmp_path, encoder(4).state_dict())
     for sizes in ({"d_x": 2}, {"task": {"d_y": 2}}):
-        other = load(tmp_path / "x.pt", n_heads=2, **{"model": RELU, **hints}, **sizes)
-        assert (other.task.d_x, other.task.d_y) == (2, 2)
-        assert not {"task.d_x", "task.d_y"} & set(other.assumed)
-
-
-def test_an_encoder_with_ends_a_last_norm_and_one_without_biases(tmp_path: Path):
-    stack = encoder(8, bias=False)
-    state = {f"encoder.{name}": tensor for name, tensor in stack.state_dict().items()}
-    state |= {"encoder.norm.weight": torch.rand(8) + 0.5, "_read_in.weight": torch.randn(8, 5)}
-    state |= {"_read_out.weight": torch.randn(2, 8), "_read_out.bias": torch.randn(2)}
-    hints = {"n_heads": 2, "attend_to_self": True, "model": RELU}
-    checkpoint = loaded(tmp_path, state, **hints)
-    assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
-    assert "task.d_y" not in checkpoint.assumed
-    prompts = prompts_of(checkpoint.task)
-    with torch.no_grad():
-        stream = stack(prompts.tokens @ state["_read_in.weight"].T)[:, -1]
-        stream = nn.functional.layer_norm(stream, (8,), state["encoder.norm.weight"])
-    expected = stream @ state["_read_out.weight"].T + state["_read_out.bias"]
-    torch.testing.assert_close(checkpoint.model.predict(prompts), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_how_layers_are_joined_is_stated_by_the_file_or_the_reader(tmp_path: Path):
-    settings = {"n_head": 4, "activation_function": "relu", "layer_norm_epsilon": 0.1}
-    folder = hugging_face(tmp_path / "gpt2", settings, _apart(garg()))
-    checkpoint = load(folder, model={"passes": 1})
-    model = checkpoint.config.model
-    assert (model.n_heads, model.activation, model.norm_eps) == (4, "relu", 0.1)
-    assert not {"model.activation", "model.norm_eps"} & set(checkpoint.assumed)
-    settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
-    folder = hugging_face(tmp_path / "encoder", settings, _apart(encoder(4)))
-    said = {"passes": 1, "context_only": True}
-    model = load(folder, attend_to_self=False, model=said).config.model
-    assert (model.norm, model.activation, model.attend_to_self) == ("before", "gelu", False)
-    said |= {"norm": "before", "activation": "gelu"}
-    checkpoint = loaded(tmp_path, encoder(4).state_dict(), n_heads=2, model=said)
-    assert (checkpoint.config.model.norm, checkpoint.config.model.activation) == ("before", "gelu")
-    assert not {"model.norm", "model.activation"} & checkpoint.assumed.keys()
+        stated = load(file, n_heads=2, attend_to_self=True, model=RELU, **sizes)
+        assert (stated.task.d_x, stated.task.d_y) == (2, 2)
+        assert not {"task.d_x", "task.d_y"} & set(stated.assumed)
     words = "residual must be the file's True, got False"
-    assert_refused(
-        words, loaded, tmp_path, garg().state_dict(), n_heads=4, model={"residual": False}
-    )
+    assert_refused(words, load, file, n_heads=2, model={"residual": False})
 
 
 def _apart(module: nn.Module) -> dict[str, Tensor]:
@@ -439,54 +282,6 @@ def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
     other = load(old, task={"context_length": 5}, d_y=2, attend_to_self=False)
     assert (other.task.context_length, other.task.covariance.rho) == (5, 0.3)
     assert_refused("attend_to_self must be the file's False", load, old, attend_to_self=True)
-
-
-# Conversion.
-
-FORMS = ("softmax-paper", "linear-merged", "linear-separate", "transformer-lens", "torch-attention", "arrays", "circuits")  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
-def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
-    file, hints = write_valid_files(tmp_path)[name]
-    checkpoint = load(file, **hints)
-    prompts = prompts_of(checkpoint.task)
-    expected = predict(checkpoint.weights.circuits, prompts)
-    scale, model = expected.abs().max().item(), checkpoint.config.model
-    has_place = model.score == "softmax" and not model.attend_to_self
-    targets = ("native", "npz", *(["transformer-lens"] if has_place else []), "native")
-    written = checkpoint
-    for number, target in enumerate(targets):
-        out = tmp_path / (f"{number}.npz" if target == "npz" else f"{number}")
-        convert(written, target, out)
-        own = "arrays" if target == "npz" else target
-        written = load(out, format=own)
-        y_hat = predict(written.weights.circuits, prompts)
-        torch.testing.assert_close(y_hat, expected, rtol=1e-5, atol=1e-5 * scale)
-        assert (written.format, written.config) == (own, checkpoint.config)
-        assert written.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))
-        for hint in ({"task": {}}, {"n_heads": 2}, {"format": "softmax-paper"}):
-            assert_refused(f"{next(iter(hint))} is only for files that do", load, out, **hint)
-    if not has_place:
-        lens = ("transformer-lens", tmp_path / "refused")
-        assert_refused("softmax attention only", convert, checkpoint, *lens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["native", "npz"])
-def test_a_converted_model_of_layers_is_the_same(tmp_path: Path, target: str):
-    for name, (module, n_heads) in {"garg": (garg(), 4), "encoder": (encoder(4), 2)}.items():
-        written = loaded(tmp_path, module.state_dict(), n_heads=n_heads)
-        out = tmp_path / (f"{name}.npz" if target == "npz" else name)
-        convert(written, target, out)
-        checkpoint = load(out)
-        assert checkpoint.config == written.config
-        assert checkpoint.assumed == json.loads(json.dumps(dict(written.assumed)))
-        assert_same(checkpoint.weights, written.weights)
-        assert_refused("it is not overwritten", convert, written, target, out)
-        lens = ("transformer-lens", tmp_path / "lens")
-        assert_refused("needs one layer of attention", convert, written, *lens)
 
 
 def test_a_place_that_is_no_npz_is_refused(tmp_path: Path):

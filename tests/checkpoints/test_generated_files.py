@@ -3,8 +3,9 @@
 import argparse
 import json
 import pickle
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,12 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, piece_of
 from mechinterp.checkpoints.foreign.read import COUNTS
 from mechinterp.checkpoints.io.tensor_files import WRAPPERS
+from mechinterp.checkpoints.load import convert
 from mechinterp.config import SCORES
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import AttentionWeights, predict
-from tests.checkpoints.files import hugging_face, read
-from tests.checkpoints.foreign_files import random_heads
+from tests.checkpoints.files import assert_refused, hugging_face, read
+from tests.checkpoints.foreign_files import FORMATS, LAYOUTS, NARROW, State, biased, random_heads
 from tests.checkpoints.strangers import (
     SPELLINGS,
     TASK,
@@ -36,7 +38,7 @@ from tests.checkpoints.strangers import (
     scanned,
     spelled,
 )
-from tests.checkpoints.wild_files import LAYOUTS, State
+from tests.conftest import assert_same
 
 SETTINGS = {
     "derandomize": True,
@@ -73,6 +75,15 @@ LOGGED = {
     "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(3)}}, "groups": [{"lr": 0.1}]},
 }
 """Things that code saves beside weights; more of them beside a dictionary of weights."""
+STATED: dict[str, Callable[[dict[str, int]], dict[str, object]]] = {
+    "a config": lambda stated: {"config": stated},
+    "Lightning": lambda stated: {"hyper_parameters": {"model": stated | {"lr": 0.1}}, "epoch": 3},
+    "arguments": lambda stated: {"args": argparse.Namespace(**stated, out=Path("x"))},
+    "a number": lambda stated: stated,
+    "a text": lambda stated: {"cfg": {name: str(value) for name, value in stated.items()}},
+    "camel case": lambda stated: {"config": {re.sub("_([a-z])", lambda c: c[1].upper(), n): v for n, v in stated.items()}},
+}  # fmt: skip
+"""Where runs keep their settings."""
 TORCH = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pkl")
 CONTAINERS = (*TORCH, ".npz", ".safetensors", "arrays", ".msgpack", "folder", "shards")
 
@@ -90,10 +101,12 @@ def written(
     *,
     wrapper: str = "model",
     protocol: int = 2,
+    beside: str = "a config",
 ) -> Iterator[Path]:
     """A file, or a folder, with a state dict and settings, until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"x{container}"
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         if container in ("folder", "shards"):
             file = Path(folder) / "x"
@@ -102,7 +115,7 @@ def written(
             inner = state
             for word in reversed(wrapper.split("/") if wrapper else []):
                 inner = LOGGED | {word: inner}
-            whole = BESIDE | inner | ({"config": stated} if stated else {})
+            whole = BESIDE | inner | (STATED[beside](stated) if stated else {})
             torch.save(whole, file, pickle_protocol=protocol)
         elif container == ".npz":
             np.savez(file, note="a text", **arrays, **stated)
@@ -123,21 +136,28 @@ def stored(
     weights: AttentionWeights, *, y_first: bool, minus: bool, factor: float, scale: float
 ) -> AttentionWeights:
     """The weights as code keeps them that orders its columns, signs or scales in another way; it writes whole tokens."""
-    writes = torch.randn(weights.n_heads, weights.W_O.shape[1], weights.d_x)
-    W_O = torch.cat([writes.to(weights.W_O), weights.W_O], 2) * (-1 if minus else 1) / factor
+    generator = torch.Generator().manual_seed(1)
+    sign, own = (-1 if minus else 1) / factor, weights.scale / scale
     turn = weights.d_y if y_first else 0
-    reads = {name: getattr(weights, name).roll(turn, 1) for name in ("W_Q", "W_K", "W_V")}
-    reads["W_Q"] = reads["W_Q"] * weights.scale / scale
-    return weights.with_tensors(reads | {"W_O": W_O.roll(turn, 2)})
+    changed = {name: getattr(weights, name).roll(turn, 1) for name in ("W_K", "W_V")}
+    changed["W_Q"] = own * weights.W_Q.roll(turn, 1)
+    written = {"W_O": weights.W_O}
+    if weights.b_O is not None:
+        changed["b_Q"], written["b_O"] = own * weights.b_Q, weights.b_O
+    for name, y in written.items():
+        x = torch.randn(*y.shape[:-1], weights.d_x, generator=generator).to(y)
+        changed[name] = torch.cat([x, sign * y], -1).roll(turn, -1)
+    return weights.with_tensors(changed)
 
 
 SIZES = st.fixed_dictionaries(
     {"n_heads": st.integers(1, 3), "d_x": st.integers(2, 4), "d_y": st.integers(1, 2)}
     | {"d_head": st.integers(2, 5), "seed": st.integers(0, 99)}
 )
-CHANGES = st.fixed_dictionaries(
-    {"y_first": st.booleans(), "minus": st.booleans()}
-    | {"factor": st.sampled_from([1.0, 0.25]), "scale": st.sampled_from([1.0, 0.4])}
+CHOICES = st.fixed_dictionaries(
+    {"y_first": st.booleans(), "minus": st.booleans(), "to_self": st.booleans()}
+    | {"factor": st.sampled_from([1.0, 0.25]), "scale": st.sampled_from([1.0, 0.4, None])}
+    | {"score": st.sampled_from(SCORES), "bias": st.booleans(), "double": st.booleans()}
 )
 FILES = st.fixed_dictionaries(
     {
@@ -145,53 +165,95 @@ FILES = st.fixed_dictionaries(
         "wrapper": st.sampled_from(["", "state/model", *WRAPPERS]),
     }
     | {"protocol": st.integers(2, 5), "heads": st.sampled_from(["", *COUNTS["n_heads"]])}
+    | {"beside": st.sampled_from(sorted(STATED))}
 )
+KEPT = ("wrapper", "protocol", "beside")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+BIASED = ("modules {", "output ", "behind ", "multihead", "arrays", "narrow arrays", "lens")
 
 
-def require_known(checkpoint: Checkpoint, weights: AttentionWeights) -> None:
-    """Circuits, and predictions, of known weights."""
-    circuits = checkpoint.weights.circuits
-    close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(circuits.QK, weights.QK, **close)
-    torch.testing.assert_close(circuits.OV, weights.OV, **close)
-    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.W_Q.dtype)
-    torch.testing.assert_close(predict(circuits, prompts), predict(weights, prompts), **close)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, **SETTINGS)
-@given(st.sampled_from(sorted(LAYOUTS)), SIZES, CHANGES, FILES, st.sampled_from(SCORES), st.booleans(), st.booleans())  # fmt: skip
-def test_one_layer_is_read_as_it_was_written(
-    layout: str, sizes: dict, changes: dict, file: dict, score: str, to_self: bool, double: bool
-):
-    weights = random_heads(**sizes).to(torch.float64 if double else torch.float32)
-    weights = replace(weights, score=score, attend_to_self=to_self)
-    state = LAYOUTS[layout](stored(weights, **changes))
-    minus = changes["minus"] is not (layout == "haiku")
-    hints = {
-        "columns": "y,x" if changes["y_first"] else "x,y",
-        "sign": "minus" if minus else "plus",
-    }
-    hints |= {"score": score, "scale": changes["scale"], "output_scale": changes["factor"]}
-    hints |= {"attend_to_self": to_self, "d_y": sizes["d_y"], "model": {"positions": "none"}}
+def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
+    """A file of one layer is read as the weights that it was written from, and converted as them."""
+    write, form, fixed = FORMATS.get(layout) or (LAYOUTS[layout], "", {})
+    chosen = choices | fixed
+    if "wide" in fixed:
+        sizes = sizes | {"d_head": sizes["d_x"] + sizes["d_y"]}
+    weights = random_heads(**sizes)
+    if chosen["bias"] and layout.startswith(BIASED) and layout != "multihead, apart":
+        weights = biased(weights)
+    weights = weights.to(torch.float64 if chosen["double"] else torch.float32)
+    weights = replace(weights, score=chosen["score"], attend_to_self=chosen["to_self"])
+    how = {name: chosen[name] for name in ("y_first", "minus", "factor")}
+    scale = weights.scale if chosen["scale"] is None else chosen["scale"]
+    narrow = fixed.keys() >= NARROW.keys()
+    if narrow and layout not in ("merged", "separate"):
+        own = {n: getattr(weights, n) * weights.scale / scale for n in ("W_Q", "b_Q") if n in weights.tensors}  # fmt: skip
+        state = write(weights.with_tensors(own))
+    else:
+        state = write(weights if narrow else stored(weights, scale=scale, **how))
+    minus = chosen["minus"] is not (layout == "haiku")
+    hints = {"columns": "y,x" if chosen["y_first"] else "x,y", "sign": "minus" if minus else "plus"}
+    hints |= {"score": chosen["score"], "output_scale": chosen["factor"], "d_y": sizes["d_y"]}
+    hints |= {"attend_to_self": chosen["to_self"]} | fixed.get("hints", {"scale": scale})
+    hints |= {"model": {"positions": "none"}}
     if layout.startswith("parameters"):
         hints["orientation"] = "in,out" if layout.endswith("[in, out]") else "out,in"
     beside = {file["heads"]: sizes["n_heads"]} if file["heads"] else {}
     hints |= {} if file["heads"] else {"n_heads": sizes["n_heads"]}
-    how = {"wrapper": file["wrapper"], "protocol": file["protocol"]}
-    with written(state, file["container"], beside, **how) as path:
+    with written(state, file["container"], beside, **{name: file[name] for name in KEPT}) as path:
         checkpoint = read(path, **hints)
         assert checkpoint.path == path
-    require_known(checkpoint, weights)
-    assert (checkpoint.config.model.n_heads, checkpoint.task.d_x) == (
-        sizes["n_heads"],
-        sizes["d_x"],
-    )
+        require_converted(checkpoint, path.parent)
+    circuits = checkpoint.weights.circuits
+    torch.testing.assert_close(circuits.QK, weights.QK, **CLOSE)
+    torch.testing.assert_close(circuits.OV, weights.OV, **CLOSE)
+    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.W_Q.dtype)
+    torch.testing.assert_close(predict(circuits, prompts), predict(weights, prompts), **CLOSE)
+    assert checkpoint.format == (form or checkpoint.format)
+    assert checkpoint.config.model.n_heads == sizes["n_heads"]
+    assert checkpoint.config.model.biases is (weights.b_O is not None)
+    assert checkpoint.task.d_x == sizes["d_x"]
     assert not {"task.d_x", "task.d_y", "attn_scale"} & checkpoint.assumed.keys()
     assumed = {name for name in checkpoint.assumed if name.startswith("model.")}
     assert assumed <= {"model.attention_biases", "model.score_slope"}
 
 
+def require_converted(checkpoint: Checkpoint, folder: Path) -> None:
+    """From one of our formats to the next, the model stays the same."""
+    model, written = checkpoint.config.model, checkpoint
+    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=checkpoint.weights.dtype)
+    expected = checkpoint.predictor.predict(prompts)
+    has_place = model.one_attention and model.score == "softmax" and not model.attend_to_self
+    for target in ("native", "npz", *(["transformer-lens"] if has_place else []), "native"):
+        out = folder / f"{written.path.stem}-{target}{'.npz' if target == 'npz' else ''}"
+        convert(written, target, out)
+        written = read(out, format="arrays" if target == "npz" else target)
+        if not has_place:  # HookedTransformer has no merged heads
+            assert_same(written.weights, checkpoint.weights)
+        torch.testing.assert_close(written.predictor.predict(prompts), expected, **CLOSE)
+        assert written.config == checkpoint.config
+        assert written.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))
+    if not has_place:
+        words = "softmax attention only|attends to itself|needs one layer of attention"
+        assert_refused(words, convert, checkpoint, "transformer-lens", folder / "refused")
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@settings(max_examples=3, **SETTINGS)
+@given(SIZES, CHOICES, FILES)
+def test_a_format_is_read_as_it_was_written(layout: str, sizes: dict, choices: dict, file: dict):
+    require_read(layout, sizes, choices, file)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, **SETTINGS)
+@given(st.sampled_from(sorted({**LAYOUTS, **FORMATS})), SIZES, CHOICES, FILES)
+def test_one_layer_is_read_as_it_was_written(layout: str, sizes: dict, choices: dict, file: dict):
+    require_read(layout, sizes, choices, file)
+
+
+UNSAID = {"rms_norm", "sinusoidal_halves"}
+"""How layers are joined, as no known setting of a file says it; nor is one on norms taken where a file has none."""
 KINDS = st.builds(
     Kind,
     layers=st.integers(1, 3),
@@ -224,14 +286,16 @@ def test_layers_predict_as_the_module_that_was_saved(
         conv1d = form == "conv1d" and spelling == "nanoGPT"
         state = spelled(state, spelling, packed=packed, conv1d=conv1d)
     width = kind.width if kind.scale == "width" else kind.width // kind.heads
-    hints = {"score": "softmax", "attend_to_self": True, "scale": width**-0.5, "model": joins(kind)}
-    if file["heads"]:
-        stated = {file["heads"]: kind.heads}
-    else:
-        stated, hints["n_heads"] = {}, kind.heads
-    how = {"wrapper": file["wrapper"], "protocol": file["protocol"]}
-    with written(state, file["container"], stated, **how) as path:
+    stated, said = {}, joins(kind)
+    if file["heads"]:  # the file states what it can, too
+        unsaid = UNSAID | ({"norm"} if kind.norm == "bare" else set())
+        known = [name for name, value in said.items() if not {name, value} & unsaid]
+        stated = {file["heads"]: kind.heads} | {name: said.pop(name) for name in known}
+    hints = {"score": "softmax", "attend_to_self": True, "scale": width**-0.5, "model": said}
+    hints |= {} if file["heads"] else {"n_heads": kind.heads}
+    with written(state, file["container"], stated, **{name: file[name] for name in KEPT}) as path:
         checkpoint = read(path, task=TASK, **hints)
+        require_converted(checkpoint, path.parent)
     ours, theirs = prediction(checkpoint, model)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
     assert checkpoint.weights.n_layers == kind.layers * kind.passes

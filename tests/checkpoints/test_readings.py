@@ -25,8 +25,13 @@ from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.heads import AttentionWeights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.files import read as load
-from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
-from tests.checkpoints.wild_files import LAYOUTS, State, matrices
+from tests.checkpoints.foreign_files import (
+    LAYOUTS,
+    State,
+    matrices,
+    random_heads,
+    softmax_paper_state,
+)
 from tests.conftest import CHECKPOINTS, sampled
 
 pytestmark = pytest.mark.usefixtures("small_null")

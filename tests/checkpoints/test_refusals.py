@@ -6,6 +6,7 @@ A refusal that names a tensor offers --map, with all names that are known.
 import ast
 import math
 import traceback
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,12 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.exchange import hooked_state
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
-    LAYER_NAMES,
+    LAYOUTS,
     attention_module,
-    linear_layers_state,
-    merged_state,
+    merged,
     random_heads,
     softmax_paper_state,
 )
-from tests.checkpoints.wild_files import LAYOUTS
 from tests.models.test_layered_models import garg
 
 ROOM = Path(mechinterp.__file__).parent / "checkpoints" / "foreign"
@@ -49,8 +48,8 @@ PAPER = softmax_paper_state(random_heads())
 LENS = hooked_state(random_heads(d_head=2), n_ctx=6)
 TORCH, ARRAYS = ATTENTION.state_dict(), random_heads().tensors
 HEADS = LAYOUTS["modules of heads"](random_heads())
-LINEAR, OWN = squares("attn.{x}_proj.weight"), linear_layers_state(ATTENTION, LAYER_NAMES[0])
-MERGED = merged_state(ones(2, 4, 4), ones(2, 4, 4))
+LINEAR, OWN = squares("attn.{x}_proj.weight"), LAYOUTS["modules {x}_proj"](random_heads())
+MERGED = merged(random_heads())
 ENCODER = nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False).state_dict()
 WITH_ENDS = ENCODER | {"read_in.weight": ones(4, 4), "read_out.weight": ones(1, 4)}
 GPT2 = {n.removeprefix("_backbone."): t for n, t in garg().state_dict().items()}
@@ -190,7 +189,7 @@ def test_the_files_above_reach_every_such_refusal():
 # What a refusal says that names no tensor, the file and the hints.
 REFUSED: dict[str, tuple[State, dict[str, object]]] = {
     "n_heads is not stated in the file; give --n-heads (n_heads=).": (OWN, {}),
-    "n_heads must divide the width 4, got 3": (OWN, {"n_heads": 3}),
+    "n_heads must divide the width 8, got 3": (OWN, {"n_heads": 3}),
     "n_heads must be the file's 2, got 3": (PAPER, {"n_heads": 3}),
     "d_x must be the weights' 3, got 2": (PAPER, {"d_x": 2}),
     "task.d_x must be the weights' 3, got 1": (PAPER, {"d_x": 3, "task": {"d_x": 1}}),
@@ -233,6 +232,12 @@ def test_hints_that_agree_with_the_file_are_taken():
     stored = [Stored(Path("x.pt"), PAPER, {})]
     given, bare = (read_foreign(stored, hints).weights for hints in (told, Hints()))
     assert torch.equal(given.W_Q, bare.W_Q)
+
+
+def test_the_page_on_weights_names_every_option():
+    page = (Path(mechinterp.__file__).parents[1] / "docs" / "how" / "weights.md").read_text()
+    options = [f"--{each.name.replace('_', '-')}" for each in fields(Hints)]
+    assert [option for option in options if option not in page] == []
 
 
 HINTS: list[dict[str, object]] = [

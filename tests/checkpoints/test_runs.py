@@ -17,7 +17,7 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
 from tests.checkpoints.files import read_run as load_run
-from tests.checkpoints.wild_files import LAYOUTS
+from tests.checkpoints.foreign_files import LAYOUTS
 from tests.conftest import CHECKPOINTS
 
 pytestmark = pytest.mark.usefixtures("small_null")

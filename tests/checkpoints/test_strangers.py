@@ -1,6 +1,5 @@
 """Files that a stranger's code wrote: no number without a word where something was guessed."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.general import Attend, predictions
 from tests.checkpoints.files import assert_refused, loaded, read, saved
-from tests.checkpoints.foreign_files import random_heads
+from tests.checkpoints.foreign_files import LAYOUTS, random_heads
 from tests.checkpoints.strangers import (
     D_X,
     TASK,
@@ -31,7 +30,6 @@ from tests.checkpoints.strangers import (
     some_prompts,
     trained,
 )
-from tests.checkpoints.wild_files import LAYOUTS
 from tests.conftest import Run, sampled
 from tests.models.test_layered_models import garg
 
@@ -217,20 +215,6 @@ def test_commands_refuse_it_or_lead_with_it(tmp_path: Path, command: str, run: R
 
 
 # Settings in the file, or beside it.
-
-WRITTEN = {
-    "Lightning": {"hyper_parameters": {"model": {"nhead": 2, "lr": 0.1}}, "epoch": 3},
-    "arguments": {"args": argparse.Namespace(num_heads=2, out=Path("x"))},
-    "a number": {"n_attn_heads": 2},
-    "a text": {"cfg": {"num_attention_heads": "2"}},
-    "camel case": {"config": {"numAttnHeads": 2}},
-}
-
-
-@pytest.mark.parametrize("beside", WRITTEN.values(), ids=WRITTEN)
-def test_the_number_of_heads_is_found_in_the_file(tmp_path: Path, beside: dict):
-    checkpoint = loaded(tmp_path, {"state_dict": STATE, **beside}, **ALONE)
-    assert checkpoint.config.model.n_heads == 2
 
 
 def test_sizes_and_positions_of_the_task_are_found_too(tmp_path: Path):

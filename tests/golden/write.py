@@ -20,9 +20,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.training.train import train_models
 from tests.attack.targets import write_originals
 from tests.checkpoints.foreign_files import (
-    LAYER_NAMES,
+    LAYOUTS,
     attention_module,
-    linear_layers_state,
     random_heads,
     softmax_paper_state,
 )
@@ -131,14 +130,13 @@ def _layouts(folder: Path) -> dict[str, tuple[Path, dict]]:
     module = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
     parts = dict(zip("qkv", module.pop("in_proj_weight").chunk(3), strict=True))
     unpacked = module | {f"{x}_proj_weight": part.clone() for x, part in parts.items()}
-    packed = attention_module(0, width=4, n_heads=2, bias=True)
     ours = random_heads()
     more: dict[str, tuple[dict[str, Tensor], dict]] = {
         "garg.pt": (bare, {"n_heads": 4}),
         "garg-other-names.pt": (dict(own), {"n_heads": 4}),
         "encoder-layer.pt": (encoder(6).layers[0].state_dict(), {"n_heads": 2}),
         "torch-unpacked.pt": (unpacked, {"n_heads": 2}),
-        "layers-other-names.pt": (linear_layers_state(packed, LAYER_NAMES[1]), {"n_heads": 2}),
+        "layers-other-names.pt": (LAYOUTS["modules {x}_proj"](ours), {"n_heads": 2}),
         "paper-state.pt": (softmax_paper_state(ours), {}),
         "paper-prefix.pt": ({f"module.{n}": t for n, t in softmax_paper_state(ours).items()}, {}),
     }

@@ -67,11 +67,11 @@ def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelC
     parts = parts.normed(chosen)
     at = columns(parts, chosen, sizes)
     sign = -1 if chosen["sign"] == "minus" else 1
-    d_head = model.head_width(*sizes)
+    d_head, alone = model.head_width(*sizes), model.one_attention
     named: dict[str, Tensor] = {}
     for number, layer in enumerate(parts.layers * _passes(chosen)):
         heads = _heads(parts, layer, chosen.get("scale"), d_head, at[1])
-        if model.one_attention:
+        if alone:
             inside = _one_layer(heads, model, at, sizes[0], sign)
         else:
             inside = _joined(layer, heads, model)

@@ -273,16 +273,21 @@ class Source:
     hints: Hints
     """Arguments of `load`; `task` has the fields that the file's settings state, too."""
     settings: Mapping[str, object]
+    _tasks: dict[object, tuple[TaskConfig, frozenset[str]]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def closed(self) -> Mapping[str, object]:
         """Choices that are stated, or that the format fixes."""
         return {**self.form.fixed, **self.given}
 
-    def stated(self, name: str) -> int | None:
-        """d_x or d_y, if the user or the file states it."""
-        value = self.hints.given.get(name, (self.hints.task or {}).get(name))
-        return value if type(value) is int else None
+    @cached_property
+    def stated(self) -> tuple[int | None, int | None]:
+        """d_x and d_y, where the user or the file states them."""
+        given = {**(self.hints.task or {}), **self.hints.given}
+        d_x, d_y = (given.get(name) for name in ("d_x", "d_y"))
+        return (d_x if type(d_x) is int else None, d_y if type(d_y) is int else None)
 
     @property
     def context_length(self) -> int | None:
@@ -290,6 +295,21 @@ class Source:
         points, length = (self.settings.get(name) for name in ("n_points", "context_length"))
         length = points - 1 if isinstance(points, int) else length
         return length if isinstance(length, int) else None
+
+    def task(self, sizes: tuple[int, int], most: int | None) -> tuple[TaskConfig, frozenset[str]]:
+        """Task of these sizes with at most so many pairs, made once; and its stated fields, such as task.d_x."""
+        if (sizes, most) not in self._tasks:
+            stated, length = dict(self.hints.task or {}), self.context_length
+            if length is not None and (most is None or length <= most):
+                stated = {"context_length": length, **stated}
+            paper = self.form.task
+            usual = {} if paper is None else paper(*sizes, str(self.choices["score"][0]))
+            fields = {**usual, "d_x": sizes[0], "d_y": sizes[1], **stated}
+            task = build(TaskConfig, fields, "task.")
+            if most is not None and "context_length" not in stated:
+                task = replace(task, context_length=max(1, min(task.context_length, most)))
+            self._tasks[sizes, most] = task, frozenset(flatten(stated, "task."))
+        return self._tasks[sizes, most]
 
     def room(self, parts: Parts, tried: Tried) -> int | None:
         """Largest number of pairs that fits the number of positions in the file's settings.
@@ -304,7 +324,7 @@ class Source:
     def sizes(self, parts: Parts, tried: Tried) -> tuple[int, int]:
         """d_x and d_y; if the user states both and the token is longer, its further columns are
         positions."""
-        stated_d_x, stated_d_y, n = self.stated("d_x"), self.stated("d_y"), parts.d_token
+        (stated_d_x, stated_d_y), n = self.stated, parts.d_token
         in_turn = tried.get("layout") == "in_turn"
         room = 0 if in_turn else 1
         d_y = parts.shown_responses or stated_d_y
@@ -392,27 +412,16 @@ def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
     Raises:
         ValueError: If no model or task has these sizes.
     """
-    sizes, stated = source.sizes(parts, tried), dict(source.hints.task or {})
+    sizes = source.sizes(parts, tried)
     model = architecture(parts, tried, sizes)
     limits = (model.longest_context, source.room(parts, tried))
-    most = min((n for n in limits if n is not None), default=None)
-    length = source.context_length
-    if length is not None and (most is None or length <= most):
-        stated = {"context_length": length, **stated}
-    paper = source.form.task
-    usual = {} if paper is None else paper(*sizes, str(source.choices["score"][0]))
-    fields = {**usual, "d_x": sizes[0], "d_y": sizes[1], **stated}
-    task = build(TaskConfig, fields, "task.")
-    if most is not None and "context_length" not in stated:
-        task = replace(task, context_length=max(1, min(task.context_length, most)))
+    task, known = source.task(sizes, min((n for n in limits if n is not None), default=None))
     ExperimentConfig(task=task, model=model)
-    known = set(flatten(stated, "task."))
-    d_x, d_y = source.stated("d_x"), source.stated("d_y")
+    d_x, d_y = source.stated
     if parts.shown_responses or (d_x, d_y) != (None, None):
-        known.add("task.d_y")
         in_doubt = len(source.choices.get("layout", ())) > 1 and d_x is None
-        known |= set() if in_doubt else {"task.d_x"}
-    return Case(source, parts, tried, model, task, frozenset(known))
+        known |= {"task.d_y"} if in_doubt else {"task.d_x", "task.d_y"}
+    return Case(source, parts, tried, model, task, known)
 
 
 def n_prompts_for(cases: Sequence[Case], more: int) -> int:

@@ -1,9 +1,10 @@
-"""Settings that the user states for an external file that does not state them itself."""
+"""Options for reading an external file, declared once: `load`, the command line and the site read them here."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ to `MOST_PASSES`.
 """
 MOST_PASSES = 64
 Value = TypeVar("Value", bool, int, float, str)
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def option(name: str) -> str:
@@ -70,7 +72,8 @@ class Hints:
     assumption that is reported."""
 
     task: Mapping[str, object] | None = _hint(
-        "Fields of the task of the training, if the file does not state them; default: the softmax paper's. Not the law of --prompts.",
+        "Fields of the task of the training, if the file does not state them; default: those of the format's paper. "
+        "Not the law of --prompts. In Python also a TaskConfig or a dict.",
         kind=Path,
         metavar="FILE.json",
     )
@@ -78,37 +81,46 @@ class Hints:
     d_x: int | None = _hint("Dimension of a covariate.", min=1)
     d_y: int | None = _hint("Number of responses.", min=1)
     n_heads: int | None = _hint("Number of heads, if the file does not state it.", min=1)
-    scale: float | None = _hint("Factor on the scores, if the file does not state it.")
+    scale: float | None = _hint(
+        "Factor on the scores, if the file does not state it; default 1/sqrt(d_head)."
+    )
     attend_to_self: bool | None = _hint(
         "Let the query attend to itself, or not.", names=["--attend-to-self/--context-only"]
     )
     score: str | None = _hint(
-        f"Score function, if the file states none: {', '.join(SCORES)}.",
+        f"Score function, if the file states none: {', '.join(SCORES)}; default: softmax and linear are tried.",
         values=SCORES,
         metavar="NAME",
     )
     score_slope: float | None = _hint("The constant C of the score; default 1.")
-    columns: str | None = _hint("Order of a token's columns.", values=COLUMNS)
+    columns: str | None = _hint("Order of a token's columns; default: tried.", values=COLUMNS)
     orientation: str | None = _hint(
-        "Axes of matrices, if their names do not show them: W x or x W.", values=ORIENTATIONS
+        "Axes of matrices, if their names do not show them: W x or x W; default: tried.",
+        values=ORIENTATIONS,
     )
-    sign: str | None = _hint("Sign of the y entry in the prediction.", values=SIGNS)
+    sign: str | None = _hint("Sign of the y entry in the prediction; default: tried.", values=SIGNS)
     output_column: int | None = _hint("Entry of the output that is the prediction, from 0.", min=0)
     output_scale: float | None = _hint(
-        "Factor on the output of attention, if the file states none."
+        "Factor on the output of attention, if the file states none; default 1."
     )
     model: Mapping[str, object] | None = _hint(
-        "How norms, MLPs and tokens are combined (norm=before, layout=in_turn); repeatable.",
+        f"How norms, MLPs and tokens are combined, such as norm=before: {', '.join(JOINS)}; repeatable, in Python a dict; "
+        "default: tried.",
         kind=list[str],
         metavar="NAME=VALUE",
     )
     map: Sequence[str] | None = _hint(
-        "Known name for an unknown one (q=q_proj); repeatable.",
+        "Known name for an unknown one (q=q_proj); repeatable, in Python a list.",
         kind=list[str],
         metavar="THEIRS=KNOWN",
     )
-    weights: str | None = _hint("State dict to read, if the file has several.", metavar="NAME")
-    anyway: bool | None = _hint("Read a file that was not understood, too.", names=["--anyway"])
+    weights: str | None = _hint(
+        "State dict to read, if the file has several, such as ema.", metavar="NAME"
+    )
+    anyway: bool | None = _hint(
+        "Read a file that was not understood, too: no reading predicts better than 0.",
+        names=["--anyway"],
+    )
 
     def __post_init__(self) -> None:
         require = Rules("", self).require
@@ -143,6 +155,20 @@ class Hints:
     def given(self) -> dict[str, object]:
         """Arguments that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def with_options(function: Function) -> Function:
+    """Shows the fields of `Hints` as arguments of a function that takes them as `**options`, and their texts in place of
+    `{options}` in its docstring."""
+    shown, options = signature(function), fields(Hints)
+    path = next(iter(shown.parameters.values()))
+    named = [
+        Parameter(o.name, Parameter.KEYWORD_ONLY, default=None, annotation=o.type) for o in options
+    ]
+    function.__signature__ = shown.replace(parameters=[path, *named])  # type: ignore[attr-defined]
+    texts = "\n    ".join(f"{o.name}: {o.metadata['help']}" for o in options)
+    function.__doc__ = cleandoc(str(function.__doc__)).replace("{options}", texts)
+    return function
 
 
 def _is_join(name: str, value: object) -> bool:

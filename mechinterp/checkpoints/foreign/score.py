@@ -229,20 +229,9 @@ def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[st
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
         raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
-    better: list[Case] = []
-    look = looked_at(cases, n_prompts_for(cases, 1))
-    (order,) = look.groups().values()
-    if refined := [each for i in order[:MOST_REFINED] for each in look.cases[i].refined()]:
-        every = [*look.cases, *refined]
-        look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
-    every = list(look.cases)
-    for start in _starts(look):
-        if look.losses[start] < 1 - MARGIN:
-            better += _improved(look.cases[start], every, look.count)
-    look = looked_at([*every, *better], look.count) if better else look
+    look = _with_less_usual(cases)
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
-    readings = _ranked(look, names)
-    rest: list[Reading] = []
+    readings, rest = _ranked(look, names), []
     hopeful = any(each.loss < 1 - MARGIN for each in readings)
     if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
         near = _near_the_best(look, cases)
@@ -253,20 +242,42 @@ def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[st
     look = _without_idle_refinements(look, cases)
     readings = _ranked(look, names)
     first = next(case for case in look.cases if case.weights == readings[0].build)
-    if any(each.predicts for each in readings):
-        _require_one_size(look.cases, readings)
-        rest = [replace(each, stands=False, ties=False) for each in rest]
-        if other.cases:
-            rival = _ranked(other, names)[0]
-            readings.append(replace(rival, stands=False, ties=rival.predicts))
-        several = len(cases) > 1 or len(readings) > 1 or not readings[0].predicts
-        return first, (*readings, *rest) if several else (), names
-    doubts = looked_at([first, *_doubts(cases, names)], look.count)
-    names += [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
+    if not any(each.predicts for each in readings):
+        readings, names = _against_convention(first, readings, cases, names, look.count)
+        return first, (*readings, *rest), names
+    _require_one_size(look.cases, readings)
+    rest = [replace(each, stands=False, ties=False) for each in rest]
+    if other.cases:
+        rival = _ranked(other, names)[0]
+        readings.append(replace(rival, stands=False, ties=rival.predicts))
+    several = len(cases) > 1 or len(readings) > 1 or not readings[0].predicts
+    return first, (*readings, *rest) if several else (), names
+
+
+def _with_less_usual(cases: Sequence[Case]) -> Look:
+    """The cases, refinements of the best of them, and better ones found from the best of all."""
+    look = looked_at(cases, n_prompts_for(cases, 1))
+    (order,) = look.groups().values()
+    if refined := [each for i in order[:MOST_REFINED] for each in look.cases[i].refined()]:
+        every = [*look.cases, *refined]
+        look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
+    better: list[Case] = []
+    for start in _starts(look):
+        if look.losses[start] < 1 - MARGIN:
+            better += _improved(look.cases[start], look.cases, look.count)
+    return looked_at([*look.cases, *better], look.count) if better else look
+
+
+def _against_convention(
+    first: Case, readings: list[Reading], cases: Sequence[Case], names: list[str], count: int
+) -> tuple[list[Reading], list[str]]:
+    """Where no reading predicts: those that do against a convention of the format, and the choices compared."""
+    doubts = looked_at([first, *_doubts(cases, names)], count)
+    names = names + [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
         choices = {n: first.value_of(n) for n in names}
         readings = [replace(readings[0], stands=True, tried=choices), *working]
-    return first, (*readings, *rest), names
+    return readings, names
 
 
 def _starts(look: Look) -> list[int]:

@@ -247,14 +247,15 @@ def unstacked(tensors: Tensors) -> dict[str, Tensor]:
         ['layers.0.net.attn.query.kernel', 'layers.1.net.attn.query.kernel']
     """
     words = {name: re.split("[./]", name) for name in tensors}
+    pieces = {name: piece for name in tensors if (piece := piece_of(name)) is not None}
     depth = max(map(len, words.values()), default=0)
     containers = dict.fromkeys(tuple(w[:n]) for n in range(depth) for w in words.values() if len(w) > n)  # fmt: skip
     for path in containers:
         inside = {n: t for n, t in tensors.items() if tuple(words[n][: len(path)]) == path}
-        if not _is_stack(inside):
+        own = {name: piece for name, piece in pieces.items() if name in inside}
+        if not _is_stack(inside, own):
             continue
-        ends = [n for n in inside if (piece := piece_of(n)) is not None and piece.part in ENDS]
-        if ends:
+        if ends := [name for name, piece in own.items() if piece.part in ENDS]:
             count = len(inside[ends[0]])
             raise ValueError(f"must hold one model, got {count} on the first axis of all tensors; write one of them.")  # fmt: skip
         named = {
@@ -266,9 +267,8 @@ def unstacked(tensors: Tensors) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def _is_stack(tensors: Tensors) -> bool:
+def _is_stack(tensors: Tensors, pieces: Mapping[str, Piece]) -> bool:
     """True if all have one first axis, and axes show that it counts layers of attention."""
-    pieces = {name: piece for name in tensors if (piece := piece_of(name)) is not None}
     parts = {piece.part for piece in pieces.values()}
     if not any(each <= parts for each in COMPLETE) or any(p.layer is not None for p in pieces.values()):  # fmt: skip
         return False
@@ -503,7 +503,8 @@ def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor unless it has finite floating-point numbers."""
     if not tensor.is_floating_point():
         raise ValueError(f"{shown(what)} must hold floating-point numbers, got {tensor.dtype}.")
-    require_finite(shown(what), int((~torch.isfinite(tensor)).sum()))
+    if bad := int((~torch.isfinite(tensor)).sum()):
+        require_finite(shown(what), bad)
 
 
 def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> dict[str, Matrix]:

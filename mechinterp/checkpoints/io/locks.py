@@ -2,9 +2,9 @@
 are touched.
 
 A lock is a file with this package's mark that is released when its process exits. A claim is a lock
-in the folder itself that lists the files as they are written. After a failure these files are
-deleted; after a kill the next process that writes there deletes them. A file without the mark is
-refused, never deleted or replaced."""
+in the folder itself that lists the files that are written. They are written under temporary names
+and get their own names together, at the end. After a kill the next process that writes there
+deletes what is left. A file without the mark is refused, never deleted or replaced."""
 
 import os
 import re
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from safetensors import SafetensorError
+
 from mechinterp.checkpoints.io.files import (
     TEMPORARY,
     CheckpointError,
@@ -26,6 +28,7 @@ from mechinterp.checkpoints.io.files import (
     link_new,
     one_line,
     write_new,
+    writing,
 )
 
 if sys.platform != "win32":
@@ -34,7 +37,7 @@ if sys.platform != "win32":
 CLAIM = ".mechinterp"
 MARK = "mechinterp lock\n"
 MAX_LOCK = 2**24
-NAME = re.compile(r"(?!\.\.?(/|$))[^/\0]+(/(?!\.\.?$)[^/\0]+)?")
+NAME = re.compile(r"(?!\.\.?$)[^/\0]+")
 
 
 @contextmanager
@@ -86,45 +89,45 @@ class Claim:
     descriptor: int
     replaced: Collection[str]
     """Names of files from an earlier result of this package that may be replaced."""
-    made: list[str] = field(default_factory=list)
     waiting: dict[str, Path] = field(default_factory=dict)
-    """Temporary files that replace an earlier result when all are written, by name."""
+    """Temporary files by the name that they get when all are written."""
     temporary: ExitStack = field(default_factory=ExitStack)
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
-        """Let `write` fill a file. It appears as a whole, where an earlier result is replaced
-        together with all other files.
+        """Let `write` fill a file, which appears together with all other files."""
+        os.write(self.descriptor, f"{name}\n".encode())
+        self.waiting[name] = self.temporary.enter_context(filled(self.folder / name, write))
+
+    def publish(self, last: str) -> None:
+        """Give the waiting files their names; if one is taken, none stays.
+
+        The last file of an earlier result goes first and the new one comes last. After a kill in between the
+        folder is incomplete, and the next process that writes there deletes the rest.
 
         Raises:
-            CheckpointError: If the file exists and is not in `replaced`.
+            CheckpointError: If a file exists and is not in `replaced`.
         """
-        os.write(self.descriptor, f"{name}\n".encode())
-        if self.replaced:
-            self.waiting[name] = self.temporary.enter_context(filled(self.folder / name, write))
-            return
-        write_new(self.folder / name, write)
-        self.made.append(name)
-
-    def replace(self, last: str) -> None:
-        """Put the waiting files in the place of the earlier result.
-
-        The earlier last file goes first and the new one comes last. After a kill in between the
-        folder is incomplete, and the next process that writes there deletes the rest."""
         if last in self.waiting and last in self.replaced:
             (self.folder / last).unlink(missing_ok=True)
-        for name, file in self.waiting.items():
-            if name in self.replaced:
-                os.replace(file, self.folder / name)
-            else:
-                link_new(file, self.folder / name)
-                self.made.append(name)
+        made: list[str] = []
+        try:
+            for name, file in self.waiting.items():
+                if name in self.replaced:
+                    os.replace(file, self.folder / name)
+                else:
+                    link_new(file, self.folder / name)
+                    made.append(name)
+        except BaseException:
+            for name in made:
+                (self.folder / name).unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
 def claimed(
     folder: Path, *, last: str, names: Collection[str] | None = None, replaced: Collection[str] = ()
 ) -> Iterator[Claim]:
-    """Claim a folder for writing; files that were written are deleted if the body fails.
+    """Claim a folder for writing; if the body fails, nothing appears in it.
 
     Args:
         last: File that is written last; a folder with it is complete.
@@ -132,26 +135,24 @@ def claimed(
         replaced: Names of an earlier result of this package, which may exist. They stay until the
             body ends, and are then replaced together.
     Raises:
-        CheckpointError: If a file is in the way, or another process is writing there.
+        CheckpointError: If a file is in the way, another process is writing there, or the folder cannot be written.
     """
     new = not os.path.lexists(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder / CLAIM, busy="writing") as descriptor:
-            _settle(folder, descriptor, last)
-            require_free(folder, names, replaced)
-            claim = Claim(folder, descriptor, replaced)
-            try:
+        with writing(folder, SafetensorError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / CLAIM, busy="writing") as descriptor:
+                _settle(folder, descriptor, last)
+                require_free(folder, names, replaced)
+                claim = Claim(folder, descriptor, replaced)
                 with claim.temporary:
                     yield claim
                     with uninterrupted():
-                        claim.replace(last)
-            except BaseException:
-                _delete(folder, claim.made)
-                raise
+                        claim.publish(last)
     except BaseException:
         if new:
-            _remove_empty(folder)
+            with suppress(OSError):
+                folder.rmdir()
         raise
 
 
@@ -239,26 +240,8 @@ def _settle(folder: Path, descriptor: int, last: str) -> None:
     text = os.pread(descriptor, MAX_LOCK, 0).decode(errors="replace")
     done, _, made = text.removeprefix(MARK).partition("\n")
     listed = [name for name in made.splitlines() if NAME.fullmatch(name)]
-    if done and not os.path.lexists(folder / done):
-        _delete(folder, listed)
+    for name in listed if done and not os.path.lexists(folder / done) else ():
+        (folder / name).unlink(missing_ok=True)
     delete_leftovers(folder, {CLAIM, *listed}.__contains__)
     os.ftruncate(descriptor, len(MARK))
     os.write(descriptor, f"{last}\n".encode())
-
-
-def _delete(folder: Path, names: Collection[str]) -> None:
-    """Delete these files, their temporary files, and inner folders that become empty."""
-    for parent in sorted({(folder / name).parent for name in names}, reverse=True):
-        if parent.is_symlink() or not parent.is_dir():
-            continue
-        here = {Path(name).name for name in names if (folder / name).parent == parent}
-        delete_leftovers(parent, here.__contains__)
-        for name in here:
-            (parent / name).unlink(missing_ok=True)
-        if parent != folder:
-            _remove_empty(parent)
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()

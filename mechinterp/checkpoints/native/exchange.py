@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import (
@@ -74,7 +73,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     circuits = replace(checkpoint.weights.circuits, merged_qk=False)
     state = hooked_state(circuits, n_ctx=positions_for(config.task))
-    with writing(folder, SafetensorError), claimed(folder, last=SIDE_CAR) as claim:
+    with claimed(folder, last=SIDE_CAR) as claim:
         claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
         claim.write("load.py", lambda file: file.write_bytes(SCRIPT.read_bytes()))
         claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))

@@ -6,6 +6,7 @@ again, the last one at the query only. TransformerLens is not loaded.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -242,7 +243,7 @@ class _Layer:
         stacked = self.weights.tensors.get(name)
         return None if stacked is None else stacked[self.number]
 
-    @property
+    @cached_property
     def rows(self) -> slice:
         """Positions that later computation reads."""
         return self.last if self.number == self.weights.n_layers - 1 else ALL
