@@ -23,7 +23,7 @@ from mechinterp import (
     sample_prompts,
 )
 from mechinterp.checkpoints.plain_modules import HookedModule
-from tests.conftest import sampled
+from tests.conftest import refused, sampled
 from tests.test_doors import as_for_users
 
 SHIPPED, DEEP = "checkpoints/softmax-h2-s0", "checkpoints/sparse-h4-noise0.1-s0"
@@ -102,6 +102,11 @@ def test_a_wrong_argument_is_refused_with_its_name_and_value(what: str):
     call, words = REFUSED[what]
     said = refusal(call)
     assert not [word for word in words if word not in said], said
+
+
+def test_an_option_that_load_lacks_is_refused_with_those_it_has():
+    with refused("heads", "n_heads", "attend_to_self", error=TypeError):
+        load(SHIPPED, heads=2)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from glob import glob
 from itertools import groupby
 from pathlib import Path
@@ -297,11 +297,15 @@ def _require_alike(each: Checkpoint | Stored, last: Checkpoint | Stored) -> None
 
 
 def _hints(given: Mapping[str, object]) -> Hints:
-    """Arguments of the reader, checked.
+    """Options of `load`, checked.
 
     Raises:
+        TypeError: If there is no such option.
         ValueError: If one is out of range.
     """
+    names = [each.name for each in fields(Hints)]
+    for name in given.keys() - names:
+        raise TypeError(f"load has no option {name!r}; it has {', '.join(names)}.")
     task = given.get("task")
     if isinstance(task, TaskConfig):
         task = {name: value for name, value in asdict(task).items() if name in task.given}
