@@ -270,7 +270,7 @@ ONE_RESPONSE = {
     "wrong sign": unclear(heads([0.5], [-1.5]), "mismatched"),
     "no metric": unclear(
         with_blocks(0.3 * drawn(1, 5, 5, seed=3), [1.5]),
-        reason="head 0 is unstructured: qk_diagonal",
+        reason="head 0 is unstructured; qk_diagonal",
     ),
     "one mismatched": unclear(
         heads([0.3, -0.3], [2, 2]), "positive mismatched", reason="head 1 is mismatched"
@@ -280,15 +280,13 @@ ONE_RESPONSE = {
     ),
     "uneven mu": unclear(heads([0.13, -0.13], [3, -2]), PAIR, reason="zero_sum", zero_sum=0.2),
     "large omega": unclear(heads([1.5, -1.5], [0.3, -0.3]), PAIR, reason="learner_r2"),
-    "mixed": unclear(mixed_omega(), "mixed negative", reason="omega runs from -0.4 to 0.4"),
-    "average": unclear(AVERAGE, "unstructured", reason="qk_diagonal is 0.000"),
-    "reads x": case(
-        READS_X, "unstructured", "unstructured", reason="qk_diagonal_best p = 1", zero_sum=np.nan
-    ),
+    "mixed": unclear(mixed_omega(), "mixed negative", reason="omega_of_other_sign"),
+    "average": unclear(AVERAGE, "unstructured", reason="qk_diagonal"),
+    "reads x": case(READS_X, "unstructured", "unstructured", reason="least_p", zero_sum=np.nan),
     "kernel and average": unclear(stack([heads([0.5], [1.5]), AVERAGE]), omega_spread=np.inf),
     "one head reads x": unclear(
         reading_x(3.0),
-        reason=f"head 0 is unstructured: ov_last_entry is {3.4 / np.hypot(3.4, 3.0):.3f}",
+        reason=f" is {3.4 / np.hypot(3.4, 3.0):.3f}, below the limit 0.9",
     ),
     "zero": unclear(zero_head(d_x=5), "dummy", reason=CANCEL, sign_matching=False),
     "all cancel": unclear(heads([0.13, 0.13], [3.4, -3.4]), reason=CANCEL),
@@ -313,13 +311,13 @@ ONE_RESPONSE = {
     "leaning": unclear(
         with_blocks(0.1 * LEANING[None], [1.5]),
         "positive",
-        reason=f"with its form is {(1 + 0.55**2) ** (-0.5):.3f}",
+        reason=f" is {(1 + 0.55**2) ** (-0.5):.3f}",
         r2=around(0.925, 0.025),
     ),
     "one leaning": unclear(
         with_blocks(torch.stack([0.1 * EYE, 0.1 * LESS]), [0.7, 1.5]),
         "positive positive",
-        reason=f"with its form is {(1 + 0.7**2) ** (-0.5):.3f}",
+        reason=f" is {(1 + 0.7**2) ** (-0.5):.3f}",
     ),
     # The sum of both is .9 I, a step; alone none of them is near a multiple of I.
     "linear": case(
@@ -540,7 +538,7 @@ def test_linear_attention_that_reads_x_is_not_a_step():
     weights.W_V[0, :5, 5] = 3.0
     found = classify(weights)
     assert found.pattern == "undetermined"
-    assert found.reason.startswith("substitution_r2 is")
+    assert "substitution_r2" in found.reason
 
 
 def test_biases_add_a_constant_that_is_nobodys():
@@ -551,7 +549,7 @@ def test_biases_add_a_constant_that_is_nobodys():
     shifted = classify(replace(biased, b_O=torch.tensor([3.0]).double()))
     assert shifted.share == pytest.approx(classify(weights).share)
     assert shifted.pattern == "undetermined"
-    assert shifted.reason.startswith("substitution_r2 is")
+    assert "substitution_r2" in shifted.reason
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """QK and OV circuits of each head, and their deviation from diagonal form."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,9 +61,8 @@ class Circuits(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
         columns = {"head": np.arange(len(self.QK)), "omega_mean": self.omega_mean}
-        columns |= {f"omega_{i}": self.omega[:, i] for i in range(self.omega.shape[1])}
-        columns |= {f"mu_{n}": self.mu[:, n] for n in range(self.mu.shape[1])}
-        return pd.DataFrame(columns | {name: getattr(self, name) for name in NUMBERS})
+        columns |= {"omega": self.omega, "mu": self.mu}
+        return pd.DataFrame(entries(columns | {name: getattr(self, name) for name in NUMBERS}))
 
     def plot(self) -> go.Figure:
         """The active part of every QK circuit, with the OV circuits below."""
@@ -92,6 +92,22 @@ class Circuits(Result):
     @property
     def _sizes(self) -> tuple[int, int]:
         return self.omega.shape[1], self.mu.shape[1]
+
+
+def entries(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of a table with a row per head; an array [head, entry] gives a column for each entry.
+
+    Example:
+        >>> list(entries({"omega": np.zeros((4, 2)), "share": np.zeros(4)}))
+        ['omega_0', 'omega_1', 'share']
+    """
+    flat: dict[str, np.ndarray] = {}
+    for name, values in columns.items():
+        if values.ndim == 1:
+            flat[name] = values
+        else:
+            flat |= {f"{name}_{n}": entry for n, entry in enumerate(values.T)}
+    return flat
 
 
 def circuits(source: Source) -> Circuits | LayeredCircuits:
