@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from analyses.lib.shared_losses import shared_losses
+from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, sweep_frame
-from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -77,7 +77,7 @@ def test_scales_leave_dummies_out_and_do_not_count_heads(
     for row, model in enumerate(models):
         scales = circuits(model)
         active = np.array(classify(model, n_prompts=256).labels) != "dummy"
-        assert frame["omega_abs"][row] == pytest.approx(np.abs(scales.omega_mean[active]).mean())
+        assert frame["omega_abs"][row] == pytest.approx(np.abs(scales.omega_mean[0][active]).mean())
     # 3.44 for each sign, in two heads or in eight.
     assert frame["mu_abs"][[0, 4]].tolist() == pytest.approx([6.85, 6.85], abs=0.05)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.linalg import block_diag
 
+from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.nearest import evaluation
 from mechinterp.analysis.one_layer import random_null
-from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.label_rules import (
     Form,

@@ -475,7 +475,7 @@ def test_rotated_inputs_are_named(sign: int):
     turned = sign * rotation()
     found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
     assert found.pattern == "preconditioned_gd"
-    assert found.omega_form * np.sign(found.circuits.mu[:, 0]) == pytest.approx([0.13, 0.13])
+    assert found.omega_form * np.sign(found.circuits.mu[0, :, 0]) == pytest.approx([0.13, 0.13])
     degrees = torch.rad2deg(torch.linalg.eigvals(turned).angle().abs().max()).item()
     expected = degrees if sign == 1 else np.nan
     assert found.form.rotation == pytest.approx(expected, nan_ok=True)

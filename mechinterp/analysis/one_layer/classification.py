@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.circuits import NUMBERS, Circuits, entries
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
@@ -25,7 +26,6 @@ from mechinterp.analysis.classified import (
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
-from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits, entries
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.display import counted
@@ -95,7 +95,7 @@ class Classification(Evidence, Classified):
         if pattern == "kernel_regression":
             active = np.array(self.labels) != "dummy"
             computes = _smoother(
-                self.form, self.omega_form[active], self.circuits.mu[active], self.kernel
+                self.form, self.omega_form[active], self.circuits.mu[0][active], self.kernel
             )
         else:
             computes = f"{label.text} ({pattern}): {_step(pattern, self.scales)}"
@@ -115,10 +115,14 @@ class Classification(Evidence, Classified):
     def _columns(self) -> dict[str, np.ndarray]:
         """Numbers of the heads by name, [head] or [head, entry]."""
         scales = self.circuits
-        columns = {"share": self.share, "omega": scales.omega, "omega_mean": scales.omega_mean}
-        columns |= {"omega_form": self.omega_form, "mu": scales.mu}
+        columns = {
+            "share": self.share,
+            "omega": scales.omega[0],
+            "omega_mean": scales.omega_mean[0],
+        }
+        columns |= {"omega_form": self.omega_form, "mu": scales.mu[0]}
         for name in NUMBERS:
-            columns[name] = getattr(scales, name)
+            columns[name] = getattr(scales, name)[0]
             if name in self.head_p_values:
                 columns[f"{name}_p"] = self.head_p_values[name]
         return columns | {"task_leak": self.task_leak}
@@ -158,7 +162,7 @@ class Classification(Evidence, Classified):
 
     def head_lines(self, rows: int) -> list[str]:
         """A line per head, in the columns of `heads_title`."""
-        values = zip(self.labels, self.share, self.omega_form, self.circuits.mu, strict=True)
+        values = zip(self.labels, self.share, self.omega_form, self.circuits.mu[0], strict=True)
         return [
             f"  {head:>4}  {label:<12}  {digits(share):>7}  {digits(omega):>12}  {_each_or_range(mu):>18}"
             for head, (label, share, omega, mu) in enumerate(values)
@@ -170,8 +174,8 @@ class Classification(Evidence, Classified):
         scales = self.circuits
         return {
             "labels": list(self.labels),
-            "omega": scales.omega_mean.tolist(),
-            "mu": scales.mu.mean(1).tolist(),
+            "omega": scales.omega_mean[0].tolist(),
+            "mu": scales.mu[0].mean(1).tolist(),
         }
 
     def figures(self) -> dict[str, go.Figure]:
@@ -246,7 +250,7 @@ class Classification(Evidence, Classified):
 
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""
-        points = np.column_stack([self.omega_form, self.circuits.mu.mean(1)])[..., None]
+        points = np.column_stack([self.omega_form, self.circuits.mu[0].mean(1)])[..., None]
         heads = enumerate(zip(self.labels, points, strict=True))
         return figures.runs(
             {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
-from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
@@ -200,7 +200,7 @@ def _classified(
                 f"The task must have the model's {name} = {own}, got {name} = {other}."
             )
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
-    outputs, own = head_outputs(weights, prompts.prompts), circuits_of(weights)
+    outputs, own = head_outputs(weights, prompts.prompts), circuits(weights)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     active = groups.where(groups.share > limits.share)

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mechinterp.analysis.circuits import Circuits, part_of
 from mechinterp.analysis.labels import TEXTS
-from mechinterp.analysis.one_layer.circuits import Circuits
 from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Components
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskConfig
@@ -253,8 +253,8 @@ def read_heads(
 ) -> Heads:
     """Statistics of every head, or of the groups of heads that are equal within a tolerance; OV
     circuits and outputs are summed within a group."""
-    d_x, d_y = heads.omega.shape[1], heads.mu.shape[1]
-    QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
+    d_x, d_y = heads.omega.shape[2], heads.mu.shape[2]
+    QK, each_OV = torch.from_numpy(heads.QK[0])[:, :d_x], torch.from_numpy(heads.OV[0])
     groups = np.arange(len(QK)) if tolerance is None else equal_heads(QK, tolerance=tolerance)
     member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
     size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
@@ -266,8 +266,8 @@ def read_heads(
         names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
         blocks=blocks,
         mu=mu.numpy(),
-        qk_diagonal=_part(blocks.diagonal(dim1=1, dim2=2), blocks),
-        ov_last_entry=_part(mu, OV),
+        qk_diagonal=part_of(blocks.diagonal(dim1=1, dim2=2), blocks).numpy(),
+        ov_last_entry=part_of(mu, OV).numpy(),
         share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
     )
 
@@ -295,11 +295,6 @@ def form_of(active: Heads, score: str, limits: Thresholds) -> Form:
     if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared)
-
-
-def _part(part: Tensor, whole: Tensor) -> np.ndarray:
-    norm = whole.flatten(1).norm(dim=1)
-    return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()
 
 
 @dataclass(frozen=True, eq=False)
