@@ -2,7 +2,12 @@
 
 Numbers of the heads (`Heads`) come from their circuits and outputs; heads with equal QK circuits count as one head. The
 QK circuits have an idealised form (`Form`): multiples of I, or of one matrix that all heads share. Sums over the heads
-(`Scales`) give the step that the model makes. Each label comes with the number that decided it.
+(`Scales`) give the step that the model makes.
+
+Reading order: `Thresholds` has the limits. `read_heads`, `form_of` and `scales_of` compute the numbers. `head_decisions`
+labels the heads, and `model_decision` the model: it picks the pattern that the signs of the heads suggest, and lists the
+numbers that this pattern needs, each with its limit (`Check`). `named` gives the pattern if all limits hold. `Decision`
+writes the sentence.
 """
 
 from dataclasses import dataclass
@@ -32,13 +37,15 @@ class Thresholds:
     """A head is active if its share of the heads' output exceeds this. A larger limit ignores more
     heads."""
     qk_diagonal: float = 0.8
-    """Smallest `qk_diagonal` of a structured head; 99.9% of random heads (d_x = 5) are below 0.8.
-    """
+    """Smallest `qk_diagonal` of a structured head, or cosine of its QK x block with the heads' common matrix; 99.9% of
+    random heads (d_x = 5) are below 0.8. It is also the smallest fraction of the heads' deviation from I that a common
+    matrix must explain."""
     ov_last_entry: float = 0.9
     """Smallest `ov_last_entry` of a structured head. It is also the smallest cosine of a QK x block
     with its form, unless idealised heads explain all but the fraction `equal`."""
     omega_spread: float = 0.25
-    """Largest `omega_spread` of homogeneous heads, and largest `theta_spread` on a support."""
+    """Largest spread (max/min - 1) of sizes that count as alike: |omega| of heads, theta on a support, singular values of
+    a rotation."""
     zero_sum: float = 0.05
     """Largest `zero_sum` of heads whose mu cancel."""
     leak: float = 0.25
@@ -47,21 +54,14 @@ class Thresholds:
     is confined to its supports."""
     equal: float = EQUAL
     """Relative difference below which two things count as equal: QK circuits of heads; a common
-    matrix and I (squared sine of their angle); theta on all coordinates; a step and its part along
-    the principal components of x."""
-    shared: float = 0.85
-    """Smallest fraction of the heads' deviation from I that one common matrix must explain."""
+    matrix and I (squared sine of their angle); a metric and its symmetric part; theta on all
+    coordinates; a step and its part along the principal components of x."""
     substitution_r2: float = 0.9
     """Smallest R^2 of the idealised heads, and of the closed form, against the model."""
     p_value: float = 0.01
     """Largest p-value at which a number counts as beyond random weights."""
 
 
-SPREAD = 0.25
-"""Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
-rotation."""
-SYMMETRIC = 0.95
-"""Smallest norm of the symmetric part of a metric, relative to the norm of the matrix."""
 ON_SUPPORT = 0.5
 """A coordinate belongs to the support if theta exceeds this fraction of its maximum."""
 EVEN = 0.5
@@ -222,30 +222,36 @@ def equal_heads(
     return groups.astype(np.int64)
 
 
-def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
+def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"], *, spread: float) -> float:
     """Largest rotation angle in degrees of a multiple of a rotation; NaN for any other matrix, also
     a reflection.
 
+    Args:
+        spread: Largest max/min - 1 of the singular values.
     Example:
-        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]])))
+        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]]), spread=0.25))
         90
     """
     left, sizes, right = np.linalg.svd(matrix)
-    if sizes[0] > (1 + SPREAD) * sizes[-1] or np.linalg.det(left @ right) < 0:
+    if sizes[0] > (1 + spread) * sizes[-1] or np.linalg.det(left @ right) < 0:
         return float("nan")
     return float(np.degrees(np.abs(np.angle(np.linalg.eigvals(left @ right))).max()))
 
 
-def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
+def is_definite(matrix: Float[Tensor, "d_x d_x"], *, tolerance: float) -> bool:
     """True if a matrix is (nearly) symmetric with eigenvalues of one sign, as a metric is.
 
+    Args:
+        tolerance: Largest part of its norm that the symmetric part lacks.
     Example:
-        >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), tolerance=0.05)
         True
     """
     part = (matrix + matrix.T) / 2
     eigenvalues = torch.linalg.eigvalsh(part)
-    return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
+    return bool(
+        part.norm() >= (1 - tolerance) * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0
+    )
 
 
 def read_heads(
@@ -285,14 +291,16 @@ def form_of(active: Heads, score: str, limits: Thresholds) -> Form:
     shared = float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
     if not is_normalised(score) or d_y > 1:
         return Form("diagonal" if is_normalised(score) else "matrix", identity, isotropy, shared)
-    metric = is_definite(matrix)
+    metric = is_definite(matrix, tolerance=limits.equal)
     if not metric:
         # Unlike a metric, another matrix has no sign of its own: it is that of sum mu * omega.
         factors = Form("common", matrix).omega(blocks)[:, 0].numpy()
         matrix = -matrix if factors @ active.mu[:, 0] < 0 else matrix
-    angle = np.nan if metric else rotation_angle(matrix.numpy())
+    angle = np.nan if metric else rotation_angle(matrix.numpy(), spread=limits.omega_spread)
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
-    if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
+    if 1 - isotropy**2 > limits.equal and (
+        alone or (len(blocks) > 1 and shared >= limits.qk_diagonal)
+    ):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared)
 
