@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import plotly.graph_objects as go
 
-from mechinterp.analysis.labels import NO_LABEL, Label
+from mechinterp.analysis.labels import Label
 from mechinterp.analysis.learners.nearest import NEAR, Nearby, TaskLoss, task_doubt
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
@@ -52,11 +52,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
-
-
-def none_of(kind: str, pattern: str) -> str:
-    """Text for a model that fits no known "formula" or "algorithm" (`kind`)."""
-    return NO_LABEL[pattern].format(kind=kind)
 
 
 def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: str = "") -> Verdict:

@@ -11,7 +11,6 @@ from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Z95,
     calibration_text,
-    chance_text,
     nearest_learners,
     upper_limit,
 )
@@ -85,11 +84,6 @@ def test_a_handful_of_models_without_an_error_is_no_evidence():
     assert "0 of 35 calibration models" in calibration_text(Label("", "", 0, 35))
     assert "3 of 24" in (text := calibration_text(Label("", "", 3, 24)))
     assert "95% upper bound 31.0%" in text
-
-
-def test_a_p_value_is_told_by_its_count():
-    for p, count in ((1 / 401, "none of 400"), (2 / 401, "1 of 400"), (105 / 401, "104 of 400")):
-        assert chance_text(p, 400, "w").startswith(count)
 
 
 def test_the_task_is_doubted_by_the_best_factor():

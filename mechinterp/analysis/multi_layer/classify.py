@@ -23,7 +23,6 @@ from mechinterp.analysis.classified import (
     calibration_text,
     is_behind,
     nearest_learners,
-    none_of,
 )
 from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
@@ -69,9 +68,12 @@ class LayeredClassification(Classified):
     def verdict(self) -> Verdict:
         """Verdict: what the model computes, how sure that is, and what is excluded."""
         pattern, algorithm = self.pattern, self.algorithm
-        computes = f"{none_of('algorithms', pattern)}: {self.reason}" if pattern in NO_LABEL else ""
-        if pattern == UNSTRUCTURED:
-            computes = f"nothing that helps on its task ({pattern}): {self.reason}"
+        computes = ""
+        if pattern in NO_LABEL:
+            none = "nothing that helps on its task (unstructured)"
+            if pattern != UNSTRUCTURED:
+                none = NO_LABEL[pattern].format(kind="algorithms")
+            computes = f"{none}: {self.reason}"
         if algorithm is None or not algorithm.nearest:
             return nearest_learners(computes, self.near, doubt=self.task_doubt)
         number = explained(*algorithm.explained(algorithm.nearest))

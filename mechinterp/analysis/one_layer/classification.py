@@ -1,7 +1,6 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -21,7 +20,6 @@ from mechinterp.analysis.classified import (
     chance_text,
     is_behind,
     nearest_learners,
-    none_of,
 )
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import Nearby
@@ -89,7 +87,7 @@ class Classification(Evidence, Classified):
         pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
         chance = f"; {chance_text(p, self.n_random, 'random weights')}"
         if pattern in NO_LABEL:
-            computes = f"{none_of('formulas', pattern)}: {self.reason}"
+            computes = f"{NO_LABEL[pattern].format(kind='formulas')}: {self.reason}"
             return nearest_learners(computes, near, chance=chance, doubt=self.task_doubt)
         label, used = PATTERNS[pattern], self.components
         if pattern == "kernel_regression":
@@ -115,12 +113,9 @@ class Classification(Evidence, Classified):
     def _columns(self) -> dict[str, np.ndarray]:
         """Numbers of the heads by name, [head] or [head, entry]."""
         scales = self.circuits
-        columns = {
-            "share": self.share,
-            "omega": scales.omega[0],
-            "omega_mean": scales.omega_mean[0],
-        }
-        columns |= {"omega_form": self.omega_form, "mu": scales.mu[0]}
+        columns = {"share": self.share, "omega": scales.omega[0]}
+        columns |= {"omega_mean": scales.omega_mean[0], "omega_form": self.omega_form}
+        columns["mu"] = scales.mu[0]
         for name in NUMBERS:
             columns[name] = getattr(scales, name)[0]
             if name in self.head_p_values:
@@ -188,6 +183,7 @@ class Classification(Evidence, Classified):
         of_components = ("n_components", "learned", "off_diagonal")
         return {
             "sign_matching": self.sign_matching,
+            "checks": [asdict(each) | {"holds": each.holds} for each in self.checks],
             **{name: getattr(self.scales, name) for name in SCALES},
             **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
             **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
@@ -218,17 +214,21 @@ class Classification(Evidence, Classified):
         return pd.DataFrame(rows)
 
     def cards(self) -> list[Card]:
-        """One card per head: the numbers of `to_frame` that heads with random weights have a range of."""
-        cards, rows = [], pd.DataFrame(entries(self._columns())).to_dict(orient="records")
-        for head, (label, row) in enumerate(zip(self.labels, rows, strict=True)):
-            found = {n: self._band(re.sub(r"_\d+$", "", n), value) for n, value in row.items()}
-            bands = {name: band for name, band in found.items() if band is not None}
-            facts = {name: cell(row[name]) for name in bands}
+        """One card per head: its numbers of which heads with random weights have a range."""
+        ranged = {n: v for n, v in self._columns().items() if n in self.random_ranges}
+        cards = []
+        for head, label in enumerate(self.labels):
             meaning = TEXTS["heads"][label]
             # A score without normalisation attends to opposite tokens with negative weights: omega
             # and mu can flip together.
             if self.kernel in NO_AVERAGE and label in ("positive", "negative"):
                 meaning = ADDS
+            facts, bands = {}, {}
+            for name, values in ranged.items():
+                for column, of_heads in entries({name: values}).items():
+                    facts[column] = cell(of_heads[head])
+                    if (band := self._band(name, of_heads[head])) is not None:
+                        bands[column] = band
             color = figures.head_color(head)
             cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
         return cards
@@ -236,8 +236,7 @@ class Classification(Evidence, Classified):
     def _band(self, name: str, value: float) -> Band | None:
         """Range of random weights for a number; None if there is no number or no range."""
         low, high = self.random_ranges.get(name, (np.nan, np.nan))
-        known = name in self.random_ranges and np.isfinite([value, low, high]).all()
-        return Band(float(value), low, high) if known else None
+        return Band(float(value), low, high) if np.isfinite([value, low, high]).all() else None
 
     def to_document(self) -> dict:
         """Pattern, heads, evidence and verdict."""
