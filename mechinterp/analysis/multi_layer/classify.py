@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.ablation.masked_risk import EXCESS
-from mechinterp.analysis.ablation.single import HeadAblation, single_ablation
+from mechinterp.analysis.ablation.masked_risk import EXCESS, HeadAblation, single_ablation
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
