@@ -68,7 +68,7 @@ def heads(x: float, y: float) -> list[str]:
     found = circuits(load("checkpoints/softmax-h2-s0"))
     lines = [text("The circuits of two heads", x, y - 38, BOLD)]
     for head, left in ((0, x), (1, x + 225)):
-        qk, ov = found.QK[head], found.OV[head]
+        qk, ov = found.QK[0, head], found.OV[0, head]
         omega, mu = np.diag(qk)[:-1].mean(), ov[-1, 0]
         lines += [
             text(f"QK of head {head}", left, y - 8, SMALL),

@@ -4,6 +4,7 @@ from mechinterp.analysis.ablation.pruning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
+from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import sweep_frame as sweep_frame
 from mechinterp.analysis.learners.compare import fit_learners as fit_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
@@ -13,7 +14,6 @@ from mechinterp.analysis.multi_layer.composition import composition_scores as co
 from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algorithm
 from mechinterp.analysis.one_layer.attention import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
-from mechinterp.analysis.one_layer.circuits import circuits as circuits
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
 from mechinterp.analysis.one_layer.linear_components import (

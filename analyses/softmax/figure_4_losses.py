@@ -40,7 +40,7 @@ def figure(n_prompts: int) -> SharedLosses:
     models = {name: checkpoint(name) for name in NAMES.values()}
     eta = float(classify(models[NAMES[2]]).scales.eta[0])
     one_head = circuits(models[NAMES[1]])
-    kernel = {"omega": abs(one_head.omega_mean[0]), "mu": abs(one_head.mu[0, 0])}
+    kernel = {"omega": abs(one_head.omega_mean[0, 0]), "mu": abs(one_head.mu[0, 0, 0])}
     learners = {
         "debiased GD": partial(debiased_gd, eta=eta),
         "vanilla GD": partial(vanilla_gd, eta=eta),

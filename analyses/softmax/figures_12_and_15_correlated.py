@@ -44,8 +44,8 @@ def off_tridiagonal(QK: np.ndarray) -> float:
 def step_of(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """QK of both heads on x, the step that they take together, and Sigma."""
     found = circuits(checkpoint(name))
-    QK, sigma = found.QK[:, :5, :5], covariance_matrix(checkpoint(name).task.covariance, 5)
-    return QK, np.einsum("h,hij->ij", found.mu[:, 0], QK), sigma
+    QK, sigma = found.QK[0, :, :5, :5], covariance_matrix(checkpoint(name).task.covariance, 5)
+    return QK, np.einsum("h,hij->ij", found.mu[0, :, 0], QK), sigma
 
 
 def grown(sigma: np.ndarray) -> np.ndarray:

@@ -53,19 +53,19 @@ def overlap_ratio(omega: np.ndarray) -> float:
 
 def group_means(found: Classification) -> np.ndarray:
     """Mean omega of every group, [head, group]."""
-    return np.stack([found.circuits.omega[:, one].mean(1) for one in GROUPS.values()], 1)
+    return np.stack([found.circuits.omega[0][:, one].mean(1) for one in GROUPS.values()], 1)
 
 
 def both_signs(found: Classification) -> float:
     """1.0 if some head has entries of both signs in omega (over groups) or in mu."""
-    rows = (*group_means(found), *found.circuits.mu)
+    rows = (*group_means(found), *found.circuits.mu[0])
     return float(any(row.min() < 0 < row.max() for row in rows))
 
 
 def group_spread(found: Classification) -> float:
     """Largest range of a head's omega within a group of coordinates."""
     return max(
-        float(np.ptp(found.circuits.omega[:, group], axis=1).max()) for group in GROUPS.values()
+        float(np.ptp(found.circuits.omega[0][:, group], axis=1).max()) for group in GROUPS.values()
     )
 
 
@@ -76,8 +76,8 @@ def is_pattern(pattern: str) -> Measure:
 ASKED: dict[tuple[str, int], dict[str, Measure]] = {
     ("M-I", 1): {
         "smoother": is_pattern("kernel_regression"),
-        "mu": lambda found: abs(found.circuits.mu[0, 0] / found.circuits.mu[0, 1] - 1),
-        "omega": lambda found: overlap_ratio(found.circuits.omega[0]),
+        "mu": lambda found: abs(found.circuits.mu[0, 0, 0] / found.circuits.mu[0, 0, 1] - 1),
+        "omega": lambda found: overlap_ratio(found.circuits.omega[0, 0]),
     },
     ("M-II", 2): {
         "pair": is_pattern("weighted_preconditioned_gd"),
@@ -86,7 +86,7 @@ ASKED: dict[tuple[str, int], dict[str, Measure]] = {
     **{
         ("M-III", n_heads): {
             "pairs": is_pattern("task_heads"),
-            "zero-sum": lambda found: abs(found.circuits.mu.sum(0)).max(),
+            "zero-sum": lambda found: abs(found.circuits.mu[0].sum(0)).max(),
         }
         for n_heads in (4, 5)
     },
@@ -118,7 +118,7 @@ def of_mode(mode: str, n_heads: int, convention: str, found: Found) -> list[Reco
         values["omega"] = {
             f"{model}, head {head}": overlap_ratio(omega)
             for model, one in found.items()
-            for head, omega in enumerate(one.circuits.omega)
+            for head, omega in enumerate(one.circuits.omega[0])
         }
     end = ("-h5" if n_heads == 5 else "") + SUFFIX[convention]
     return records(f"softmax-{mode}-", {f"{name}{end}": one for name, one in values.items()})
@@ -128,7 +128,7 @@ def table_2() -> tuple[pd.DataFrame, list[Record]]:
     """Three heads next to the published ones; sum_h mu_n omega_g on the tasks' groups and off them."""
     rows, own = {"paper": PAPER}, ([0, 0, 1, 1], [0, 2, 1, 2])
     for name, found in labels(3, "two-tasks").items():
-        rows[name] = np.hstack([group_means(found), found.circuits.mu])
+        rows[name] = np.hstack([group_means(found), found.circuits.mu[0]])
     sums = {name: one[:, 3:].T @ one[:, :3] for name, one in rows.items() if name != "paper"}
     asked = {"on": {name: abs(one[own] - 0.915).max() for name, one in sums.items()}}
     asked["off"] = {name: max(abs(one[0, 1]), abs(one[1, 0])) for name, one in sums.items()}

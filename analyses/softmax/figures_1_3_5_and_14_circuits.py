@@ -54,13 +54,13 @@ def grouped(found: TrainingDynamics) -> go.Figure:
 def measure(quick: bool) -> Measured:
     pair, moved = circuits(checkpoint(TWO)), dynamics(TWO)
     sums = abs(moved.mu[moved.step >= 5000].sum(1)).max()
-    scales = {"omega": abs(pair.omega_mean), "mu": abs(pair.mu[:, 0])}
+    scales = {"omega": abs(pair.omega_mean[0]), "mu": abs(pair.mu[0, :, 0])}
     scales["peak"] = milestones(moved).peak_step
     asked = {f"two-heads-{name}": of_heads(values) for name, values in scales.items()}
     asked["two-heads-sum"] = {TWO: sums}
     singles = {name: circuits(checkpoint(name)) for name in trained("softmax-h1-s*")}
-    omega = {name: abs(found.omega_mean[0]) for name, found in singles.items()}
-    mu = {name: abs(found.mu[0, 0]) for name, found in singles.items()}
+    omega = {name: abs(found.omega_mean[0, 0]) for name, found in singles.items()}
+    mu = {name: abs(found.mu[0, 0, 0]) for name, found in singles.items()}
     smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
     asked |= {"S1-smoother": smoothers, "S1-omega": omega, "S1-mu": mu}
     asked |= {"S1-theory-omega": omega, "S1-theory-mu": mu}

@@ -31,7 +31,7 @@ def moments_of(task: TaskConfig) -> theory.StepMoments:
 def step_of(name: str) -> np.ndarray:
     """theta of a model, [n, m, i]."""
     heads = circuits(checkpoint(name))
-    return np.einsum("hmn,hi->nmi", heads.OV[:, 6:], heads.omega)
+    return np.einsum("hmn,hi->nmi", heads.OV[0, :, 6:], heads.omega[0])
 
 
 def measured(convention: str, n_heads: int, n_prompts: int) -> pd.DataFrame:

@@ -24,7 +24,7 @@ def head_rows(name: str) -> pd.DataFrame:
     found = label(name)
     marks = {"strong": active(name, 1.0), "active": active(name)}
     dummy = [label == "dummy" for label in found.labels]
-    spread = found.circuits.omega.std(1) / abs(found.circuits.omega_mean)
+    spread = found.circuits.omega[0].std(1) / abs(found.circuits.omega_mean[0])
     return found.to_frame().assign(model=name, spread=spread, dummy=dummy, **marks)
 
 
@@ -53,14 +53,14 @@ def without_dummies(name: str) -> float:
 def signs(name: str) -> float:
     """1.0 if omega and mu of every active head have the same sign."""
     found, heads = circuits(checkpoint(name)), active(name)
-    return float((found.omega_mean * found.mu[:, 0] > 0)[heads].all())
+    return float((found.omega_mean[0] * found.mu[0, :, 0] > 0)[heads].all())
 
 
 def twists(name: str) -> np.ndarray:
     """A_h: QK without its multiple of the identity, divided by that multiple, [head, x, x]."""
     found = circuits(checkpoint(name))
-    omega = found.omega_mean[:, None, None]
-    return found.QK[:, :5, :5] / omega - np.eye(5)
+    omega = found.omega_mean[0, :, None, None]
+    return found.QK[0, :, :5, :5] / omega - np.eye(5)
 
 
 def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
@@ -71,7 +71,7 @@ def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
         first, second = twists(name)
         sizes = np.linalg.norm([first, second], axis=(1, 2))
         found = circuits(checkpoint(name))
-        weight = found.mu[:, 0] * found.omega_mean
+        weight = found.mu[0, :, 0] * found.omega_mean[0]
         remainder = np.linalg.norm((weight[:, None, None] * twists(name)).sum(0))
         (sign,) = set(label(name).labels)
         one = next(other for other in single() if label(other).labels == (sign,))

@@ -46,7 +46,7 @@ def paired(pattern: str = "softmax-h[2348]-s*") -> list[str]:
 def active(name: str, least: float = 0.3) -> np.ndarray:
     """Mask of the heads with |mu| above `least` and a diagonal QK."""
     found = circuits(checkpoint(name))
-    return (abs(found.mu[:, 0]) > least) & (found.qk_diagonal > 0.7)
+    return (abs(found.mu[0, :, 0]) > least) & (found.qk_diagonal[0] > 0.7)
 
 
 def ends(name: str) -> tuple[np.ndarray, np.ndarray]:

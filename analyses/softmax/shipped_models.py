@@ -16,7 +16,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
     """Row of a model: its label, its scales and its distance from debiased gradient descent."""
     found = classify(checkpoint)
-    omega, mu = found.circuits.omega_mean, found.circuits.mu[:, 0]
+    omega, mu = found.circuits.omega_mean[0], found.circuits.mu[0, :, 0]
     fits = fit_learners(checkpoint, context_lengths=[40], n_prompts=n_prompts)
     debiased = fits.learners.index("debiased_gd")
     return {

@@ -17,7 +17,7 @@ from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from analyses.sparse.questions import Numbers
 from mechinterp import Prompts, ablate_heads
-from mechinterp.analysis.ablation.single import HeadAblation
+from mechinterp.analysis.ablation.masked_risk import HeadAblation
 from mechinterp.analysis.stats import halves
 
 MEAN_PROMPTS, SAMPLES = 1024, 100

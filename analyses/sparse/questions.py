@@ -20,9 +20,13 @@ from mechinterp import (
     ablate_heads,
     probe_layers,
 )
-from mechinterp.analysis.ablation.masked_risk import layer_shares, masked_errors, single_masks
+from mechinterp.analysis.ablation.masked_risk import (
+    HeadAblation,
+    layer_shares,
+    masked_errors,
+    single_masks,
+)
 from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
-from mechinterp.analysis.ablation.single import HeadAblation
 from mechinterp.analysis.probing.descent_curves import IDEAL, RAW, descent_curves
 from mechinterp.analysis.probing.linear import reweighted
 from mechinterp.analysis.stats import resampled

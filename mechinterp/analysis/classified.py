@@ -2,30 +2,25 @@
 what the model computes, how certain that is, and which learners are ruled out."""
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 
-from mechinterp.analysis.labels import NO_LABEL, TEXTS, Label
+from mechinterp.analysis.labels import Label
 from mechinterp.analysis.learners.nearest import NEAR, Nearby, TaskLoss, task_doubt
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.predictors import PromptsTask, no_law
 
-WORDS: dict[str, str] = TEXTS["reasons"]
-"""Names of numbers in a reason, in words. A name must stand before any shorter name that it begins
-with."""
 HIGH = 0.1
 """Largest upper bound of the fraction of wrong labels at which a label without an error is
 mentioned."""
 Z95 = 1.959964
 """Normal quantile of a two-sided 95% interval."""
 NOTHING_EXCLUDED = "no other learner predicts clearly worse"
-FACTORS = "a head multiplies x·x by omega and y by mu"
 
 
 @dataclass(frozen=True)
@@ -57,11 +52,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join(f"{heading}: {text}." for heading, text in self.lines.items())
-
-
-def none_of(kind: str, pattern: str) -> str:
-    """Text for a model that fits no known "formula" or "algorithm" (`kind`)."""
-    return NO_LABEL[pattern].format(kind=kind)
 
 
 def nearest_learners(computes: str, near: Nearby, *, chance: str = "", doubt: str = "") -> Verdict:
@@ -143,18 +133,6 @@ def calibration_text(label: Label) -> str:
         f"; {label.wrong} of {label.named} calibration models with this label were mislabelled "
         f"(95% upper bound {limit:.1%})"
     )
-
-
-def spelled_out(reason: str) -> str:
-    """A reason with numbers in words; omega and mu are explained.
-
-    Example:
-        >>> spelled_out("zero_sum is 0.379, above the limit 0.05")
-        '|Σ mu| / Σ |mu| of the heads is 0.379, above the limit 0.05; a head multiplies x·x by omega
-        and y by mu'
-    """
-    text = re.sub("|".join(WORDS), lambda name: WORDS[name[0]], reason)
-    return text + (f"; {FACTORS}" if re.search(r"\b(omega|mu)\b", text) else "")
 
 
 LEFT_OUT = (

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.circuits import weights_of
+from mechinterp.analysis.circuits import weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.analysis.result import Table
@@ -158,7 +158,7 @@ def compare(
             (model(prompts) - prompts.y_query).square().mean(1).double()
             for prompts in prompt_chunks(task, 5 * n_prompts, seed=seed)
         ]
-        mu, active = found.circuits.mu.mean(1), np.array(found.labels) != "dummy"
+        mu, active = found.circuits.mu[0].mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
             {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}

@@ -220,7 +220,7 @@ ANALYSES: dict[str, Analysis] = {
         title="What it computes",
     ),
     "circuits": Analysis(
-        "one_layer.circuits:circuits",
+        "circuits:circuits",
         own_weights,
         on_page=nothing,
         steps_on_page=one_attention,

@@ -84,9 +84,8 @@ class Card:
     meaning: str
     color: str
     facts: Mapping[str, str]
-    bands: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)
-    """Ranges under random weights for some of the facts, by the name of the fact; one band for each
-    number."""
+    bands: Mapping[str, Band] = field(default_factory=dict)
+    """Ranges under random weights for some of the facts, by the name of the fact."""
 
 
 def sentences_of(result: Finding) -> list[str]:

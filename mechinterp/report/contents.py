@@ -140,7 +140,7 @@ def section_of(
         shown: Sentences that the page already shows.
         prompts: Description of the prompts.
     Example:
-        >>> from mechinterp.analysis.one_layer.circuits import circuits
+        >>> from mechinterp.analysis.circuits import circuits
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> section_of("circuits", Analysis(circuits), circuits(zero_head(d_x=5))).title
         'Circuits'

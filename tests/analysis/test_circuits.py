@@ -35,33 +35,36 @@ def test_every_scalar_of_a_written_down_circuit():
     QK = np.array([[[0.3, 0.04, 0.02], [-0.05, 0.5, -0.03], [9.0, 9.0, 9.0]]])
     OV = np.array([[[0.01], [-0.02], [2.0]]])
     found = circuits(weights_with_circuits(QK, OV))
-    np.testing.assert_allclose(found.QK, QK, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(found.OV, OV, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(found.omega, [[0.3, 0.5]], rtol=1e-12)
-    np.testing.assert_allclose(found.omega_mean, [0.4], rtol=1e-12)
-    np.testing.assert_allclose(found.mu, [[2.0]], rtol=1e-12)
     block = 0.3**2 + 0.5**2
-    np.testing.assert_allclose(
-        found.qk_diagonal, [(block / (block + 0.04**2 + 0.05**2)) ** 0.5], rtol=1e-12
-    )
-    np.testing.assert_allclose(found.qk_off_diagonal, [0.05], rtol=1e-11)
-    np.testing.assert_allclose(found.qk_y_leak, [0.03], rtol=1e-11)
-    np.testing.assert_allclose(found.ov_last_entry, [2 / (4 + 0.0001 + 0.0004) ** 0.5], rtol=1e-12)
-    np.testing.assert_allclose(found.ov_x_leak, [0.02], rtol=1e-11)
+    for name, expected in {
+        "QK": QK,
+        "OV": OV,
+        "omega": [[0.3, 0.5]],
+        "omega_mean": [0.4],
+        "mu": [[2.0]],
+        "qk_diagonal": [(block / (block + 0.04**2 + 0.05**2)) ** 0.5],
+        "qk_off_diagonal": [0.05],
+        "qk_y_leak": [0.03],
+        "ov_last_entry": [2 / (4 + 0.0001 + 0.0004) ** 0.5],
+        "ov_x_leak": [0.02],
+        "qk_norm": [np.linalg.norm(QK)],
+        "ov_rank": [1],
+        "ov_read": [1],
+    }.items():
+        np.testing.assert_allclose(getattr(found, name)[0], expected, rtol=1e-11, err_msg=name)
 
 
 def test_a_zero_head_has_zero_circuits_and_no_nan():
     found = circuits(diagonal_heads([0.0], [0.0], d_x=3))
-    assert not found.QK.any()
-    assert not found.OV.any()
-    assert found.qk_diagonal[0] == found.ov_last_entry[0] == 0
+    for name in ("QK", "OV", "qk_diagonal", "ov_last_entry", "ov_read"):
+        assert not getattr(found, name).any(), name
 
 
 def test_two_responses_give_two_mu():
     found = circuits(diagonal_heads([0.2], [1.5], d_x=2, d_y=2))
-    np.testing.assert_allclose(found.mu, [[1.5, 1.5]])
-    columns = ["head", "omega_mean", "omega_0", "omega_1", "mu_0", "mu_1"]
-    assert list(found.to_frame().columns[:6]) == columns
+    np.testing.assert_allclose(found.mu, [[[1.5, 1.5]]])
+    columns = ["layer", "head", "omega_mean", "omega_0", "omega_1", "mu_0", "mu_1"]
+    assert list(found.to_frame().columns[:7]) == columns
 
 
 def test_circuits_of_gradient_descent_are_those_it_was_built_of():

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from analyses.lib.shared_losses import shared_losses
+from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, sweep_frame
-from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -34,7 +34,7 @@ def found(models: list[Checkpoint]) -> Comparison:
 
 
 @pytest.mark.slow
-def test_settings_are_named_by_what_their_models_share(found: Comparison):
+def test_settings_share_a_name_and_have_a_row_for_each_pattern(found: Comparison):
     settings = [*["softmax-h2"] * 3, "softmax-h1-s0", "softmax-h8-s1"]
     assert found.models["setting"].tolist() == settings
     assert found.models["seed"].tolist() == [0, 1, 8, 0, 1]
@@ -42,29 +42,23 @@ def test_settings_are_named_by_what_their_models_share(found: Comparison):
         "setting": ["softmax-h2", "softmax-h1-s0", "softmax-h8-s1"],
         "model.n_heads": ["2", "1", "8"],
     }
-
-
-@pytest.mark.slow
-def test_a_row_of_a_setting_holds_the_models_of_one_pattern(found: Comparison):
-    models, settings = found.to_frame(), found.settings_frame()
-    rows = settings[["setting", "pattern", "models", "of"]].values.tolist()
-    assert rows == [
+    rows = found.settings_frame()
+    assert rows[["setting", "pattern", "models", "of"]].values.tolist() == [
         ["softmax-h2", "debiased_gd", 2, 3],
         ["softmax-h2", "kernel_regression", 1, 3],
         ["softmax-h1-s0", "kernel_regression", 1, 1],
         ["softmax-h8-s1", "undetermined", 1, 1],
     ]
-    pair = models["loss"][:2].to_numpy()
-    assert settings["loss"][0] == pytest.approx(pair.mean())
-    assert settings["loss_sem"][0] == pytest.approx(abs(pair[0] - pair[1]) / 2)
-    assert settings["loss_sem"][1:].isna().all()
+    pair = found.to_frame()["loss"][:2].to_numpy()
+    assert rows["loss"][0] == pytest.approx(pair.mean())
+    assert rows["loss_sem"][0] == pytest.approx(abs(pair[0] - pair[1]) / 2)
+    assert rows["loss_sem"][1:].isna().all()
 
 
 @pytest.mark.slow
 def test_losses_are_on_prompts_that_models_share(found: Comparison, models: list[Checkpoint]):
-    expected = shared_losses(
-        dict(zip(NAMES, models, strict=True)), models[0].config.task, n_prompts=1280
-    )
+    named = dict(zip(NAMES, models, strict=True))
+    expected = shared_losses(named, models[0].config.task, n_prompts=1280)
     np.testing.assert_allclose(found.models["loss"], expected.loss[0])
     np.testing.assert_allclose(found.models["loss_sem"], expected.loss_sem[0])
 
@@ -77,7 +71,7 @@ def test_scales_leave_dummies_out_and_do_not_count_heads(
     for row, model in enumerate(models):
         scales = circuits(model)
         active = np.array(classify(model, n_prompts=256).labels) != "dummy"
-        assert frame["omega_abs"][row] == pytest.approx(np.abs(scales.omega_mean[active]).mean())
+        assert frame["omega_abs"][row] == pytest.approx(np.abs(scales.omega_mean[0][active]).mean())
     # 3.44 for each sign, in two heads or in eight.
     assert frame["mu_abs"][[0, 4]].tolist() == pytest.approx([6.85, 6.85], abs=0.05)
 

@@ -40,18 +40,18 @@ def test_the_table_is_the_paired_difference_on_the_same_prompts(found: LayeredCl
     with masked(checkpoint.model, [(1, 3)]):
         without = checkpoint.predictor.predict(prompts)
     rise = (without - prompts.y_query_clean).square()[:, 0] - full
-    assert found.excess_risk == pytest.approx(full.mean().item(), rel=1e-5)
-    assert found.excess_risk_sem == pytest.approx(full.std().item() / 48**0.5, rel=1e-5)
-    assert found.increase[1, 3] == pytest.approx(rise.mean().item(), rel=1e-4)
-    assert found.increase_sem[1, 3] == pytest.approx(rise.std().item() / 48**0.5, rel=1e-4)
-    assert found.increase.shape == found.plot().data[0].z.shape == (3, 4)
+    assert found.heads.full_risk == pytest.approx(full.mean().item(), rel=1e-5)
+    assert found.heads.full_risk_sem == pytest.approx(full.std().item() / 48**0.5, rel=1e-5)
+    assert found.heads.rise[1, 3] == pytest.approx(rise.mean().item(), rel=1e-4)
+    assert found.heads.rise_sem[1, 3] == pytest.approx(rise.std().item() / 48**0.5, rel=1e-4)
+    assert found.heads.rise.shape == found.plot().data[0].z.shape == (3, 4)
     document = to_json("classify", checkpoint, found)
-    assert document["heads"][7]["excess_risk_increase"] == found.increase[1, 3]
-    assert document["heads"][7]["sem"] == found.increase_sem[1, 3]
+    assert document["heads"][7]["excess_risk_increase"] == found.heads.rise[1, 3]
+    assert document["heads"][7]["sem"] == found.heads.rise_sem[1, 3]
     # Importance is the share of the rises of a layer.
-    positive = found.increase.clip(min=0)
+    positive = found.heads.rise.clip(min=0)
     total = np.where(positive.sum(1) > 0, positive.sum(1), 1)
-    np.testing.assert_allclose(found.importance, positive / total[:, None])
+    np.testing.assert_allclose(found.heads.importance, positive / total[:, None])
 
 
 @pytest.mark.slow
@@ -59,8 +59,8 @@ def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner
     model = garg()
     nn.init.zeros_(model._backbone.h[1].attn.c_proj.weight)
     found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=FEWEST)
-    assert (found.increase[1] == 0).all()
-    assert (found.importance[1] == 0).all()
+    assert (found.heads.rise[1] == 0).all()
+    assert (found.heads.importance[1] == 0).all()
     nn.init.zeros_(model._read_out.weight)
     nn.init.zeros_(model._read_out.bias)
     found = classify_layers(checkpoint_of(model, n_heads=4), n_prompts=FEWEST)
@@ -74,7 +74,7 @@ def test_the_risk_is_held_against_the_target_without_noise():
     prompts = sample_prompts(noisy.task, 16, dtype=torch.float64)
     expected = (noisy.predictor.predict(prompts) - prompts.y_query_clean).square().mean().item()
     found = classify_layers(noisy, n_prompts=16)
-    assert found.excess_risk == pytest.approx(expected, rel=1e-5)
+    assert found.heads.full_risk == pytest.approx(expected, rel=1e-5)
     learners = {"vanilla_gd", "debiased_gd", "kernel_head", "least_squares"}
     assert set(found.near.learners) == learners | {"ridge"}
 
@@ -83,15 +83,15 @@ def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     found = classify_layers(checkpoint_of(encoder(6).layers[0], n_heads=2), n_prompts=16)
     assert found.pattern == "undetermined"
     assert "LayerNorm" in found.reason
-    assert found.increase.shape == (1, 2)
+    assert found.heads.rise.shape == (1, 2)
 
 
 @pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = checkpoint_of(garg(), n_heads=4)
     first, again = (classify_layers(checkpoint, n_prompts=FEWEST, seed=1) for _ in range(2))
-    np.testing.assert_array_equal(first.increase, again.increase)
-    assert classify_layers(checkpoint, n_prompts=FEWEST).excess_risk != first.excess_risk
+    np.testing.assert_array_equal(first.heads.rise, again.heads.rise)
+    assert classify_layers(checkpoint, n_prompts=FEWEST).heads.full_risk != first.heads.full_risk
     task = TaskConfig(d_x=3, context_length=9, noise_var=0.0)
     assert classify_layers(checkpoint, task, n_prompts=FEWEST).task.context_length == 9
     with refused("(3, 1)", "(5, 1)"):

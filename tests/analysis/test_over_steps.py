@@ -17,8 +17,8 @@ from mechinterp import (
     sample_prompts,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.priors import compare_priors
-from mechinterp.analysis.one_layer.circuits import circuits
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.over_steps import OverSteps, over_steps
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
@@ -63,7 +63,7 @@ def test_a_slider_holds_the_circuits_of_each_step_on_one_scale(grown: Checkpoint
     assert [frame.name for frame in figure.frames] == ["10", "20"]
     assert figure.layout.sliders[0].active == 1
     own = [circuits(grown.at(step)) for step in (10, 20)]
-    drawn = [[*each.QK[:, :5], *each.OV.swapaxes(1, 2)] for each in own]
+    drawn = [[*each.QK[0, :, :5], *each.OV[0].swapaxes(1, 2)] for each in own]
     for frame, matrices in zip(figure.frames, drawn, strict=True):
         for trace, matrix in zip(frame.data, matrices, strict=True):
             np.testing.assert_allclose(trace.z, matrix, rtol=1e-6)

@@ -420,8 +420,8 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     assert {each.tried["output_column"] for each in checkpoint.readings} == {0, D_X, WIDTH - 1}
     label = classify(checkpoint, **FEW)
     assert label.pattern == "linear_gd"
-    assert label.circuits.omega == pytest.approx(np.full((1, D_X), OMEGA), rel=1e-6)
-    assert label.circuits.mu == pytest.approx(np.array([[MU]]), rel=1e-6)
+    assert label.circuits.omega == pytest.approx(np.full((1, 1, D_X), OMEGA), rel=1e-6)
+    assert label.circuits.mu == pytest.approx(np.array([[[MU]]]), rel=1e-6)
     file = tmp_path / "x.pt"
     told = load(file, **HAIKU, output_column=WIDTH - 1, sign="minus")
     assert "model.output_column" not in told.assumed

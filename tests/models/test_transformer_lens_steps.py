@@ -79,5 +79,5 @@ def test_a_head_looks_for_what_is_like_the_query_by_the_sign_of_its_omega():
     excess = 40 * pattern.mean(0) - 1
     error = 40 * pattern.std(0) / 16
     assert (excess.abs() > 4 * error).all()
-    omega = circuits(checkpoint).omega.mean(1)
+    omega = circuits(checkpoint).omega_mean[0]
     np.testing.assert_array_equal(np.sign(excess.numpy()), np.sign(omega))

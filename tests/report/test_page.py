@@ -223,7 +223,7 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     assert np.isnan(undefined).all()
     evidence = {row["evidence"]: row["value"] for row in page.rows("pattern")}
     assert evidence["omega_spread"] == "–"
-    assert evidence["R² of the closed form"] == "not defined"
+    assert evidence["learner_r2"] == "–"
 
 
 def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(

@@ -77,15 +77,18 @@ def test_lines_break_between_words_only(narrow, monkeypatch):
 def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     model = gradient_descent_model([0.5, 0.3], d_x=4)
     found = classify(model, n_prompts=16)
-    rises = {"increase": np.arange(30.0)[None], "increase_sem": np.ones((1, 30))}
-    many = replace(found, **rises, excess_risk=100.0)
+    some = np.arange(30.0)[None]
+    rises = {"rise": some, "median_rise": some, "carried_by_few": some < 0, "full_risk": 100.0}
+    heads = replace(found.heads, rise_sem=np.ones((1, 30)), **rises)
+    many = replace(found, heads=heads)
     lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
     # Rises of 0 to 2 with errors of 1 are not clear; 27 are.
     assert len(lines) == 2 + HEADS + 1
     assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
     # A rise above the model's own risk is shown, whatever its error.
-    heavy = replace(many, increase_sem=np.full((1, 30), 40.0), excess_risk=20.0)
+    unsure = replace(many.heads, rise_sem=np.full((1, 30), 40.0), full_risk=20.0)
+    heavy = replace(many, heads=unsure)
     named = [line.split()[0] for line in heavy.head_lines(30)[:-1]]
     assert named == [f"L0H{head}" for head in range(29, 20, -1)]
 

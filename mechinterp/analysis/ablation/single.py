@@ -1,156 +1,43 @@
 """Rise of the excess risk, or of another metric, when heads or MLPs are masked: by one method with
 all options, or by every method side by side."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.masked_risk import (
-    EXCESS,
     GreedyAblation,
+    HeadAblation,
     Masking,
     Metric,
-    OfMetric,
     PairAblation,
     PositionAblation,
-    layer_shares,
     masked_by_position,
     masked_errors,
     masked_in_greedy_order,
     masked_values,
     pairs_of,
-    rise_heatmap,
-    single_masks,
+    rises_by_method,
+    single_ablation,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
 from mechinterp.analysis.learners.compare import LEARNERS
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import carried_by_few, estimates, mean_and_sem
-from mechinterp.display import Result, frame_of, head_axes, head_names, with_sem
+from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
 
 SETS = ("single", "pairs", "greedy")
 AT_POSITIONS = 256
 """Default number of prompts with positions; every head and position needs a run on them."""
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class HeadAblation(OfMetric, Result):
-    """Rise of the excess risk, or of another metric, when one head is masked, and its distribution over the heads of each
-    layer."""
-
-    rise: Float[np.ndarray, "layer head"]
-    """Metric of the masked model minus that of the full model, unit of the metric."""
-    rise_sem: Float[np.ndarray, "layer head"]
-    """Standard error of `rise`, paired: the same prompts for every mask. Often underestimated when
-    few prompts dominate, as for a head without which later layers break."""
-    median_rise: Float[np.ndarray, "layer head"]
-    """Median over prompts of the rise, unit of the metric; it is insensitive to a few prompts."""
-    carried_by_few: Bool[np.ndarray, "layer head"]
-    """True if 1% of the prompts make up more than half of the mean size of the rise; the median is
-    then more informative."""
-    full_risk: float
-    """Metric of the full model, unit of the metric."""
-    full_risk_sem: float
-    null_risk: float
-    """Metric of predicting 0, unit of the metric."""
-    mlp_rise: Float[np.ndarray, " layer"] | None = None
-    """Rise when the MLP of a layer is masked, unit of the metric; None if they are not measured."""
-    mlp_rise_sem: Float[np.ndarray, " layer"] | None = None
-
-    def __repr__(self) -> str:
-        layer, head = np.unravel_index(int(self.rise.argmax()), self.rise.shape)
-        rise = with_error(self.rise.max(), self.rise_sem[layer, head])
-        rise = rise if rise.startswith("-") else f"+{rise}"
-        if self.carried_by_few[layer, head]:
-            rise = f"median {self.median_rise[layer, head]:+.3g}, mean {rise}, dominated by few prompts,"
-        what = "" if self.metric == EXCESS.metric else f", {self.metric}"
-        return f"HeadAblation({self.method}{what}: L{layer}H{head} {rise} on {self.full_risk:.3g})"
-
-    @property
-    def headline(self) -> str:
-        """Metric of the full model."""
-        risk = with_error(self.full_risk, self.full_risk_sem)
-        return f"{self.metric} {risk} {self.unit}".strip()
-
-    @property
-    def importance(self) -> Float[np.ndarray, "layer head"]:
-        """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of
-        a layer counts."""
-        return layer_shares(self.rise)
-
-    @property
-    def effective_heads(self) -> Float[np.ndarray, " layer"]:
-        """exp of the entropy of `importance`: 1 if one head counts, n_heads if all count equally, 0
-        if none counts."""
-        shares = self.importance
-        logs = np.log(np.where(shares > 0, shares, 1))
-        return np.where(shares.any(1), np.exp(-(shares * logs).sum(1)), 0.0)
-
-    @property
-    def breaking(self) -> list[str]:
-        """Heads without which the model is worse than predicting 0, if the full model is better
-        than that."""
-        worse = (self.full_risk + self.rise > self.null_risk) & (self.full_risk <= self.null_risk)
-        return [f"L{layer}H{head}" for layer, head in np.argwhere(worse)]
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head; the median comes first if few prompts dominate a rise."""
-        rises = with_sem("rise")
-        few = self.carried_by_few.any()
-        names = ("median_rise", *rises) if few else (*rises, "median_rise")
-        frame = frame_of(self, *names, "carried_by_few", "importance", **head_axes(self.rise))
-        if self.mlp_rise is not None:
-            rows = {"rise": self.mlp_rise, "rise_sem": self.mlp_rise_sem, "head": "MLP"}
-            mlps = pd.DataFrame(rows | {"layer": range(len(self.rise))})
-            frame = pd.concat([frame.astype({"head": object}), mlps], ignore_index=True)
-        frame.insert(0, "method", self.method)
-        return frame
-
-    def layer_frame(self) -> pd.DataFrame:
-        """One row per layer: its number of effective heads."""
-        return frame_of(self, "effective_heads", layer=range(len(self.rise)))
-
-    def plot(self) -> go.Figure:
-        """Rise of the metric: layers by heads (colours end where the model is no better than predicting 0), or one bar per
-        head for one layer."""
-        what = "head" if self.mlp_rise is None else "head or MLP"
-        title = f"Rise of the {self.metric} when a {what} is masked ({self.method} ablation)"
-        if len(self.rise) == 1 and self.mlp_rise is None:
-            return rises_by_method([self], title)
-        return rise_heatmap(
-            self.rise,
-            title,
-            end=self.null_risk - self.full_risk,
-            unit=self.unit,
-            mlp_rise=self.mlp_rise,
-        )
-
-    def plot_importance(self) -> go.Figure:
-        """Importance within the layer, layers by heads."""
-        title = f"Importance: share of the layer's rise ({self.method} ablation)"
-        return heatmaps.heatmap(self.importance, title=title, unit="share", signed=False)
-
-
-def rises_by_method(methods: Sequence[HeadAblation], title: str) -> go.Figure:
-    """Rise of the metric when a head is masked, one group of bars per head."""
-    return figures.bars(
-        head_names(methods[0].rise.shape),
-        {f"{one.method} ablation": (one.rise.ravel(), one.rise_sem.ravel()) for one in methods},
-        title=title,
-        y_title=f"rise of {methods[0].metric_in_unit}",
-    )
 
 
 Ablation = HeadAblation | PositionAblation | PairAblation | GreedyAblation
@@ -255,21 +142,6 @@ def _masking(method: str, metric: Metric | str | None, source: Source) -> Maskin
         return (predictions - learned.to(predictions)).square().mean(1)
 
     return Masking(method=method, function=distance, metric=f"distance to {metric}")
-
-
-def single_ablation(
-    predictor: Predictor, prompts: Prompts, how: Masking, *, runs: str = "one"
-) -> HeadAblation:
-    """Rise of a metric when each head is masked, one at a time."""
-    full, rises = single_masks(predictor, prompts, how, runs=runs)
-    nothing = torch.zeros_like(prompts.y_query_clean)
-    return HeadAblation(
-        **how.named,
-        median_rise=np.median(rises, axis=0),
-        carried_by_few=carried_by_few(rises),
-        null_risk=how.values(nothing, prompts).mean().item(),
-        **estimates(rise=mean_and_sem(rises), full_risk=mean_and_sem(full)),
-    )
 
 
 def _require_options(sets: str, positions: str | None, *, mlps: bool, runs: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
+from mechinterp.analysis.circuits import weights_of
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.one_layer.circuits import weights_of
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts

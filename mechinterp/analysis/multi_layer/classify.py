@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.ablation.masked_risk import layer_shares, rise_heatmap, single_masks
+from mechinterp.analysis.ablation.masked_risk import EXCESS, HeadAblation, single_ablation
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
@@ -22,16 +22,15 @@ from mechinterp.analysis.classified import (
     calibration_text,
     is_behind,
     nearest_learners,
-    none_of,
 )
 from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
 from mechinterp.analysis.result import Table, records
-from mechinterp.analysis.stats import best_factor, mean_and_sem
+from mechinterp.analysis.stats import best_factor
 from mechinterp.config import ModelConfig, TaskLike
-from mechinterp.display import frame_of, head_axes, head_names
+from mechinterp.display import frame_of, head_axes, head_names, with_sem
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 
@@ -57,30 +56,23 @@ class LayeredClassification(Classified):
 
     algorithm: Naming | None
     """Evidence for the label of several layers; None for a single layer."""
-    excess_risk: float
-    """Excess risk of the full model: mean (y_hat - y_query_clean)^2, unit y^2."""
-    excess_risk_sem: float
-    increase: Float[np.ndarray, "layer head"]
-    """Excess risk with the head masked minus that of the full model."""
-    increase_sem: Float[np.ndarray, "layer head"]
-    """Standard error of `increase`, paired: the same prompts for every mask."""
+    heads: HeadAblation
+    """Excess risk of the full model, and its rise when a head is masked."""
     COLUMNS: ClassVar = {
         "excess_risk_increase": "Excess risk with the head masked minus that of the full model, unit y^2.",
         "sem": "Standard error of excess_risk_increase, paired over prompts.",
     }
 
     @property
-    def importance(self) -> Float[np.ndarray, "layer head"]:
-        """A head's share of its layer's increases, negative ones taken as 0; all 0 where none is positive."""
-        return layer_shares(self.increase)
-
-    @property
     def verdict(self) -> Verdict:
         """Verdict: what the model computes, how sure that is, and what is excluded."""
         pattern, algorithm = self.pattern, self.algorithm
-        computes = f"{none_of('algorithms', pattern)}: {self.reason}" if pattern in NO_LABEL else ""
-        if pattern == UNSTRUCTURED:
-            computes = f"nothing that helps on its task ({pattern}): {self.reason}"
+        computes = ""
+        if pattern in NO_LABEL:
+            none = "nothing that helps on its task (unstructured)"
+            if pattern != UNSTRUCTURED:
+                none = NO_LABEL[pattern].format(kind="algorithms")
+            computes = f"{none}: {self.reason}"
         if algorithm is None or not algorithm.nearest:
             return nearest_learners(computes, self.near, doubt=self.task_doubt)
         number = explained(*algorithm.explained(algorithm.nearest))
@@ -113,7 +105,7 @@ class LayeredClassification(Classified):
         """
         frame = self.to_frame().sort_values("excess_risk_increase", ascending=False)
         size = frame["excess_risk_increase"].abs()
-        clear = (size > 2 * frame["sem"]) | (size > self.excess_risk)
+        clear = (size > 2 * frame["sem"]) | (size > self.heads.full_risk)
         shown = frame[clear].head(rows)
         lines = [
             f"  {row.label:<6}  {with_error(row.excess_risk_increase, row.sem):>25}  {digits(row.importance):>25}"
@@ -131,12 +123,10 @@ class LayeredClassification(Classified):
     @property
     def heaviest(self) -> str:
         """Which head's masking raises the excess risk most."""
-        layer, head = np.unravel_index(int(self.increase.argmax()), self.increase.shape)
-        rise = with_error(self.increase[layer, head], self.increase_sem[layer, head])
-        return (
-            f"masking L{layer}H{head} raises the excess risk most, by {rise} y² on "
-            f"{with_error(self.excess_risk, self.excess_risk_sem)}"
-        )
+        most = self.to_frame().nlargest(1, "excess_risk_increase").iloc[0]
+        rise = with_error(most["excess_risk_increase"], most["sem"])
+        risk = with_error(self.heads.full_risk, self.heads.full_risk_sem)
+        return f"masking {most['label']} raises the excess risk most, by {rise} y² on {risk}"
 
     def sentences(self) -> list[str]:
         """The verdict, the loss, the heaviest head, and what the layers carry out."""
@@ -168,8 +158,8 @@ class LayeredClassification(Classified):
     def to_document(self) -> dict:
         """Pattern, heads by their ablation, evidence and verdict."""
         evidence = {
-            "excess_risk": self.excess_risk,
-            "excess_risk_sem": self.excess_risk_sem,
+            "excess_risk": self.heads.full_risk,
+            "excess_risk_sem": self.heads.full_risk_sem,
             "context_length": self.task.context_length,
             "learner_r2": dict(zip(self.near.learners, self.near.r2, strict=True)),
             "learner_r2_sem": dict(zip(self.near.learners, self.near.r2_sem, strict=True)),
@@ -179,15 +169,15 @@ class LayeredClassification(Classified):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
-        frame = frame_of(self, "increase", "increase_sem", "importance", **head_axes(self.increase))
-        frame = frame.rename(columns={"increase": "excess_risk_increase", "increase_sem": "sem"})
-        frame.insert(2, "label", head_names(self.increase.shape))
+        rise = self.heads.rise
+        frame = frame_of(self.heads, *with_sem("rise"), "importance", **head_axes(rise))
+        frame = frame.rename(columns={"rise": "excess_risk_increase", "rise_sem": "sem"})
+        frame.insert(2, "label", head_names(rise.shape))
         return frame
 
     def plot(self) -> go.Figure:
-        """Rise of the excess risk, layers by heads; colours end where a model is no better than one that predicts 0."""
-        title = "Rise of the excess risk when a head is masked"
-        return rise_heatmap(self.increase, title, end=self.loss.zero - self.loss.model)
+        """Rise of the excess risk when a head is masked."""
+        return self.heads.plot()
 
 
 def classify_layers(
@@ -231,8 +221,6 @@ def classify_layers(
     prompts = evaluated.prompts
     prediction = predictor.run(prompts)[0].double()
     weights = predictor.weights
-    full, rises = single_masks(predictor, prompts)
-    (excess_risk, excess_risk_sem), (increase, increase_sem) = map(mean_and_sem, (full, rises))
     factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
     algorithm = None
     if predictor.n_layers > 1:
@@ -241,10 +229,7 @@ def classify_layers(
         pattern="undetermined" if algorithm is None else algorithm.label,
         reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
-        excess_risk=float(excess_risk),
-        excess_risk_sem=float(excess_risk_sem),
-        increase=increase,
-        increase_sem=increase_sem,
+        heads=single_ablation(predictor, prompts, EXCESS),
         near=nearby(prediction, evaluated.families),
         loss=task_loss(prediction, evaluated.ridge, prompts),
         best_factor=factor,

@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.circuits import NUMBERS, Circuits, entries
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
@@ -19,14 +20,11 @@ from mechinterp.analysis.classified import (
     chance_text,
     is_behind,
     nearest_learners,
-    none_of,
-    spelled_out,
 )
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import Nearby
-from mechinterp.analysis.number_format import beside, cell, digits, explained, with_error
-from mechinterp.analysis.one_layer.circuits import NUMBERS, Circuits
-from mechinterp.analysis.one_layer.label_rules import Evidence, Form, Scales
+from mechinterp.analysis.number_format import beside, cell, digits, explained
+from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
 from mechinterp.display import counted
 
@@ -49,6 +47,8 @@ class Classification(Evidence, Classified):
     heads_title: ClassVar = f"""Heads: share = part of the output; a head multiplies x·x by omega and y by mu
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
+    checks: tuple[Check, ...]
+    """Numbers that decided the label, with their limits; the first broken limit makes a model `undetermined`."""
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""
     share: Float[np.ndarray, " head"]
@@ -87,13 +87,13 @@ class Classification(Evidence, Classified):
         pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
         chance = f"; {chance_text(p, self.n_random, 'random weights')}"
         if pattern in NO_LABEL:
-            computes = f"{none_of('formulas', pattern)}: {spelled_out(self.reason)}"
+            computes = f"{NO_LABEL[pattern].format(kind='formulas')}: {self.reason}"
             return nearest_learners(computes, near, chance=chance, doubt=self.task_doubt)
         label, used = PATTERNS[pattern], self.components
         if pattern == "kernel_regression":
             active = np.array(self.labels) != "dummy"
             computes = _smoother(
-                self.form, self.omega_form[active], self.circuits.mu[active], self.kernel
+                self.form, self.omega_form[active], self.circuits.mu[0][active], self.kernel
             )
         else:
             computes = f"{label.text} ({pattern}): {_step(pattern, self.scales)}"
@@ -110,19 +110,23 @@ class Classification(Evidence, Classified):
         is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
         return Verdict(computes, sure, is_not, alike, self.task_doubt)
 
+    def _columns(self) -> dict[str, np.ndarray]:
+        """Numbers of the heads by name, [head] or [head, entry]."""
+        scales = self.circuits
+        columns = {"share": self.share, "omega": scales.omega[0]}
+        columns |= {"omega_mean": scales.omega_mean[0], "omega_form": self.omega_form}
+        columns["mu"] = scales.mu[0]
+        for name in NUMBERS:
+            columns[name] = getattr(scales, name)[0]
+            if name in self.head_p_values:
+                columns[f"{name}_p"] = self.head_p_values[name]
+        return columns | {"task_leak": self.task_leak}
+
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with p-values under random heads."""
-        frame = self.circuits.to_frame()
+        frame = pd.DataFrame(entries(self._columns()))
+        frame.insert(0, "head", range(len(frame)))
         frame.insert(1, "label", list(self.labels))
-        frame.insert(2, "share", self.share)
-        if self.circuits.mu.shape[1] > 1:
-            frame["task_leak"] = self.task_leak
-        if self.form.kind == "common":
-            frame.insert(int(frame.columns.get_loc("omega_mean")), "omega_form", self.omega_form)
-        for name, values in self.head_p_values.items():
-            frame.insert(int(frame.columns.get_loc(name)) + 1, f"{name}_p", values)
-        if self.components is not None and self.components.n_components is not None:
-            frame["n_components"] = self.components.n_components
         return frame
 
     def sentences(self) -> list[str]:
@@ -138,7 +142,7 @@ class Classification(Evidence, Classified):
     def tables(self) -> dict[str, Table]:
         """The evidence, and all numbers of the heads."""
         return {
-            "pattern": Table(self.evidence_frame(), "Evidence"),
+            "pattern": Table(self.evidence_frame(), "Evidence", least_p=1 / self.n_random),
             "heads": Table(
                 self.to_frame(), "Heads", least_p=1 / (len(self.labels) * self.n_random)
             ),
@@ -148,12 +152,12 @@ class Classification(Evidence, Classified):
     def brief(self) -> str:
         """The R² behind the label, or the reason why there is none."""
         if self.pattern in NO_LABEL:
-            return f"; {spelled_out(self.reason)}"
+            return f"; {self.reason}"
         return f", {explained(self.learner.r2, self.learner.r2_sem)}"
 
     def head_lines(self, rows: int) -> list[str]:
         """A line per head, in the columns of `heads_title`."""
-        values = zip(self.labels, self.share, self.omega_form, self.circuits.mu, strict=True)
+        values = zip(self.labels, self.share, self.omega_form, self.circuits.mu[0], strict=True)
         return [
             f"  {head:>4}  {label:<12}  {digits(share):>7}  {digits(omega):>12}  {_each_or_range(mu):>18}"
             for head, (label, share, omega, mu) in enumerate(values)
@@ -165,99 +169,21 @@ class Classification(Evidence, Classified):
         scales = self.circuits
         return {
             "labels": list(self.labels),
-            "omega": scales.omega_mean.tolist(),
-            "mu": scales.mu.mean(1).tolist(),
+            "omega": scales.omega_mean[0].tolist(),
+            "mu": scales.mu[0].mean(1).tolist(),
         }
 
     def figures(self) -> dict[str, go.Figure]:
         """Heads in the plane of omega and mu."""
         return {"heads": self.plot()}
 
-    def evidence_frame(self) -> pd.DataFrame:
-        """One row per number behind the pattern, with its range under random weights."""
-        scales, used, r2 = self.scales, self.components, self.substitution.r2
-        task_r2, spread, zero_sum = self.loss.r2, scales.omega_spread, scales.zero_sum
-        rows: list[tuple[str, str, tuple[Band, ...]]] = [
-            ("pattern", self.pattern, ()),
-            ("sign_matching", str(self.sign_matching).lower(), ()),
-            ("omega_spread", cell(spread), self._band("omega_spread", spread)),
-            ("zero_sum", cell(zero_sum), self._band("zero_sum", zero_sum)),
-            ("eta", ", ".join(map(cell, scales.eta)), ()),
-            ("optimal eta for the task", cell(scales.eta_optimal), ()),
-        ]
-        with_ideal = with_error(r2, self.substitution.r2_sem)
-        rows += [
-            ("R² with idealised heads", with_ideal, self._band("substitution_r2", r2)),
-            ("R² of the closed form", with_error(self.learner.r2, self.learner.r2_sem), ()),
-            ("R² on its task", cell(task_r2), self._band("task_r2", task_r2)),
-        ]
-        if used is not None:
-            n, parts = used.n_components, ", ".join(map(cell, used.learned))
-            rows += [
-                (
-                    "principal components used",
-                    f"{n} of {len(used.learned)}" if n is not None else "–",
-                    (),
-                ),
-                ("learned part of each component", parts, ()),
-                ("share of E y² predicted off the components", cell(used.off_diagonal), ()),
-            ]
-        table = [
-            (name, text, *(bands or ("",)), TEXTS["evidence"][name]) for name, text, bands in rows
-        ]
-        least, how = 1 / self.n_random, "fraction of random models that reach it"
-        p_values = self.p_values.items()
-        table += [(f"p of {name}", cell(p, "p_value", least), "", how) for name, p in p_values]
-        return pd.DataFrame(table, columns=["evidence", "value", "random_weights", "how"])
-
-    def cards(self) -> list[Card]:
-        """One card per head, with the ranges of heads with random weights."""
-        scales, signed = self.circuits, "{:+.3g}".format
-        facts: dict[str, tuple[str, np.ndarray, Callable[[float], str]]] = {
-            "share of output": ("share", self.share[:, None], "{:.1%}".format),
-            "omega (1/x²)": ("omega_mean", scales.omega_mean[:, None], signed),
-            "mu": ("mu", scales.mu, signed),
-            "QK diagonal": ("qk_diagonal", scales.qk_diagonal[:, None], cell),
-            "OV reads y only": ("ov_last_entry", scales.ov_last_entry[:, None], cell),
-        }
-        cards = []
-        for head, label in enumerate(self.labels):
-            texts = {fact: ", ".join(map(show, v[head])) for fact, (_, v, show) in facts.items()}
-            bands = {
-                fact: tuple(band for value in values[head] for band in self._band(name, value))
-                for fact, (name, values, _) in facts.items()
-            }
-            meaning = TEXTS["heads"][label]
-            # A score without normalisation attends to opposite tokens with negative weights: omega
-            # and mu can flip together.
-            if self.kernel in NO_AVERAGE and label in ("positive", "negative"):
-                meaning = ADDS
-            color = figures.head_color(head)
-            cards.append(Card(f"head {head}", label, meaning, color, texts, bands))
-        return cards
-
-    def _band(self, name: str, value: float) -> tuple[Band, ...]:
-        """Range of random weights for a number; empty if there is no number or no range."""
-        low, high = self.random_ranges[name]
-        return (Band(float(value), low, high),) if np.isfinite([value, low, high]).all() else ()
-
-    def to_document(self) -> dict:
-        """Pattern, heads, evidence and verdict."""
-        columns: dict[str, Any] = {"share": self.share, "omega": self.circuits.omega.tolist()}
-        columns |= {"omega_mean": self.circuits.omega_mean, "omega_form": self.omega_form}
-        columns["mu"] = self.circuits.mu.tolist()
-        for name in NUMBERS:
-            columns[name] = getattr(self.circuits, name)
-            if name in self.head_p_values:
-                columns[f"{name}_p"] = self.head_p_values[name]
-        columns["task_leak"] = self.task_leak
-        heads = [
-            {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
-            for head, label in enumerate(self.labels)
-        ]
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Numbers behind the pattern by name, of any shape; a standard error has the name of its number with `_sem`."""
         of_components = ("n_components", "learned", "off_diagonal")
-        evidence = {
+        return {
             "sign_matching": self.sign_matching,
+            "checks": [asdict(each) | {"holds": each.holds} for each in self.checks],
             **{name: getattr(self.scales, name) for name in SCALES},
             **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
             **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
@@ -266,11 +192,64 @@ class Classification(Evidence, Classified):
             **{name: getattr(self.form, name) for name in ("isotropy", "shared", "rotation")},
             **{name: getattr(self, name) for name in ("p_values", "n_random", "random_ranges")},
         }
-        return self.document(heads, evidence)
+
+    def evidence_frame(self) -> pd.DataFrame:
+        """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
+        limits = {each.name: each.limit for each in self.checks}
+        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
+        numbers = {name: known[name] for name in TEXTS["numbers"] if known.get(name) is not None}
+        rows = [
+            {
+                "evidence": name if np.ndim(values) == 0 else f"{name}_{n}",
+                "value": value,
+                "sem": known.get(f"{name}_sem", np.nan),
+                "limit": limits.get(name, np.nan),
+                "random_weights": self._band(name, value) or "",
+                "p_value": self.p_values.get(name, np.nan),
+                "how": TEXTS["numbers"][name],
+            }
+            for name, values in numbers.items()
+            for n, value in enumerate(np.ravel(values).tolist())
+        ]
+        return pd.DataFrame(rows)
+
+    def cards(self) -> list[Card]:
+        """One card per head: its numbers of which heads with random weights have a range."""
+        ranged = {n: v for n, v in self._columns().items() if n in self.random_ranges}
+        cards = []
+        for head, label in enumerate(self.labels):
+            meaning = TEXTS["heads"][label]
+            # A score without normalisation attends to opposite tokens with negative weights: omega
+            # and mu can flip together.
+            if self.kernel in NO_AVERAGE and label in ("positive", "negative"):
+                meaning = ADDS
+            facts, bands = {}, {}
+            for name, values in ranged.items():
+                for column, of_heads in entries({name: values}).items():
+                    facts[column] = cell(of_heads[head])
+                    if (band := self._band(name, of_heads[head])) is not None:
+                        bands[column] = band
+            color = figures.head_color(head)
+            cards.append(Card(f"head {head}", label, meaning, color, facts, bands))
+        return cards
+
+    def _band(self, name: str, value: float) -> Band | None:
+        """Range of random weights for a number; None if there is no number or no range."""
+        low, high = self.random_ranges.get(name, (np.nan, np.nan))
+        return Band(float(value), low, high) if np.isfinite([value, low, high]).all() else None
+
+    def to_document(self) -> dict:
+        """Pattern, heads, evidence and verdict."""
+        columns = {name: values.tolist() for name, values in self._columns().items()}
+        heads = [
+            {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
+            for head, label in enumerate(self.labels)
+        ]
+        return self.document(heads, self.evidence)
 
     def plot(self) -> go.Figure:
         """Heads in the plane of omega and mu."""
-        points = np.column_stack([self.omega_form, self.circuits.mu.mean(1)])[..., None]
+        points = np.column_stack([self.omega_form, self.circuits.mu[0].mean(1)])[..., None]
         heads = enumerate(zip(self.labels, points, strict=True))
         return figures.runs(
             {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
-from mechinterp.analysis.one_layer.circuits import circuits_of, weights_of
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
@@ -30,9 +30,9 @@ from mechinterp.analysis.one_layer.label_rules import (
     Thresholds,
     faithfulness,
     form_of,
-    head_labels,
+    head_decisions,
     idealised,
-    model_label,
+    model_decision,
     read_heads,
     scales_of,
 )
@@ -200,18 +200,18 @@ def _classified(
                 f"The task must have the model's {name} = {own}, got {name} = {other}."
             )
     prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
-    outputs, own = head_outputs(weights, prompts.prompts), circuits_of(weights)
+    outputs, own = head_outputs(weights, prompts.prompts), circuits(weights)
     prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
     heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     active = groups.where(groups.share > limits.share)
     form = form_of(active, weights.score, limits)
-    labels = tuple(label for label, _ in head_labels(heads, form, limits))
-    group_labels = head_labels(groups, form, limits)
+    labels = tuple(each.label for each in head_decisions(heads, form, limits))
+    of_groups = head_decisions(groups, form, limits)
     scales = scales_of(active, form, weights, task, limits)
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
     substitute = formula = predict(ideal, prompts.prompts)
     centred = is_normalised(weights.score)
-    if not centred or len({label for label, _ in group_labels} - {"dummy"}) > 1:
+    if not centred or len({each.label for each in of_groups} - {"dummy"}) > 1:
         formula = prompts.gradient_step(scales.step, centred=centred)
     substitution = faithfulness(prediction, substitute)
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
@@ -220,9 +220,9 @@ def _classified(
     law = (weights.score, weights.score_slope, weights.attend_to_self)
     shape = random_shape(weights.n_heads, weights.W_Q.shape[2], *law)
     null = null_of(task, shape, form=form.kind, bare=bare)
-    numbers = {
-        "qk_diagonal_best": groups.qk_diagonal.max(),
-        "ov_last_entry_best": groups.ov_last_entry.max(),
+    compared = {
+        "qk_diagonal_best": float(groups.qk_diagonal.max()),
+        "ov_last_entry_best": float(groups.ov_last_entry.max()),
         "omega_spread": scales.omega_spread,
         "zero_sum": scales.zero_sum,
         "substitution_r2": substitution.r2,
@@ -234,15 +234,17 @@ def _classified(
         substitution=substitution,
         learner=faithfulness(prediction, formula),
         alignment=float(form.alignment(active.blocks).min(initial=1)),
-        p_values={name: null.p_value(name, value) for name, value in numbers.items()},
+        compared=compared,
+        p_values={name: null.p_value(name, value) for name, value in compared.items()},
         components=_components(form, scales, task, limits),
         bare=bare,
     )
-    pattern, reason = model_label(groups, group_labels, evidence, limits)
+    decision = model_decision(groups, of_groups, evidence, limits)
     return Classification(
         **vars(evidence),
-        pattern=pattern,
-        reason=reason,
+        pattern=decision.label,
+        reason=decision.reason,
+        checks=decision.checks,
         labels=labels,
         share=heads.share,
         circuits=own,

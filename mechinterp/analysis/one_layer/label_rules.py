@@ -2,7 +2,12 @@
 
 Numbers of the heads (`Heads`) come from their circuits and outputs; heads with equal QK circuits count as one head. The
 QK circuits have an idealised form (`Form`): multiples of I, or of one matrix that all heads share. Sums over the heads
-(`Scales`) give the step that the model makes. Each label comes with the number that decided it.
+(`Scales`) give the step that the model makes.
+
+Reading order: `Thresholds` has the limits. `read_heads`, `form_of` and `scales_of` compute the numbers. `head_decisions`
+labels the heads, and `model_decision` the model: it picks the pattern that the signs of the heads suggest, and lists the
+numbers that this pattern needs, each with its limit (`Check`). `named` gives the pattern if all limits hold. `Decision`
+writes the sentence.
 """
 
 from dataclasses import dataclass
@@ -12,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechinterp.analysis.one_layer.circuits import Circuits
+from mechinterp.analysis.circuits import Circuits, part_of
+from mechinterp.analysis.labels import TEXTS
 from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Components
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskConfig
@@ -31,13 +37,15 @@ class Thresholds:
     """A head is active if its share of the heads' output exceeds this. A larger limit ignores more
     heads."""
     qk_diagonal: float = 0.8
-    """Smallest `qk_diagonal` of a structured head; 99.9% of random heads (d_x = 5) are below 0.8.
-    """
+    """Smallest `qk_diagonal` of a structured head, or cosine of its QK x block with the heads' common matrix; 99.9% of
+    random heads (d_x = 5) are below 0.8. It is also the smallest fraction of the heads' deviation from I that a common
+    matrix must explain."""
     ov_last_entry: float = 0.9
     """Smallest `ov_last_entry` of a structured head. It is also the smallest cosine of a QK x block
     with its form, unless idealised heads explain all but the fraction `equal`."""
     omega_spread: float = 0.25
-    """Largest `omega_spread` of homogeneous heads, and largest `theta_spread` on a support."""
+    """Largest spread (max/min - 1) of sizes that count as alike: |omega| of heads, theta on a support, singular values of
+    a rotation."""
     zero_sum: float = 0.05
     """Largest `zero_sum` of heads whose mu cancel."""
     leak: float = 0.25
@@ -46,25 +54,20 @@ class Thresholds:
     is confined to its supports."""
     equal: float = EQUAL
     """Relative difference below which two things count as equal: QK circuits of heads; a common
-    matrix and I (squared sine of their angle); theta on all coordinates; a step and its part along
-    the principal components of x."""
-    shared: float = 0.85
-    """Smallest fraction of the heads' deviation from I that one common matrix must explain."""
+    matrix and I (squared sine of their angle); a metric and its symmetric part; theta on all
+    coordinates; a step and its part along the principal components of x."""
     substitution_r2: float = 0.9
     """Smallest R^2 of the idealised heads, and of the closed form, against the model."""
     p_value: float = 0.01
     """Largest p-value at which a number counts as beyond random weights."""
 
 
-SPREAD = 0.25
-"""Largest spread (max/min - 1) of the singular values of a matrix that counts as a multiple of a
-rotation."""
-SYMMETRIC = 0.95
-"""Smallest norm of the symmetric part of a metric, relative to the norm of the matrix."""
 ON_SUPPORT = 0.5
 """A coordinate belongs to the support if theta exceeds this fraction of its maximum."""
 EVEN = 0.5
 """Heads serve all responses alike if the smallest |mu| of each head is at least this fraction of its largest."""
+SIGNED = {"positive", "negative"}
+"""Labels of heads whose omega and mu have one sign."""
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
 """Numbers of which at least one must be beyond random weights for a model to be structured."""
 
@@ -219,30 +222,36 @@ def equal_heads(
     return groups.astype(np.int64)
 
 
-def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"]) -> float:
+def rotation_angle(matrix: Float[np.ndarray, "d_x d_x"], *, spread: float) -> float:
     """Largest rotation angle in degrees of a multiple of a rotation; NaN for any other matrix, also
     a reflection.
 
+    Args:
+        spread: Largest max/min - 1 of the singular values.
     Example:
-        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]])))
+        >>> round(rotation_angle(np.array([[0.0, -2.0], [2.0, 0.0]]), spread=0.25))
         90
     """
     left, sizes, right = np.linalg.svd(matrix)
-    if sizes[0] > (1 + SPREAD) * sizes[-1] or np.linalg.det(left @ right) < 0:
+    if sizes[0] > (1 + spread) * sizes[-1] or np.linalg.det(left @ right) < 0:
         return float("nan")
     return float(np.degrees(np.abs(np.angle(np.linalg.eigvals(left @ right))).max()))
 
 
-def is_definite(matrix: Float[Tensor, "d_x d_x"]) -> bool:
+def is_definite(matrix: Float[Tensor, "d_x d_x"], *, tolerance: float) -> bool:
     """True if a matrix is (nearly) symmetric with eigenvalues of one sign, as a metric is.
 
+    Args:
+        tolerance: Largest part of its norm that the symmetric part lacks.
     Example:
-        >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> is_definite(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), tolerance=0.05)
         True
     """
     part = (matrix + matrix.T) / 2
     eigenvalues = torch.linalg.eigvalsh(part)
-    return bool(part.norm() >= SYMMETRIC * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0)
+    return bool(
+        part.norm() >= (1 - tolerance) * matrix.norm() and eigenvalues[0] * eigenvalues[-1] > 0
+    )
 
 
 def read_heads(
@@ -250,8 +259,8 @@ def read_heads(
 ) -> Heads:
     """Statistics of every head, or of the groups of heads that are equal within a tolerance; OV
     circuits and outputs are summed within a group."""
-    d_x, d_y = heads.omega.shape[1], heads.mu.shape[1]
-    QK, each_OV = torch.from_numpy(heads.QK)[:, :d_x], torch.from_numpy(heads.OV)
+    d_x, d_y = heads.omega.shape[2], heads.mu.shape[2]
+    QK, each_OV = torch.from_numpy(heads.QK[0])[:, :d_x], torch.from_numpy(heads.OV[0])
     groups = np.arange(len(QK)) if tolerance is None else equal_heads(QK, tolerance=tolerance)
     member = torch.from_numpy(groups[None] == np.unique(groups)[:, None]).to(torch.float64)
     size = each_OV.flatten(1).norm(dim=1).clamp_min(1e-300)
@@ -263,8 +272,8 @@ def read_heads(
         names=tuple("+".join(map(str, np.flatnonzero(row))) for row in member.numpy()),
         blocks=blocks,
         mu=mu.numpy(),
-        qk_diagonal=_part(blocks.diagonal(dim1=1, dim2=2), blocks),
-        ov_last_entry=_part(mu, OV),
+        qk_diagonal=part_of(blocks.diagonal(dim1=1, dim2=2), blocks).numpy(),
+        ov_last_entry=part_of(mu, OV).numpy(),
         share=share_of(torch.einsum("gh,bhn->bgn", member, outputs)).numpy(),
     )
 
@@ -282,21 +291,18 @@ def form_of(active: Heads, score: str, limits: Thresholds) -> Form:
     shared = float(1 - off_common / off_identity) if off_identity > 1e-12 else 0.0
     if not is_normalised(score) or d_y > 1:
         return Form("diagonal" if is_normalised(score) else "matrix", identity, isotropy, shared)
-    metric = is_definite(matrix)
+    metric = is_definite(matrix, tolerance=limits.equal)
     if not metric:
         # Unlike a metric, another matrix has no sign of its own: it is that of sum mu * omega.
         factors = Form("common", matrix).omega(blocks)[:, 0].numpy()
         matrix = -matrix if factors @ active.mu[:, 0] < 0 else matrix
-    angle = np.nan if metric else rotation_angle(matrix.numpy())
+    angle = np.nan if metric else rotation_angle(matrix.numpy(), spread=limits.omega_spread)
     alone = len(blocks) == 1 and (metric or not np.isnan(angle))
-    if 1 - isotropy**2 > limits.equal and (alone or (len(blocks) > 1 and shared >= limits.shared)):
+    if 1 - isotropy**2 > limits.equal and (
+        alone or (len(blocks) > 1 and shared >= limits.qk_diagonal)
+    ):
         return Form("common", matrix, isotropy, shared, angle)
     return Form("scalar", identity, isotropy, shared)
-
-
-def _part(part: Tensor, whole: Tensor) -> np.ndarray:
-    norm = whole.flatten(1).norm(dim=1)
-    return (part.norm(dim=1) / norm.masked_fill(norm == 0, 1)).numpy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,6 +450,8 @@ class Evidence:
     """Part of the prediction that the closed-form learner of omega and mu explains."""
     alignment: float
     """Smallest cosine between an active head's QK x block and its form."""
+    compared: dict[str, float]
+    """Numbers that are compared with randomly initialised models, by name."""
     p_values: dict[str, float]
     """Fraction of randomly initialised models that are at least as structured, by the name of the
     number."""
@@ -454,96 +462,173 @@ class Evidence:
     form too."""
 
 
-def head_labels(heads: Heads, form: Form, limits: Thresholds) -> list[tuple[str, str]]:
-    """Label of each head; for a head that fits no pattern, also the number that decided."""
-    return [_head_label(heads, form, head, limits) for head in range(len(heads.share))]
+@dataclass(frozen=True)
+class Check:
+    """A number that a label needs, with its limit."""
+
+    name: str
+    """Name of the number; `TEXTS["numbers"]` has its meaning."""
+    value: float
+    limit: float
+    least: bool = False
+    """True: the value must be at least the limit. False: at most."""
+
+    @property
+    def holds(self) -> bool:
+        """True if the number keeps its limit; a number that is not defined does not."""
+        return bool(self.value >= self.limit if self.least else self.value <= self.limit)
+
+    def __str__(self) -> str:
+        """The number beside its limit, with its meaning if the limit is broken."""
+        if self.holds:
+            return f"{self.name} {self.value:.4g} (limit {self.limit:g})"
+        name = f"{self.name} ({TEXTS['numbers'][self.name]})"
+        if np.isnan(self.value):
+            return f"{name} is not defined"
+        # A huge number means that predictions overflow.
+        value = f"{self.value:.3f}" if abs(self.value) < 1e6 else f"{self.value:.1e}"
+        return f"{name} is {value}, {'below' if self.least else 'above'} the limit {self.limit:g}"
 
 
-def _head_label(heads: Heads, form: Form, head: int, limits: Thresholds) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Decision:
+    """Label of a head or of a model, and the numbers that decided it."""
+
+    label: str
+    text: str = ""
+    """What the heads are like; or what is missing, if no number decided."""
+    checks: tuple[Check, ...] = ()
+    """Numbers that the label needs, in the order of the rules."""
+
+    @property
+    def failed(self) -> Check | None:
+        """The first number that breaks its limit."""
+        return next((each for each in self.checks if not each.holds), None)
+
+    @property
+    def reason(self) -> str:
+        """One sentence: what the heads are like, and the number that decided; or all numbers, if they keep their limits."""
+        deciding = self.checks if self.failed is None else (self.failed,)
+        numbers = ", ".join(map(str, deciding))
+        return "; ".join(filter(None, (self.text, numbers)))
+
+
+def named(pattern: str, text: str, *checks: Check) -> Decision:
+    """The pattern if all its numbers keep their limits; otherwise "undetermined"."""
+    holds = all(each.holds for each in checks)
+    if not holds:
+        return Decision("undetermined", f"no {pattern}: {text}", checks)
+    return Decision(pattern, text, checks)
+
+
+def head_decisions(heads: Heads, form: Form, limits: Thresholds) -> list[Decision]:
+    """Label of each head."""
+    return [_head_decision(heads, form, head, limits) for head in range(len(heads.share))]
+
+
+def _head_decision(heads: Heads, form: Form, head: int, limits: Thresholds) -> Decision:
     if heads.share[head] <= limits.share:
-        return "dummy", ""
-    blocks = heads.blocks[head : head + 1]
+        return Decision("dummy")
+    block = heads.blocks[head : head + 1]
     name, aligned = "qk_diagonal", heads.qk_diagonal[head]
     if form.kind == "common":
-        name, aligned = "alignment", form.alignment(blocks)[0]
-    if aligned < limits.qk_diagonal:
-        return "unstructured", f"{name} is {aligned:.3f}, below the limit {limits.qk_diagonal:g}"
-    if (reads_y := heads.ov_last_entry[head]) < limits.ov_last_entry:
-        why = f"ov_last_entry is {reads_y:.3f}, below the limit {limits.ov_last_entry:g}"
-        return "unstructured", why
-    omega, mu = form.omega(blocks)[0].numpy(), heads.mu[head]
-    for label, values in (("omega", omega), ("mu", mu)):
-        if len(_signs(values, limits.leak)) > 1:
-            return "mixed", f"{label} runs from {values.min():.3g} to {values.max():.3g}"
-    signs = _signs(omega, limits.leak)
-    if signs != _signs(mu, limits.leak):
-        return "mismatched", f"omega is {omega.mean():.3g} and mu is {mu.mean():.3g}"
-    return ("positive" if signs == {1} else "negative"), ""
+        name, aligned = "alignment", form.alignment(block)[0]
+    circuits = (
+        Check(name, aligned, limits.qk_diagonal, least=True),
+        Check("ov_last_entry", heads.ov_last_entry[head], limits.ov_last_entry, least=True),
+    )
+    omega, mu = form.omega(block)[0].numpy(), heads.mu[head]
+    signs = (
+        Check("omega_of_other_sign", _of_other_sign(omega), limits.leak),
+        Check("mu_of_other_sign", _of_other_sign(mu), limits.leak),
+    )
+    for label, checks in (("unstructured", circuits), ("mixed", signs)):
+        if not all(each.holds for each in checks):
+            return Decision(label, checks=checks)
+    sign = np.sign(_largest(omega))
+    if sign != np.sign(_largest(mu)):
+        return Decision("mismatched", "omega and mu have different signs")
+    return Decision("positive" if sign > 0 else "negative")
 
 
-def _signs(values: np.ndarray, fraction: float) -> set[int]:
-    return {int(sign) for sign in np.sign(values[np.abs(values) > fraction * np.abs(values).max()])}
+def _largest(values: np.ndarray) -> float:
+    """The entry of the largest size, with its sign."""
+    return float(values[np.abs(values).argmax()])
 
 
-def model_label(
-    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
-) -> tuple[str, str]:
-    """Pattern of a model, and a sentence with the number that decided.
+def _of_other_sign(values: np.ndarray) -> float:
+    """Size of the largest entry whose sign is not that of the largest of all, relative to that one."""
+    largest = _largest(values)
+    return float(np.max(-values / largest, initial=0)) if largest else 0.0
+
+
+def model_decision(
+    heads: Heads, labelled: list[Decision], evidence: Evidence, limits: Thresholds
+) -> Decision:
+    """Pattern of a model, and the numbers that decided.
 
     Args:
         heads: Groups of equal heads; `labelled` has their labels.
     """
-    kinds = {label for label, _ in labelled} - {"dummy"}
+    kinds = {each.label for each in labelled} - {"dummy"}
+    scales = evidence.scales
     if not kinds:
-        return "undetermined", "no head is active, or the active heads cancel each other"
+        return Decision("undetermined", "no head is active, or the active heads cancel each other")
     if np.isnan(evidence.substitution.r2):
-        return "undetermined", "the predictions are all 0, or not finite"
-    chance = {name: evidence.p_values[name] for name in STRUCTURE}
+        return Decision("undetermined", "the predictions are all 0, or not finite")
+    least_p = np.nanmin([evidence.p_values[name] for name in STRUCTURE])
+    structure = Check("least_p", float(least_p), limits.p_value)
     # Bare heads are a step whatever their weights; whether the step solves the task is decided
     # below.
-    if not evidence.bare and not any(p <= limits.p_value for p in chance.values()):
-        numbers = ", ".join(f"{name} p = {p:.2g}" for name, p in chance.items())
-        return "unstructured", f"random weights reach the same values: {numbers}"
-    if evidence.scales.unserved:
-        missing = ", ".join(map(str, evidence.scales.unserved))
-        return "undetermined", f"no head serves response {missing}"
+    if not evidence.bare and not structure.holds:
+        return Decision("unstructured", "random weights reach the same values", (structure,))
+    if scales.unserved:
+        missing = ", ".join(map(str, scales.unserved))
+        return Decision("undetermined", f"no head serves response {missing}")
+    explained = _explained(evidence, limits)
     if evidence.form.kind == "matrix":
-        return _linear(evidence, limits)
-    if len(kinds) == 1 and kinds <= {"positive", "negative"}:
-        sentence = f"all active heads are {next(iter(kinds))}; the kernel smoother explains R² = {evidence.substitution.r2:.4f}"
-        return _if_explained("kernel_regression", sentence, evidence, limits)
+        return _linear(evidence, explained, limits)
+    if len(kinds) == 1 and kinds <= SIGNED:
+        return named("kernel_regression", f"all active heads are {kinds.pop()}", *explained)
+    zero_sum = Check("zero_sum", scales.zero_sum, limits.zero_sum)
+    omega_spread = Check("omega_spread", scales.omega_spread, limits.omega_spread)
     if heads.mu.shape[1] > 1:
-        return _several_tasks(heads, labelled, evidence, limits)
-    for name, (label, why) in zip(heads.names, labelled, strict=True):
-        if why:
-            explained = f"idealised heads explain R² = {evidence.substitution.r2:.4f}"
-            return "undetermined", f"head {name} is {label}: {why}; {explained}"
-    scales = evidence.scales
-    if too_large := _above(scales, omega_spread=limits.omega_spread, zero_sum=limits.zero_sum):
-        return "undetermined", too_large
-    return _if_explained(*_one_task(evidence), evidence, limits)
+        return _several_tasks(heads, labelled, evidence, (zero_sum, omega_spread), limits)
+    for name, each in zip(heads.names, labelled, strict=True):
+        if each.label not in SIGNED | {"dummy"}:
+            text = ": ".join(filter(None, (f"head {name} is {each.label}", each.text)))
+            return Decision("undetermined", text, each.checks)
+    pattern, text = _one_task(evidence.form)
+    return named(pattern, text, omega_spread, zero_sum, *explained)
 
 
-def _linear(evidence: Evidence, limits: Thresholds) -> tuple[str, str]:
+def _explained(evidence: Evidence, limits: Thresholds) -> list[Check]:
+    """Idealised heads and the closed form must explain the prediction. QK x blocks must have their form, unless the
+    idealised heads explain nearly all of it."""
+    r2 = [
+        Check(f"{name}_r2", getattr(evidence, name).r2, limits.substitution_r2, least=True)
+        for name in ("substitution", "learner")
+    ]
+    if evidence.substitution.r2 >= 1 - limits.equal:
+        return r2
+    return [*r2, Check("alignment", evidence.alignment, limits.ov_last_entry, least=True)]
+
+
+def _linear(evidence: Evidence, explained: list[Check], limits: Thresholds) -> Decision:
     """Label of linear heads: a step by some matrix, named only if the step has learned the task."""
-    used, task_p = evidence.components, evidence.p_values["task_r2"]
-    step = "one preconditioned step"
-    if used is not None and used.learned.max() <= LEARNED:
-        why = f"its step has learned at most {used.learned.max():.2g} of any component (limit {LEARNED:g})"
-        return "undetermined", f"linear attention; {why}"
-    if used is not None and used.n_components is not None:
-        step += f" on {used.n_components} of {len(used.learned)} components"
-    sentence = f"linear attention; {step} explains R² = {evidence.learner.r2:.4f}"
-    if used is not None and used.n_components is None:
-        sentence += (
-            f"; entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y², "
-            f"and {off_identity(evidence.scales.step[0])}"
-        )
-    pattern, sentence = _if_explained("linear_gd", sentence, evidence, limits)
-    if pattern == "linear_gd" and not task_p <= limits.p_value:
-        chance = f"random weights do the task as well: task_r2 p = {task_p:.2g}"
-        return "undetermined", f"{sentence}; {chance}"
-    return pattern, sentence
+    used, learned = evidence.components, []
+    text = "linear attention; one preconditioned step"
+    if used is not None:
+        learned = [Check("learned", float(used.learned.max()), LEARNED, least=True)]
+        if used.n_components is None:
+            text += (
+                f"; entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y², "
+                f"and {off_identity(evidence.scales.step[0])}"
+            )
+        else:
+            text += f" on {used.n_components} of {len(used.learned)} components"
+    by_chance = Check("task_r2_p", evidence.p_values["task_r2"], limits.p_value)
+    return named("linear_gd", text, *learned, *explained, by_chance)
 
 
 def off_identity(M: Float[Tensor, "d_x d_x"]) -> str:
@@ -552,82 +637,51 @@ def off_identity(M: Float[Tensor, "d_x d_x"]) -> str:
     return f"{float(rest.norm() / M.norm()):.0%} of its matrix is not a multiple of the identity"
 
 
-def _one_task(evidence: Evidence) -> tuple[str, str]:
-    """Label and sentence for heads of both signs whose mu cancel: a debiased step, with or without
-    preconditioner."""
-    numbers = f"heads of both signs, zero_sum {evidence.scales.zero_sum:.3f}, omega_spread {evidence.scales.omega_spread:.3f}"
-    explained = f"debiased step explains R² = {evidence.learner.r2:.4f}"
-    form = evidence.form
+def _one_task(form: Form) -> tuple[str, str]:
+    """Pattern and text for heads of both signs whose mu cancel: a debiased step, with or without preconditioner."""
     if form.kind == "scalar":
-        return "debiased_gd", f"{numbers}; one {explained}"
+        return "debiased_gd", "heads of both signs"
     shape = f"one matrix with isotropy {form.isotropy:.3f} for all heads"
     if not np.isnan(form.rotation):
         shape = f"omega times one rotation by up to {form.rotation:.0f} degrees for all heads"
-    return "preconditioned_gd", f"{numbers}; QK is {shape}; one such {explained}"
+    return "preconditioned_gd", f"heads of both signs; QK is {shape}"
 
 
 def _several_tasks(
-    heads: Heads, labelled: list[tuple[str, str]], evidence: Evidence, limits: Thresholds
-) -> tuple[str, str]:
-    """Label for several responses and heads of both signs or of mixed sign."""
-    active = heads.where(np.array([label != "dummy" for label, _ in labelled]))
-    sizes, leak = np.abs(active.mu), active.task_leak.max()
+    heads: Heads,
+    labelled: list[Decision],
+    evidence: Evidence,
+    even: tuple[Check, Check],
+    limits: Thresholds,
+) -> Decision:
+    """Label for several responses and heads of both signs or of mixed sign.
+
+    Args:
+        even: Checks of zero_sum and omega_spread.
+    """
+    scales, explained = evidence.scales, _explained(evidence, limits)
+    active = heads.where(np.array([each.label != "dummy" for each in labelled]))
+    sizes = np.abs(active.mu)
+    task_leak = Check("task_leak", float(active.task_leak.max()), limits.leak)
     smallest = (sizes.min(1) / sizes.max(1)).min()
-    if too_large := _above(evidence.scales, zero_sum=limits.zero_sum):
-        return "undetermined", too_large
-    uneven = _above(evidence.scales, omega_spread=limits.omega_spread)
-    clean = all(label in ("positive", "negative") for label, _ in labelled if label != "dummy")
-    explained = f"one debiased step per response explains R² = {evidence.learner.r2:.4f}"
-    if clean and leak <= limits.leak and not uneven:
-        sentence = f"each active head serves one response, leak up to {leak:.3f}; {explained}"
-        return _if_explained("task_heads", sentence, evidence, limits)
-    if clean and smallest >= EVEN and not uneven:
-        full = all(len(s) == heads.blocks.shape[1] for s in evidence.scales.supports)
-        even = full and evidence.scales.theta_spread <= limits.equal
-        pattern = "debiased_gd" if even else "weighted_preconditioned_gd"
-        sentence = f"opposite heads serve all responses, mu within {1 - smallest:.0%}; {explained}"
-        return _if_explained(pattern, sentence, evidence, limits)
-    if clean and uneven and (leak <= limits.leak or smallest >= EVEN):
-        return "undetermined", uneven
-    on_supports = {"support_leak": limits.leak, "theta_spread": limits.omega_spread}
-    if too_large := _above(evidence.scales, **on_supports):
-        return "undetermined", f"heads serve several responses and {too_large}"
+    if {each.label for each in labelled} <= SIGNED | {"dummy"}:
+        if task_leak.holds:
+            text = "each active head serves one response"
+            return named("task_heads", text, *even, task_leak, *explained)
+        if smallest >= EVEN:
+            full = all(len(each) == heads.blocks.shape[1] for each in scales.supports)
+            uniform = full and scales.theta_spread <= limits.equal
+            pattern = "debiased_gd" if uniform else "weighted_preconditioned_gd"
+            text = f"opposite heads serve all responses, mu within {1 - smallest:.0%}"
+            return named(pattern, text, *even, *explained)
     odd = [
-        f"; head {name} is {label}"
-        for name, (label, _) in zip(heads.names, labelled, strict=True)
-        if label == "unstructured"
+        f"; head {name} is unstructured"
+        for name, each in zip(heads.names, labelled, strict=True)
+        if each.label == "unstructured"
     ]
-    beyond = f"theta off its supports up to {evidence.scales.support_leak:.3f}"
-    sentence = f"heads serve several responses{''.join(odd)}; {beyond}; {explained}"
-    return _if_explained("superposition", sentence, evidence, limits)
-
-
-def _above(scales: Scales, **limits: float) -> str:
-    """Sentence about the first of these numbers that exceeds its limit; empty if none does."""
-    for name, limit in limits.items():
-        value = getattr(scales, name)
-        if np.isnan(value):
-            return f"{name} is not defined"
-        if value > limit:
-            return f"{name} is {value:.3f}, above the limit {limit:g}"
-    return ""
-
-
-def _if_explained(
-    pattern: str, sentence: str, evidence: Evidence, limits: Thresholds
-) -> tuple[str, str]:
-    """The pattern, unless idealised heads or the closed form leave too much of the prediction
-    unexplained."""
-    for name in ("substitution", "learner"):
-        r2 = getattr(evidence, name).r2
-        if not r2 >= limits.substitution_r2:
-            # A huge ratio means that predictions overflow.
-            ratio = f"{r2:.3f}" if abs(r2) < 1e6 else f"{r2:.1e} (the predictions overflow)"
-            why = f"{name}_r2 is {ratio} for {pattern}, below the limit {limits.substitution_r2:g}"
-            return "undetermined", why
-    clear, r2 = limits.ov_last_entry, evidence.substitution.r2
-    if evidence.alignment < clear and not r2 >= 1 - limits.equal:
-        why = f"the cosine of a QK x block with its form is {evidence.alignment:.3f}, below the limit {clear:g}"
-        explained = f"idealised heads explain R² = {r2:.3f}, below the limit {1 - limits.equal:g}"
-        return "undetermined", f"{why}, and {explained}"
-    return pattern, sentence
+    steps = (
+        Check("support_leak", scales.support_leak, limits.leak),
+        Check("theta_spread", scales.theta_spread, limits.omega_spread),
+    )
+    text = f"heads serve several responses{''.join(odd)}"
+    return named("superposition", text, even[0], *steps, *explained)
