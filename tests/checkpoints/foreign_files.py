@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.constructions.one_layer import one_layer
+from mechinterp.models.weights import Weights
 from tests.checkpoints import wild_files
+from tests.conftest import by_head, changed
 
 State = dict[str, Tensor]
 LAYER_NAMES = (("query", "key", "value", "out"), ("q_proj", "k_proj", "v_proj", "out_proj"))
@@ -20,7 +22,7 @@ LAYER_NAMES = (("query", "key", "value", "out"), ("q_proj", "k_proj", "v_proj", 
 
 def random_heads(
     *, n_heads: int = 2, d_x: int = 3, d_y: int = 1, d_head: int | None = None, seed: int = 0
-) -> AttentionWeights:
+) -> Weights:
     """Heads with normal entries at the scale 1/sqrt(d_head); d_head is d_model if left out."""
     generator = torch.Generator().manual_seed(seed)
     d_model = d_x + d_y
@@ -30,22 +32,22 @@ def random_heads(
         return torch.randn(n_heads, *shape, generator=generator)
 
     wide = [normal(d_model, d_head) for _ in range(3)]
-    return AttentionWeights(*wide, normal(d_head, d_y), scale=d_head**-0.5)
+    return one_layer(*wide, normal(d_head, d_y), scale=d_head**-0.5)
 
 
-def biased(weights: AttentionWeights, seed: int = 1) -> AttentionWeights:
+def biased(weights: Weights, seed: int = 1) -> Weights:
     """The same heads with normal biases."""
     generator = torch.Generator().manual_seed(seed)
-    per_head = (weights.n_heads, weights.W_Q.shape[2])
+    per_head = (weights.n_heads, weights.d_head)
     biases = {f"b_{x}": torch.randn(per_head, generator=generator) for x in "QKV"}
-    return weights.with_tensors(biases | {"b_O": torch.randn(weights.d_y, generator=generator)})
+    return changed(weights, **biases, b_O=torch.randn(weights.d_y, generator=generator))
 
 
-def softmax_paper_state(weights: AttentionWeights) -> State:
+def softmax_paper_state(weights: Weights) -> State:
     """Rows of q, k, v and columns of o in blocks, a block for each head."""
     names = {"W_Q": "q", "W_K": "k", "W_V": "v"}
-    rows = {x: torch.cat(list(getattr(weights, name).mT)) for name, x in names.items()}
-    rows["o"] = torch.cat([head.T for head in weights.W_O], dim=1)
+    rows = {x: torch.cat(list(getattr(weights, name)[0].mT)) for name, x in names.items()}
+    rows["o"] = torch.cat([head.T for head in by_head(weights)["W_O"]], dim=1)
     return {f"attention_layer.{x}_proj.weight": matrix.contiguous() for x, matrix in rows.items()}
 
 
@@ -88,8 +90,8 @@ def linear_output(tokens: Tensor, state: State, n_heads: int) -> Tensor:
     return (scores @ split("value.weight")).sum(1)
 
 
-def arrays(weights: AttentionWeights) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in weights.tensors.items()}
+def arrays(weights: Weights) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in by_head(weights).items()}
 
 
 def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool) -> torch.nn.Module:
@@ -144,7 +146,7 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
     torch.save(linear_layers_state(module, LAYER_NAMES[0]), path["linear-layers"])
     np.savez(path["arrays"], **arrays(biased(narrow)))
     np.savez_compressed(path["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
-    save_file(narrow.tensors, path["arrays-safetensors"])
+    save_file(by_head(narrow), path["arrays-safetensors"])
     heads = wild_files.LAYOUTS["modules of heads"](square)
     torch.save({"model": heads, "loss": 1.0}, path["names"])
     flat = {name: tensor.numpy() for name, tensor in wild_files.LAYOUTS["haiku"](square).items()}

@@ -15,12 +15,13 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.heads import NAMES, predict
+from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
-from tests.conftest import assert_close_to_rounding, assert_same
+from tests.conftest import assert_close_to_rounding, assert_same, by_head, changed
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8, noise_var=0.3),
@@ -66,13 +67,13 @@ def test_a_round_trip_loses_nothing(tmp_path: Path, dtype: torch.dtype):
     convert(written, "native", tmp_path / "back")
     back, before = load(tmp_path / "back"), load(native)
     for checkpoint in (written, back):
-        assert_same(checkpoint.weights.circuits, before.weights.circuits)
+        assert_same(checkpoint.weights, before.weights)
         assert checkpoint.config == CONFIG
     assert (back.format, back.step) == ("native", 7)
     file = "model.safetensors"
     assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
     prompts = sample_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
-    expected = predict(before.weights.circuits, prompts)
+    expected = predict(before.weights, prompts)
     assert_close_to_rounding(written.model.predict(prompts), expected)
 
 
@@ -106,7 +107,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path
         write_state(tmp_path / "state.pt"),
         task={"noise_var": 0.3, "covariance": {"kind": "identity"}},
     )
-    assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
+    assert_same(checkpoint.weights, initial_weights(CONFIG))
     assert checkpoint.config.task == replace(CONFIG.task, context_length=40)
     assert checkpoint.config.model == CONFIG.model
     assumed = dict(checkpoint.assumed)
@@ -132,11 +133,9 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path
 def test_four_tensors_are_enough(tmp_path: Path):
     others = set(hooked_state(initial_weights(CONFIG), n_ctx=16)) - {ATTN + n for n in NAMES}
     file = write_state(tmp_path / "state.pt", **dict.fromkeys(others))
-    assert torch.equal(
-        load(file, d_y=1).weights.circuits.W_O, initial_weights(CONFIG).W_O[:, :, 1:]
-    )
+    assert torch.equal(load(file, d_y=1).weights.W_O, initial_weights(CONFIG).W_O)
     checkpoint = load(file, task={"d_y": 2})
-    assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
+    assert_same(checkpoint.weights, initial_weights(CONFIG))
     assert "task.d_y" not in checkpoint.assumed
     # Without a word d_y is 1, and said to be assumed.
     one = torch.zeros(2, 4, 5)
@@ -181,32 +180,33 @@ def test_biases_are_read_and_written(tmp_path: Path):
     checkpoint = load(file, task={"context_length": 8})
     assert checkpoint.config.model.biases
     for name, expected in (biases | {"b_O": biases["b_O"][3:]}).items():
-        assert torch.equal(checkpoint.weights.circuits.tensors[name], expected)
+        assert torch.equal(by_head(checkpoint.weights)[name], expected)
     convert(checkpoint, "transformer-lens", tmp_path / "exchange")
     back = load(tmp_path / "exchange")
     prompts = sample_prompts(checkpoint.config.task, 64, seed=0)
-    assert_same(back.weights.circuits, checkpoint.weights.circuits)
-    without = replace(checkpoint.weights.circuits, b_Q=None, b_K=None, b_V=None, b_O=None)
-    assert (predict(without, prompts) - predict(back.weights.circuits, prompts)).abs().max() > 0.1
+    assert_same(back.weights, checkpoint.weights)
+    nothing = {name: torch.zeros_like(tensor) for name, tensor in biases.items()}
+    without = changed(checkpoint.weights, **nothing | {"b_O": torch.zeros(2)})
+    assert (predict(without, prompts) - predict(back.weights, prompts)).abs().max() > 0.1
     # Some of the four are enough; x entries of b_O are not read.
     some = write_state(
         tmp_path / "some.pt",
         **{ATTN + "b_Q": None, ATTN + "b_K": None, ATTN + "b_V": biases["b_V"], ATTN + "b_O": None},
     )
-    assert not load(some).weights.circuits.tensors["b_Q"].any()
-    assert torch.equal(load(some).weights.circuits.tensors["b_V"], biases["b_V"])
+    assert not load(some).weights.tensors["attn.b_Q"].any()
+    assert torch.equal(load(some).weights.tensors["attn.b_V"][0], biases["b_V"])
 
 
 def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Path):
     file = write_state(tmp_path / "state.pt", **{ATTN + "mask": ONES.tril()})
     checkpoint = load(file)
-    assert checkpoint.weights.circuits.attend_to_self
+    assert checkpoint.weights.model.attend_to_self
     assert checkpoint.config.model.attend_to_self
     assert "model.attend_to_self" not in checkpoint.assumed
     lens = ("transformer-lens", tmp_path / "exchange")
     assert_refused("whose query attends to itself", convert, checkpoint, *lens)
     convert(checkpoint, "native", tmp_path / "native")
-    assert load(tmp_path / "native").weights.circuits.attend_to_self
+    assert load(tmp_path / "native").weights.model.attend_to_self
     assert_refused("attend_to_self must be the file's True", load, file, attend_to_self=False)
 
 

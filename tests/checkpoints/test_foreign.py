@@ -17,7 +17,8 @@ from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 from tests.checkpoints.files import assert_refused, hugging_face, loaded, saved
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
@@ -35,7 +36,7 @@ from tests.checkpoints.foreign_files import (
     write_valid_files,
 )
 from tests.checkpoints.test_archives import peak
-from tests.conftest import assert_close_to_rounding, assert_same
+from tests.conftest import assert_close_to_rounding, assert_same, by_head, changed
 from tests.models.test_layered_models import encoder, garg
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -47,10 +48,10 @@ def prompts_of(task: TaskConfig, dtype: torch.dtype = torch.float32) -> Prompts:
     return sample_prompts(task, 64, seed=0, dtype=dtype)
 
 
-def assert_circuits(actual: AttentionWeights, QK: Tensor, OV: Tensor):
+def assert_circuits(actual: Weights, QK: Tensor, OV: Tensor):
     torch.testing.assert_close(actual.QK, QK, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.OV, OV, rtol=1e-6, atol=1e-6)
-    assert actual.scale == pytest.approx(actual.W_Q.shape[2] ** -0.5)
+    assert actual.scale == pytest.approx(actual.d_head**-0.5)
 
 
 # The papers' code.
@@ -61,10 +62,10 @@ def test_softmax_paper(tmp_path: Path, whole: bool, prefix: str):
     weights = random_heads(n_heads=3, d_x=4)
     state = {prefix + name: tensor for name, tensor in softmax_paper_state(weights).items()}
     checkpoint = loaded(tmp_path, whole_run(state) if whole else state)
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
     assert (checkpoint.format, checkpoint.task) == ("softmax-paper", TaskConfig(d_x=4))
     prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
+    y_hat = predict(checkpoint.weights, prompts)
     assert_close_to_rounding(y_hat, predict(weights, prompts))
     # The code says all of the model, the file nothing of the task but its sizes.
     names = {name.partition(".")[0] for name in checkpoint.assumed}
@@ -75,7 +76,7 @@ def test_softmax_paper(tmp_path: Path, whole: bool, prefix: str):
 def test_softmax_paper_with_several_tasks(tmp_path: Path):
     weights = random_heads(n_heads=4, d_x=6, d_y=2)
     checkpoint = loaded(tmp_path, whole_run(softmax_paper_state(weights)))
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
     expected = {"context_length": 48, "beta_var": 1.0, "noise_var": 0.4, "query_noise": False}
     assert checkpoint.task == TaskConfig(d_x=6, d_y=2, **expected)
     assert {checkpoint.assumed[f"task.{name}"] for name in expected} == {48, 1.0, 0.4, False}
@@ -96,9 +97,9 @@ def test_linear_paper(tmp_path: Path, rank: int | None):
         keys, queries = torch.randn(2, 3, rank, 4, generator=generator)
         QK, state = queries.mT @ keys, separate_state(keys, queries, values)
     checkpoint = loaded(tmp_path, state, format="linear-paper")
-    circuits, task = checkpoint.weights.circuits, checkpoint.task
+    circuits, task = checkpoint.weights, checkpoint.task
     assert_circuits(circuits, QK, values[:, -1, :, None])
-    assert (circuits.score, circuits.attend_to_self) == ("linear", True)
+    assert (circuits.model.score, circuits.model.attend_to_self) == ("linear", True)
     prompts = prompts_of(task)
     y_hat = linear_output(prompts.tokens, state, 3)[:, -1, -1:]
     assert_close_to_rounding(predict(circuits, prompts), y_hat)
@@ -125,12 +126,12 @@ def test_torch_attention(tmp_path: Path, names: object, bias: bool, to_self: boo
     checkpoint = loaded(tmp_path, state, n_heads=3, d_y=d_y, **hints)
     assert checkpoint.format == "torch-attention"
     assert checkpoint.config.model.biases is bias
-    assert checkpoint.weights.circuits.W_Q.shape == (3, 6, 2)
+    assert checkpoint.weights.W_Q.shape == (1, 3, 6, 2)
     prompts = prompts_of(checkpoint.task, torch.float64)
     keys = prompts.tokens if to_self else prompts.context_tokens
     with torch.no_grad():
         output, _ = module(prompts.tokens[:, -1:], keys, keys)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
+    y_hat = predict(checkpoint.weights, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -d_y:], rtol=1e-6, atol=1e-6)
     # Unlike torch's module, other layers say nothing of the scores.
     assert ("attn_scale" in checkpoint.assumed) is own
@@ -148,24 +149,24 @@ def test_arrays(tmp_path: Path, suffix: str, bias: bool):
     if suffix == ".npz":
         np.savez(file, **arrays(weights))
     else:
-        save_file(weights.tensors, file)
+        save_file(by_head(weights), file)
     hints = {"columns": "x,y", "attend_to_self": False, "model": {"positions": "none"}}
     checkpoint = load(file, **hints)
     # W_O is narrower than a token and says d_y.
     assert (checkpoint.task.d_x, checkpoint.task.d_y) == (3, 2)
     assert "task.d_y" not in checkpoint.assumed
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
     prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
+    y_hat = predict(checkpoint.weights, prompts)
     torch.testing.assert_close(y_hat, predict(weights, prompts))
     assert checkpoint.assumed["model.score"] == "softmax"
     assert checkpoint.assumed["attn_scale"] == pytest.approx(root)
     scaled = load(file, scale=2.0, **hints)
     assert "attn_scale" not in scaled.assumed
     names = ("W_Q", "b_Q") if bias else ("W_Q",)
-    by_hand = weights.with_tensors({name: getattr(weights, name) * 2 * root for name in names})
-    torch.testing.assert_close(scaled.weights.circuits.QK, by_hand.QK)
-    y_hat = predict(scaled.weights.circuits, prompts)
+    by_hand = changed(weights, **{name: by_head(weights)[name] * 2 * root for name in names})
+    torch.testing.assert_close(scaled.weights.QK, by_hand.QK)
+    y_hat = predict(scaled.weights, prompts)
     torch.testing.assert_close(y_hat, predict(by_hand, prompts), **CLOSE)
 
 
@@ -176,19 +177,19 @@ def test_circuits_as_arrays(tmp_path: Path, d_y: int, wide: bool):
     np.savez(tmp_path / "c.npz", QK=weights.QK.numpy(), OV=stored.numpy())
     hints = {name: value for name, value in STATED.items() if name != "scale"}
     checkpoint = load(tmp_path / "c.npz", **hints, **({"d_y": d_y} if wide else {}))
-    assert_circuits(checkpoint.weights.circuits, weights.QK, weights.OV)
+    assert_circuits(checkpoint.weights, weights.QK, weights.OV)
     prompts = prompts_of(checkpoint.task)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
+    y_hat = predict(checkpoint.weights, prompts)
     torch.testing.assert_close(y_hat, predict(weights, prompts), **CLOSE)
 
 
 def test_half_precision_is_widened(tmp_path: Path):
     weights = random_heads()
     for dtype in (torch.float16, torch.bfloat16):
-        heads = loaded(tmp_path, weights.to(dtype).tensors, **STATED).weights.circuits
+        heads = loaded(tmp_path, by_head(weights.to(dtype)), **STATED).weights
         assert heads.W_Q.dtype == torch.float32
         assert torch.equal(heads.W_Q, weights.W_Q.to(dtype).float())
-    mixed = loaded(tmp_path, weights.tensors | {"W_K": weights.W_K.double()}, **STATED)
+    mixed = loaded(tmp_path, by_head(weights) | {"W_K": weights.W_K[0].double()}, **STATED)
     assert mixed.weights.dtype == torch.float64
 
 
@@ -201,10 +202,10 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     config = {"task": {"d_x": 3, "noise_var": 0.2}, "model": {"n_heads": 2, "score": "1+tanh"}}
     checkpoint = load(stated(config))
     assert (checkpoint.assumed, checkpoint.step) == ({}, 0)
-    assert (checkpoint.weights.circuits.score, checkpoint.task.noise_var) == ("1+tanh", 0.2)
+    assert (checkpoint.weights.model.score, checkpoint.task.noise_var) == ("1+tanh", 0.2)
     wide = np.zeros((2, 4, 4), np.float32)
     wide[:, :, 3] = 1
-    assert load(stated(config, W_O=wide)).weights.circuits.W_O.shape == (2, 4, 1)
+    assert load(stated(config, W_O=wide)).weights.W_O.shape == (1, 2, 4, 4)
     for bad, words in (
         ("{", "config must be JSON"),
         ("[" * 100_000, "config must be JSON"),
@@ -272,7 +273,7 @@ def test_a_hugging_face_folder(tmp_path: Path, shards: int, key: str):
     ],
 )
 def test_shards_are_plain_names_beside_their_index(tmp_path: Path, named: object, words: str):
-    folder = hugging_face(tmp_path / "hf", {}, random_heads().tensors, shards=2)
+    folder = hugging_face(tmp_path / "hf", {}, by_head(random_heads()), shards=2)
     (folder / "model.safetensors.index.json").write_text(json.dumps(named))
     assert_refused(words, load, folder)
 
@@ -452,7 +453,7 @@ def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
     file, hints = write_valid_files(tmp_path)[name]
     checkpoint = load(file, **hints)
     prompts = prompts_of(checkpoint.task)
-    expected = predict(checkpoint.weights.circuits, prompts)
+    expected = predict(checkpoint.weights, prompts)
     scale, model = expected.abs().max().item(), checkpoint.config.model
     has_place = model.score == "softmax" and not model.attend_to_self
     targets = ("native", "npz", *(["transformer-lens"] if has_place else []), "native")
@@ -462,7 +463,7 @@ def test_conversion_keeps_the_predictions(tmp_path: Path, name: str):
         convert(written, target, out)
         own = "arrays" if target == "npz" else target
         written = load(out, format=own)
-        y_hat = predict(written.weights.circuits, prompts)
+        y_hat = predict(written.weights, prompts)
         torch.testing.assert_close(y_hat, expected, rtol=1e-5, atol=1e-5 * scale)
         assert (written.format, written.config) == (own, checkpoint.config)
         assert written.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))

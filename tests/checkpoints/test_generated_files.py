@@ -6,7 +6,6 @@ import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -23,7 +22,8 @@ from mechinterp.checkpoints.foreign.read import COUNTS
 from mechinterp.checkpoints.io.tensor_files import WRAPPERS
 from mechinterp.config import SCORES
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 from tests.checkpoints.files import hugging_face, read
 from tests.checkpoints.foreign_files import random_heads
 from tests.checkpoints.strangers import (
@@ -37,6 +37,7 @@ from tests.checkpoints.strangers import (
     spelled,
 )
 from tests.checkpoints.wild_files import LAYOUTS, State
+from tests.conftest import by_head
 
 SETTINGS = {
     "derandomize": True,
@@ -119,16 +120,15 @@ def written(
         yield file
 
 
-def stored(
-    weights: AttentionWeights, *, y_first: bool, minus: bool, factor: float, scale: float
-) -> AttentionWeights:
+def stored(weights: Weights, *, y_first: bool, minus: bool, factor: float, scale: float) -> Weights:
     """The weights as code keeps them that orders its columns, signs or scales in another way; it writes whole tokens."""
-    writes = torch.randn(weights.n_heads, weights.W_O.shape[1], weights.d_x)
-    W_O = torch.cat([writes.to(weights.W_O), weights.W_O], 2) * (-1 if minus else 1) / factor
+    writes = torch.randn(weights.n_heads, weights.d_head, weights.d_x)
+    W_O = torch.cat([writes.to(weights.W_O), by_head(weights)["W_O"]], 2)
+    W_O = W_O * (-1 if minus else 1) / factor
     turn = weights.d_y if y_first else 0
-    reads = {name: getattr(weights, name).roll(turn, 1) for name in ("W_Q", "W_K", "W_V")}
-    reads["W_Q"] = reads["W_Q"] * weights.scale / scale
-    return weights.with_tensors(reads | {"W_O": W_O.roll(turn, 2)})
+    reads = {f"attn.W_{x}": getattr(weights, f"W_{x}").roll(turn, 2) for x in "QKV"}
+    reads["attn.W_Q"] = reads["attn.W_Q"] * weights.scale / scale
+    return weights.with_tensors(reads | {"attn.W_O": W_O.roll(turn, 2)[None]})
 
 
 SIZES = st.fixed_dictionaries(
@@ -148,13 +148,13 @@ FILES = st.fixed_dictionaries(
 )
 
 
-def require_known(checkpoint: Checkpoint, weights: AttentionWeights) -> None:
+def require_known(checkpoint: Checkpoint, weights: Weights) -> None:
     """Circuits, and predictions, of known weights."""
-    circuits = checkpoint.weights.circuits
+    circuits = checkpoint.weights
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(circuits.QK, weights.QK, **close)
     torch.testing.assert_close(circuits.OV, weights.OV, **close)
-    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.W_Q.dtype)
+    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.dtype)
     torch.testing.assert_close(predict(circuits, prompts), predict(weights, prompts), **close)
 
 
@@ -165,7 +165,7 @@ def test_one_layer_is_read_as_it_was_written(
     layout: str, sizes: dict, changes: dict, file: dict, score: str, to_self: bool, double: bool
 ):
     weights = random_heads(**sizes).to(torch.float64 if double else torch.float32)
-    weights = replace(weights, score=score, attend_to_self=to_self)
+    weights = weights.with_model(score=score, attend_to_self=to_self)
     state = LAYOUTS[layout](stored(weights, **changes))
     minus = changes["minus"] is not (layout == "haiku")
     hints = {

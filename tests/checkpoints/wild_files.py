@@ -4,21 +4,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 
 State = dict[str, Tensor]
 
 
-def matrices(weights: AttentionWeights) -> State:
+def matrices(weights: Weights) -> State:
     """q, k, v [head * d_head, d_model] and o [d_model, head * d_head], as four torch.nn.Linear hold them."""
     rows = {
-        x: getattr(weights, f"W_{x.upper()}").mT.flatten(0, 1).contiguous().clone() for x in "qkv"
+        x: getattr(weights, f"W_{x.upper()}")[0].mT.flatten(0, 1).contiguous().clone()
+        for x in "qkv"
     }
-    wide = pad(weights.W_O, (weights.d_x, 0))
-    return rows | {"o": wide.flatten(0, 1).mT.contiguous()}
+    return rows | {"o": weights.W_O[0].flatten(0, 1).mT.contiguous()}
 
 
 def spelled(row: str, x: str) -> str:
@@ -26,8 +25,8 @@ def spelled(row: str, x: str) -> str:
     return row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize())
 
 
-def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[AttentionWeights], State]:
-    def write(weights: AttentionWeights) -> State:
+def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[Weights], State]:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
         return {f"{path}{names[x]}.weight": matrix for x, matrix in rows.items()}
@@ -35,10 +34,10 @@ def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[Attentio
     return write
 
 
-def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeights], State]:
+def parameters(row: str, out: str, *, turned: bool) -> Callable[[Weights], State]:
     """Bare parameters [in, out], or [out, in] where turned."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
         return {
@@ -48,10 +47,10 @@ def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeight
     return write
 
 
-def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionWeights], State]:
+def packed(name: str, out: str, *, turned: bool = False) -> Callable[[Weights], State]:
     """Queries, keys and values in one matrix, [3 width, in], or GPT-2's [in, 3 width] where turned."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         qkv = torch.cat([rows[x] for x in "qkv"])
         state = {f"attn.{name}.weight": qkv, f"attn.{out}.weight": rows["o"]}
@@ -60,8 +59,8 @@ def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionW
     return write
 
 
-def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
-    def write(weights: AttentionWeights) -> State:
+def queries_and_packed(name: str) -> Callable[[Weights], State]:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         kv = torch.cat([rows["k"], rows["v"]])
         return {"to_q.weight": rows["q"], f"{name}.weight": kv, "to_out.0.weight": rows["o"]}
@@ -71,41 +70,41 @@ def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
 
 def modules_per_head(
     row: str, out: str, path: str = "attn.heads.{h}."
-) -> Callable[[AttentionWeights], State]:
+) -> Callable[[Weights], State]:
     """A module per head, and one output projection over all of them."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         state = {}
         for h in range(weights.n_heads):
             for x in "qkv":
-                W = getattr(weights, f"W_{x.upper()}")[h]
+                W = getattr(weights, f"W_{x.upper()}")[0, h]
                 state[f"{path.format(h=h)}{spelled(row, x)}.weight"] = W.mT.contiguous()
         return state | {f"attn.{out}.weight": matrices(weights)["o"]}
 
     return write
 
 
-def outputs_per_head(weights: AttentionWeights) -> State:
+def outputs_per_head(weights: Weights) -> State:
     """heads.{h}.W_Q.weight, ..., heads.{h}.W_O.weight: the heads' outputs are added."""
     state = modules_per_head("W_{X}", "unused", "heads.{h}.")(weights)
     del state["attn.unused.weight"]
-    for h, W_O in enumerate(pad(weights.W_O, (weights.d_x, 0))):
+    for h, W_O in enumerate(weights.W_O[0]):
         state[f"heads.{h}.W_O.weight"] = W_O.mT.contiguous()
     return state
 
 
-def three_axes(weights: AttentionWeights) -> State:
+def three_axes(weights: Weights) -> State:
     """Flax: query [in, head, d_head], out [head, d_head, in]."""
     names = {"query": "W_Q", "key": "W_K", "value": "W_V"}
     path = "params.MultiHeadDotProductAttention_0"
     state = {
-        f"{path}.{n}.kernel": getattr(weights, W).transpose(0, 1).contiguous()
+        f"{path}.{n}.kernel": getattr(weights, W)[0].transpose(0, 1).contiguous()
         for n, W in names.items()
     }
-    return state | {f"{path}.out.kernel": pad(weights.W_O, (weights.d_x, 0)).contiguous()}
+    return state | {f"{path}.out.kernel": weights.W_O[0].contiguous()}
 
 
-def haiku(weights: AttentionWeights) -> State:
+def haiku(weights: Weights) -> State:
     """transformer/multi_head_attention/query.w [in, out], with minus the prediction at the y entry."""
     rows = matrices(weights)
     names = {"q": "query", "k": "key", "v": "value", "o": "linear"}
@@ -116,13 +115,13 @@ def haiku(weights: AttentionWeights) -> State:
     }
 
 
-def annotated(weights: AttentionWeights) -> State:
+def annotated(weights: Weights) -> State:
     rows = matrices(weights)
     return {f"linears.{i}.weight": rows[x] for i, x in enumerate("qkvo")}
 
 
 OUT = {row: "out_proj" for row in PROJECTIONS}
-LAYOUTS: dict[str, Callable[[AttentionWeights], State]] = {
+LAYOUTS: dict[str, Callable[[Weights], State]] = {
     **{f"modules {row}": linear_layers(row, "out_proj") for row in PROJECTIONS},
     **{f"output {out}": linear_layers("to_{x}", out) for out in ROWS["o"]},
     **{f"packed {name}": packed(name, "proj") for name in ROWS["qkv"]},

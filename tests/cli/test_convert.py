@@ -17,7 +17,7 @@ FEW = ("--n-prompts", "64")
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    torch.save(hooked_state(load(CHECKPOINT).weights.circuits, n_ctx=50), tmp_path / "state.pt")
+    torch.save(hooked_state(load(CHECKPOINT).weights, n_ctx=50), tmp_path / "state.pt")
     return tmp_path / "state.pt"
 
 

@@ -9,7 +9,6 @@ import pytest
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.models.weights import weights_of_layer
 from mechinterp.report.contents import default_names
 from mechinterp.report.page import write_report
 from mechinterp.training.one_layer.step import initial_weights
@@ -21,7 +20,7 @@ CONFIG = ExperimentConfig(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    weights = weights_of_layer(initial_weights(CONFIG), model=CONFIG.model)
+    weights = initial_weights(CONFIG)
     save(tmp_path / "pool", CONFIG, weights, step=0, snapshots={0: weights})
     return tmp_path / "pool"
 

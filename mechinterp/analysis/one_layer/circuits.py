@@ -16,8 +16,8 @@ from mechinterp.analysis.multi_layer.head_circuits import (
     responses,
 )
 from mechinterp.display import Result
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
 
 NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak")
 
@@ -122,7 +122,7 @@ def circuits(source: Source) -> Circuits | LayeredCircuits:
     return circuits_of(weights_of(source, "circuits"))
 
 
-def circuits_of(weights: AttentionWeights) -> Circuits:
+def circuits_of(weights: Weights) -> Circuits:
     """QK and OV circuits of these heads."""
     d_x = weights.d_x
     QK, OV = weights.QK.numpy(force=True), weights.OV.numpy(force=True)
@@ -141,7 +141,7 @@ def circuits_of(weights: AttentionWeights) -> Circuits:
     )
 
 
-def weights_of(source: Source, analysis: str) -> AttentionWeights:
+def weights_of(source: Source, analysis: str) -> Weights:
     """Heads of a model that is one attention layer, in float64 on the CPU.
 
     Args:
@@ -150,6 +150,6 @@ def weights_of(source: Source, analysis: str) -> AttentionWeights:
         ValueError: If the model is of another kind.
     """
     try:
-        return predictor_of(source).circuits.to("cpu").to(torch.float64)
+        return predictor_of(source).one_layer.to("cpu").to(torch.float64)
     except ValueError as error:
         raise ValueError(f"{analysis} {error}") from None

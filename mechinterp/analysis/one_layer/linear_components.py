@@ -226,10 +226,10 @@ def linear_components(source: Source) -> LinearComponents:
 
 def heads_of_linear(weights: Weights) -> Heads:
     """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
-    named = weights.circuits.to(torch.float64)
-    d_x, factor = weights.d_x, named.scale * named.score_slope
-    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
-    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
-    if named.merged_qk:
+    weights = weights.to(torch.float64)
+    d_x, factor = weights.d_x, weights.scale * weights.model.score_slope
+    value, key = weights.mu[:, 0].numpy(force=True), weights.W_K[0, :, :d_x].mT.numpy(force=True)
+    query = factor * weights.W_Q[0, :, :d_x].mT.numpy(force=True)
+    if weights.model.merged_qk:
         return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
     return SeparateHeads(v=value, K=key, Q=query)

@@ -103,9 +103,8 @@ def predictions(
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> from mechinterp.models.weights import as_weights
         >>> prompts = sample_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
-        >>> predictions(as_weights(zero_head(d_x=5)), prompts).any()
+        >>> predictions(zero_head(d_x=5), prompts).any()
         tensor(False)
     """
     passed = _streams(weights, _embedded(weights, prompts), attend=attend)
