@@ -222,7 +222,6 @@ def _models_of(
     """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
     error, if any."""
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
-    from mechinterp.models.weights import why_no_circuits
 
     all_paths = checkpoint_paths(paths)
     groups = runs_among(all_paths)
@@ -238,7 +237,7 @@ def _models_of(
             try:
                 with about_paths(path):
                     checkpoint = run or files.load(path)
-                    if why := why_no_circuits(checkpoint.config.model):
+                    if why := checkpoint.config.model.beyond_one_layer:
                         raise ValueError(
                             f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
                             f"got {why}; make a report on this model alone."

@@ -77,9 +77,6 @@ def rotated(
     return torch.cat([turned, heads[..., n:]], -1)
 
 
-LINEAR = ("linear", "linear/L")
-
-
 def attention_pattern(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> Float[Tensor, "*axes"]:

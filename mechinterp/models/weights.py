@@ -16,7 +16,6 @@ from mechinterp.config import ModelConfig
 from mechinterp.config.model import BIASES, of_each_layer, stacked_shapes, tensor_shapes
 from mechinterp.icl.prompts import ordinary
 from mechinterp.memory import require_memory
-from mechinterp.models.layers import LINEAR
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Attention tensors that have a head axis."""
@@ -230,13 +229,8 @@ class Weights:
         Raises:
             ValueError: If the model has further parts; the message names one.
         """
-        if (extra := why_no_circuits(self.model)) is not None:
-            raise ValueError(f"needs one layer of attention with nothing around it, got {extra}.")
-
-    @property
-    def is_linear_map(self) -> bool:
-        """True if the model is a linear map of its tokens, given the second moment of the context."""
-        return self.model.is_stack and self.model.score in LINEAR
+        if more := self.model.beyond_one_layer:
+            raise ValueError(f"needs one layer of attention with nothing around it, got {more}.")
 
 
 def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
@@ -287,20 +281,3 @@ def identity_keys(
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole; 0 for a head whose circuit is zero."""
     return part / whole.masked_fill(whole == 0, 1)
-
-
-def why_no_circuits(model: ModelConfig) -> str | None:
-    """First part of a model beyond one attention layer on tokens (x, y), in words; None if there is none.
-
-    Example:
-        >>> why_no_circuits(ModelConfig(n_layers=4, context_only=True))
-        'several layers (4)'
-    """
-    extras = {
-        f"several layers ({model.n_layers})": model.n_layers > 1,
-        "layer norms": model.norm is not None or model.final_norm,
-        "MLPs": model.d_mlp is not None,
-        "a read-in and read-out": model.d_model is not None,
-        "positions": (model.n_positions, model.rotary_dim) != (None, None),
-    }
-    return next((extra for extra, has_it in extras.items() if has_it), None)

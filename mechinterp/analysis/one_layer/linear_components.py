@@ -20,7 +20,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.weights import Weights, why_no_circuits
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.linear.trainer import task_moments
@@ -193,7 +193,7 @@ def linear_components(source: Source) -> LinearComponents:
     if weights is None or weights.model.score != "linear/L" or not weights.model.one_attention:
         got = "a model without weights by name"
         if weights is not None:
-            got = why_no_circuits(weights.model) or f"score {weights.model.score}"
+            got = weights.model.beyond_one_layer or f"score {weights.model.score}"
         raise ValueError(f"linear_components needs one layer of linear attention, got {got}.")
     task = task_for(source, None, "linear_components")
     directions, heads = modes(task_moments(task)), heads_of_linear(weights)

@@ -73,7 +73,7 @@ def local_loss(
     if weights is None and isinstance(source, Checkpoint):
         # The gradient of training is 150 times as fast for one layer as one through the hooks.
         model = source.config.model
-        if model.is_stack or model.trains_compiled:
+        if model.stack or model.trains_compiled:
             return prompts_loss(source, drawn)
     return predictor_loss(source, drawn, weights=weights or "*")
 

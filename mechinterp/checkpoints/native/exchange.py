@@ -32,7 +32,7 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
-from mechinterp.models.weights import Weights, why_no_circuits
+from mechinterp.models.weights import Weights
 
 FORMAT = "transformer-lens"
 ARRAYS = "arrays"
@@ -60,7 +60,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     # HookedTransformer has no merged heads: weights and side-car get W_Q = W_QK and W_K = I.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
-        if extra := why_no_circuits(config.model):
+        if extra := config.model.beyond_one_layer:
             rule = "export to HookedTransformer needs one layer of attention"
             raise ValueError(f"{rule}, got {extra}.")
         if (score := config.model.score) != "softmax":

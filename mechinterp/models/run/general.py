@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
+from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import (
     ACTIVATIONS,
-    LINEAR,
     affine,
     attention_pattern,
     normed,
@@ -129,7 +129,7 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
         >>> predict_deep(weights, sample_prompts(TaskConfig(), 8)).any()
         tensor(False)
     """
-    if weights.is_linear_map:
+    if weights.model.stack == "linear":
         return linear_pass(weights, prompts).prediction()
     return predictions(weights, prompts)
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together, token_map_bytes
 from mechinterp.models.hooked.masks import Head, by_layers
-from mechinterp.models.layers import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
@@ -95,21 +95,16 @@ class Predictor(ABC):
         return self.hooked.model
 
     @property
-    def _architecture(self) -> ModelConfig | None:
-        weights = self.weights
-        return None if weights is None else weights.model
-
-    @property
     def is_one_attention(self) -> bool:
         """True if the model is a single attention layer and nothing else; it then is `one_layer`."""
-        model = self._architecture
-        return model is not None and model.one_attention
+        weights = self.weights
+        return weights is not None and weights.model.one_attention
 
     @property
     def attention_only(self) -> bool:
         """True if heads alone write to the stream; False if unknown."""
-        model = self._architecture
-        return model is not None and model.attention_only
+        weights = self.weights
+        return weights is not None and weights.model.attention_only
 
     @property
     def one_layer(self) -> Weights:
@@ -255,7 +250,7 @@ class Predictor(ABC):
 
         def compute() -> Tensor:
             fast = self._fast(prompts)
-            if fast is not None and fast[0].is_linear_map:
+            if fast is not None and fast[0].model.stack == "linear":
                 return linear.streams(*fast, heads=heads, positions=positions)
             if fast is not None and tuple(positions) == (-1,):
                 return general.streams(*fast, heads=heads)
@@ -330,7 +325,7 @@ def _masked_predictions(
     """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
     if weights.model.one_attention:
         return one_layer.masked_predictions(weights, prompts, masks, method=method)
-    if method == "zero" and weights.is_linear_map:
+    if method == "zero" and weights.model.stack == "linear":
         return linear.masked_predictions(weights, prompts, masks)
     return general.masked_predictions(weights, prompts, masks, method=method)
 

@@ -39,7 +39,7 @@ def loss_and_gradients(
         >>> gradients.W_Q.any()
         tensor(False)
     """
-    if first_counted is None and _is_written_out(weights):
+    if first_counted is None and weights.model.stack == "nonlinear":
         with torch.no_grad():
             forward = Forward(weights, prompts)
             error = forward.prediction - prompts.y_query.T
@@ -60,7 +60,7 @@ def loss_and_gradients(
 @torch.no_grad()
 def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
     """Loss at the query alone, in units of y^2."""
-    if _is_written_out(weights):
+    if weights.model.stack == "nonlinear":
         predicted = Forward(weights, prompts).prediction.T
     else:
         predicted = predictions_for_training(weights, prompts)
@@ -73,14 +73,9 @@ def losses_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, " n_pai
     return errors.square().mean((0, 2))
 
 
-def _is_written_out(weights: Weights) -> bool:
-    """True if `Forward` computes the model: attention only, with nonlinear scores."""
-    return weights.model.is_stack and not weights.is_linear_map
-
-
 def predictions_for_training(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     """Predictions at the query by the fastest way that autograd can differentiate."""
-    if weights.is_linear_map:
+    if weights.model.stack == "linear":
         return linear_pass(weights, prompts).prediction()
     return predictions(weights, prompts, attend=attend)
 
@@ -182,5 +177,5 @@ def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps whose activations do not fit into memory."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    per_prompt = (stack_bytes if weights.is_linear_map else prompt_bytes)(weights, length)
+    per_prompt = (stack_bytes if weights.model.stack == "linear" else prompt_bytes)(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")
