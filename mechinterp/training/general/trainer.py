@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,7 @@ from mechinterp.models.run.linear import linear_pass, stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.forward import Forward
-from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own
+from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own, uniform
 
 
 def loss_and_gradients(
@@ -94,25 +95,20 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     """
     model, task, width, d_head = config.model, config.task, config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
-
-    def uniform(fan_in: int, *shape: int) -> Tensor:
-        return (
-            2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
-        ) / fan_in**0.5
-
+    draw = partial(uniform, generator)
     stack = (model.n_layers, model.n_heads)
     # The order of the draws must not change: it decides which weights a seed gives.
-    drawn = {"W_O": uniform(model.n_heads * d_head, *stack, d_head, width)}
+    drawn = {"W_O": draw(model.n_heads * d_head, *stack, d_head, width)}
     for name in ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V"):
-        drawn[name] = uniform(width, *stack, width, d_head)
+        drawn[name] = draw(width, *stack, width, d_head)
     tensors = by_layer({f"attn.{name}": rows for name, rows in drawn.items()}, model.n_layers)
     shapes = tensor_shapes(model, task.d_x, task.d_y)
     for name in ("W_in", "unembed.W_U", "W_read"):
         if name in shapes:
-            tensors[name] = uniform(shapes[name][0], *shapes[name])
+            tensors[name] = draw(shapes[name][0], *shapes[name])
     for name, shape in shapes.items():
         if name.endswith((".mlp.W_in", ".mlp.W_out")):
-            tensors[name] = uniform(shape[0], *shape)
+            tensors[name] = draw(shape[0], *shape)
         elif name == "pos_embed.W_pos":
             tensors[name] = 0.02 * torch.randn(
                 *shape, generator=generator, dtype=torch.float32, device="cpu"

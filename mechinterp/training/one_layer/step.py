@@ -22,7 +22,7 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, own
+from mechinterp.training.run import CHUNK_BYTES, Batch, Run, own, uniform
 
 
 def initial_weights(config: ExperimentConfig) -> Weights:
@@ -45,8 +45,8 @@ def initial_weights(config: ExperimentConfig) -> Weights:
     generator = generator_for(config.seed, "init", 0)
 
     # The order of the draws must not change, since it decides which weights a seed gives: W_O, W_Q, W_K, W_V.
-    W_O = _uniform(generator, heads * d_head, heads, d_head, d_y)
-    W_Q, W_K, W_V = (_uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
+    W_O = uniform(generator, heads * d_head, heads, d_head, d_y)
+    W_Q, W_K, W_V = (uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
     model = replace(config.model, merged_qk=False) if config.model.merged_qk else config.model
     return Weights(model, d_x, d_y, _named((W_Q, W_K, W_V, W_O), d_x))
 
@@ -103,11 +103,7 @@ def loss_and_gradients(
     Raises:
         ValueError: If d_x or d_y of the prompts differs from that of the weights.
     """
-    sizes = (prompts.x_query.shape[1], prompts.y_query.shape[1])
-    if sizes != (weights.d_x, weights.d_y):
-        raise ValueError(
-            f"prompts must have d_x, d_y = {weights.d_x}, {weights.d_y} as the weights have, got {sizes}."
-        )
+    prompts.require_sizes(d_x=weights.d_x, d_y=weights.d_y)
     if weights.device.type == "cpu" and weights.dtype == torch.float32:
         return _by_kernel(weights, prompts, members)
     return by_tensors(weights, prompts, members)
@@ -176,12 +172,6 @@ def _by_kernel(
     )
     named = _named(map(torch.from_numpy, gradients), weights.d_x)
     return torch.from_numpy(loss), weights.with_tensors(named)
-
-
-def _uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:
-    return (
-        2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
-    ) / fan_in**0.5
 
 
 LANES = 32
