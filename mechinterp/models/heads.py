@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, one_layer_bytes, together
+from mechinterp.memory import chunks, together
 from mechinterp.models.layers import pattern_and_slope
 from mechinterp.models.weights import Weights
 
@@ -85,8 +85,9 @@ def head_outputs(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch hea
     """
     n_heads, d_model = weights.n_heads, weights.d_model
     length = prompts.x.shape[1]
-    sizes = {"n_tokens": length + 1, "width": weights.W_V.element_size()}
-    per_prompt = one_layer_bytes(n_heads=n_heads, d_model=d_model, **sizes)
+    # Scores, pattern and slope of each head, and a copy of the tokens.
+    numbers = (length + 1) * (2 * d_model + 4 * n_heads) + 2 * n_heads * d_model
+    per_prompt = weights.dtype.itemsize * numbers
     size = together(per_prompt, f"outputs of {n_heads} heads on prompts of {length} pairs")
     if len(prompts) <= size:
         return _head_outputs(weights, prompts)

@@ -117,8 +117,10 @@ def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch
     return torch.cat(list(parts))
 
 
-def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Predictions without masks; linear attention takes a shortcut through the context's second moment.
+def predict_deep(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, differentiable in the weights; linear attention takes a shortcut through the context's second moment.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -131,7 +133,7 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
     """
     if weights.model.stack == "linear":
         return linear_pass(weights, prompts).prediction()
-    return predictions(weights, prompts)
+    return predictions(weights, prompts, attend=attend)
 
 
 def masked_predictions(

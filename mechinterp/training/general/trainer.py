@@ -13,8 +13,8 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.memory import require_memory
-from mechinterp.models.run.general import predictions, predictions_at_every, prompt_bytes
-from mechinterp.models.run.linear import linear_pass, stack_bytes
+from mechinterp.models.run.general import predict_deep, predictions_at_every, prompt_bytes
+from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.forward import Forward
@@ -51,7 +51,9 @@ def loss_and_gradients(
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in copies.items()}
         of_leaves = weights.with_tensors(leaves)
         if first_counted is None:
-            loss = (predictions_for_training(of_leaves, prompts) - prompts.y_query).square().mean()
+            loss = (
+                (predict_deep(of_leaves, prompts, attend=attend) - prompts.y_query).square().mean()
+            )
         else:
             loss = losses_at_every(of_leaves, prompts)[first_counted:].mean()
         gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -64,7 +66,7 @@ def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
     if weights.model.stack == "nonlinear":
         predicted = Forward(weights, prompts).prediction.T
     else:
-        predicted = predictions_for_training(weights, prompts)
+        predicted = predict_deep(weights, prompts, attend=attend)
     return (predicted - prompts.y_query).square().mean()
 
 
@@ -72,13 +74,6 @@ def losses_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, " n_pai
     """Loss after 0 to L pairs, in units of y^2, from one pass over the prompts."""
     errors = predictions_at_every(weights, prompts, attend=attend) - prompts.y_of_every_x
     return errors.square().mean((0, 2))
-
-
-def predictions_for_training(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Predictions at the query by the fastest way that autograd can differentiate."""
-    if weights.model.stack == "linear":
-        return linear_pass(weights, prompts).prediction()
-    return predictions(weights, prompts, attend=attend)
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
