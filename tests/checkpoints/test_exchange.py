@@ -133,7 +133,9 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path
 def test_four_tensors_are_enough(tmp_path: Path):
     others = set(hooked_state(initial_weights(CONFIG), n_ctx=16)) - {ATTN + n for n in NAMES}
     file = write_state(tmp_path / "state.pt", **dict.fromkeys(others))
-    assert torch.equal(load(file, d_y=1).weights.W_O, initial_weights(CONFIG).W_O)
+    wide, own = load(file, d_y=1).weights.W_O, initial_weights(CONFIG).W_O
+    assert torch.equal(wide[..., 4:], own[..., 4:])
+    assert not wide[..., :4].any()
     checkpoint = load(file, task={"d_y": 2})
     assert_same(checkpoint.weights, initial_weights(CONFIG))
     assert "task.d_y" not in checkpoint.assumed

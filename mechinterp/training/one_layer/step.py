@@ -293,7 +293,7 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
         >>> f"{pack_bytes(models) / 2**20:.0f} MiB"
-        '35 MiB'
+        '36 MiB'
     """
     config, n_models = next(iter(models.values())), len(models)
     task, train = config.task, config.train
