@@ -46,9 +46,7 @@ def loss_and_gradients(
             error = forward.prediction - prompts.y_query.T
             return error.square().mean(), forward.gradients(error * (2 / error.numel()))
     with torch.inference_mode(False), torch.enable_grad():
-        # Tensors made in torch.inference_mode take no gradients; their copies do.
-        copies = {n: t.clone() if t.is_inference() else t for n, t in weights.tensors.items()}
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in copies.items()}
+        leaves = {name: t.detach().requires_grad_() for name, t in weights.tensors.items()}
         of_leaves = weights.with_tensors(leaves)
         if first_counted is None:
             loss = (
