@@ -22,7 +22,7 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, own, uniform
+from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own, uniform
 
 
 def initial_weights(config: ExperimentConfig) -> Weights:
@@ -135,21 +135,15 @@ def by_tensors(
     d_QK = d_QK.permute(2, 0, 1) * weights.scale  # [h, d_x, m]
 
     # Only the x rows of W_Q are used: the query's y slot is 0.
-    W_Q, W_K, W_V, W_O = _arrays(weights)
+    W_Q, W_K, W_V, W_O = (getattr(weights, name)[0] for name in NAMES)
     d_W_Q = torch.zeros_like(W_Q)
     d_W_Q[:, :d_x] = d_QK @ W_K
-    gradients = d_W_Q, d_QK.mT @ W_Q[:, :d_x], d_OV @ W_O.mT, W_V.mT @ d_OV
+    gradients = d_W_Q, d_QK.mT @ W_Q[:, :d_x], d_OV @ W_O[..., d_x:].contiguous().mT, W_V.mT @ d_OV
     named = _named(gradients, d_x)
     if weights.model.merged_qk:
         named["attn.W_QK"] = named.pop("attn.W_Q")
         del named["attn.W_K"]
     return loss, weights.with_tensors(named)
-
-
-def _arrays(weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """W_Q, W_K, W_V and the y columns of W_O, [head, ...]."""
-    W_Q, W_K, W_V, W_O = (getattr(weights, name)[0] for name in NAMES)
-    return W_Q, W_K, W_V, W_O[..., weights.d_x :].contiguous()
 
 
 def _by_kernel(
@@ -161,16 +155,28 @@ def _by_kernel(
     score, slope = weights.model.score, weights.model.score_slope
     if score == "linear/L":
         score, slope = "linear", slope / prompts.x.shape[1]
-    arrays = [each.detach().numpy() for each in _arrays(weights)]
-    loss = np.zeros(len(members.slots), np.float32)
-    gradients = [np.zeros(each.shape, np.float32) for each in arrays]
+    tensors = {name: tensor.detach().numpy() for name, tensor in weights.tensors.items()}
+    gradients = {name: np.zeros_like(array) for name, array in tensors.items()}
+    *matrices, W_O = (array[0] for array in tensors.values())
+    *d_matrices, d_W_O = (array[0] for array in gradients.values())
+    # The kernel takes the y columns of W_O alone.
+    y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
+    d_y_columns = np.zeros_like(y_columns)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
-        *arrays,
-        *(members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss),
-        *gradients,
+        *(
+            *matrices,
+            y_columns,
+            members.slots.numpy(),
+            SCORES.index(score),
+            slope,
+            weights.scale,
+            loss,
+        ),
+        *(*d_matrices, d_y_columns),
     )
-    named = _named(map(torch.from_numpy, gradients), weights.d_x)
+    d_W_O[..., weights.d_x :] = d_y_columns
+    named = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
     return torch.from_numpy(loss), weights.with_tensors(named)
 
 
@@ -216,6 +222,8 @@ class Pack(Run[Weights]):
         self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
         losses, gradients = zip(*self._by_task(batch), strict=True)
+        if len(gradients) == 1:
+            return losses[0], flattened(gradients[0])
         by_name = zip(*(each.tensors.values() for each in gradients), strict=True)
         return torch.cat(losses), torch.cat([torch.cat(parts, 1).flatten() for parts in by_name])
 
