@@ -162,18 +162,10 @@ def _by_kernel(
     # The kernel takes the y columns of W_O alone.
     y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
     d_y_columns = np.zeros_like(y_columns)
+    settings = (members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
-        *(
-            *matrices,
-            y_columns,
-            members.slots.numpy(),
-            SCORES.index(score),
-            slope,
-            weights.scale,
-            loss,
-        ),
-        *(*d_matrices, d_y_columns),
+        *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
     )
     d_W_O[..., weights.d_x :] = d_y_columns
     named = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
