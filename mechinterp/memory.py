@@ -1,4 +1,4 @@
-"""Estimates of the memory that prompts and a model's run over them need, and the memory that is available.
+"""Estimates of the memory that prompts and a run over them need, and the memory that is available.
 
 Runs larger than CHUNK_BYTES are split into chunks. The size of a chunk follows from the model and the prompts alone, so
 that results do not depend on the machine. A run whose smallest chunk does not fit is refused with both numbers. Training
@@ -32,33 +32,6 @@ def prompt_bytes(task: TaskConfig, *, context_length: int | None = None, width: 
     """
     n_tokens = 1 + (task.context_length if context_length is None else context_length)
     return width * (n_tokens * (task.d_x + task.d_y) + task.d_x * task.d_y)
-
-
-def one_layer_bytes(*, n_heads: int, d_model: int, n_tokens: int, width: int) -> int:
-    """Bytes per prompt of a model of one layer: scores, pattern and slope of each head, and a copy of the tokens.
-
-    Example:
-        >>> one_layer_bytes(n_heads=2, d_model=6, n_tokens=41, width=4)
-        3376
-    """
-    return width * (n_tokens * (2 * d_model + 4 * n_heads) + 2 * n_heads * d_model)
-
-
-def token_map_bytes(
-    *,
-    n_layers: int,
-    n_heads: int,
-    d_head: int,
-    d_model: int,
-    d_token: int,
-    n_tokens: int,
-    width: int,
-) -> int:
-    """Bytes per prompt in linear attention: tokens, their second moment, and a map for each layer."""
-    columns = n_heads * d_head
-    maps = n_layers * d_token * (d_model + 2 * columns)
-    layer = d_token * (6 * columns + 2 * d_model) + 2 * columns * d_model
-    return width * (3 * n_tokens * d_token + 2 * d_token**2 + maps + layer)
 
 
 def layers_bytes(

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp import cli
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import AttentionWeights, head_outputs
-from mechinterp.models.weights import AnyWeights, Weights, as_weights
+from mechinterp.models.heads import head_outputs
+from mechinterp.models.weights import Weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -37,8 +38,8 @@ def sampled(cases: Iterable, *, keep: Callable[[object], bool]) -> list:
     return [pytest.param(*case, marks=marks) for case, marks in each]
 
 
-def assert_same(actual: AnyWeights, expected: AnyWeights):
-    """Equal bits, and the same architecture, in whichever form the two come."""
+def assert_same(actual: Weights, expected: Weights):
+    """Equal bits, and the same architecture."""
     actual, expected = with_sizes(actual), with_sizes(expected)
     for name in ("model", "d_x", "d_y", "scale"):
         assert getattr(actual, name) == getattr(expected, name)
@@ -48,16 +49,32 @@ def assert_same(actual: AnyWeights, expected: AnyWeights):
         assert actual.tensors[name].dtype == tensor.dtype, name
 
 
-def with_sizes(weights: AnyWeights) -> Weights:
+def with_sizes(weights: Weights) -> Weights:
     """Weights by name, with d_head filled in where the architecture leaves it open."""
-    weights = as_weights(weights)
+    weights = weights
     d_head = weights.model.head_width(weights.d_x, weights.d_y)
     return replace(weights, model=replace(weights.model, d_head=d_head))
 
 
-def predictions_of_each(
-    weights: AttentionWeights, prompts: Prompts, n_heads: Sequence[int]
-) -> Tensor:
+def changed(weights: Weights, **tensors: Tensor) -> Weights:
+    """One attention layer with these weights and biases [head, ...]; W_O and b_O have the y columns alone."""
+    biases = any(name.startswith("b_") for name in tensors) or weights.model.biases
+    named = dict(weights.tensors)
+    for name, tensor in tensors.items():
+        wide = pad(tensor, (weights.d_x, 0)) if name in ("W_O", "b_O") else tensor
+        named[f"attn.{name}"] = wide[None]
+    return replace(weights, model=replace(weights.model, biases=biases), tensors=named)
+
+
+def by_head(weights: Weights) -> dict[str, Tensor]:
+    """Weights and biases [head, ...] of one attention layer; W_O and b_O have the y columns alone."""
+    tensors = {name.removeprefix("attn."): tensor[0] for name, tensor in weights.tensors.items()}
+    for name in {"W_O", "b_O"} & tensors.keys():
+        tensors[name] = tensors[name][..., weights.d_x :].contiguous()
+    return tensors
+
+
+def predictions_of_each(weights: Weights, prompts: Prompts, n_heads: Sequence[int]) -> Tensor:
     """Predictions [batch, model, d_y] of models of so many heads, which lie one after another."""
     outputs = head_outputs(weights, prompts).split(list(n_heads), dim=1)
     return torch.stack([each.sum(1) for each in outputs], dim=1)

@@ -11,9 +11,9 @@ from torch import nn
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.models.constructions.descent import gradient_descent_model
-from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.layers import interleaved
 
 TRAIN = TrainConfig()
 WIDE = {"context_only": True, "d_model": 12, "d_head": 3}
@@ -49,6 +49,27 @@ def small_gpt2(**settings: object) -> nn.Module:
     sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     words = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
     return GPT2Model(GPT2Config(**sizes | words | settings))
+
+
+def gpt2_predictor(backbone: nn.Module, read_in: nn.Module, read_out: nn.Linear) -> HookedPredictor:
+    """A regression GPT-2 in a Bridge, which wraps the backbone in place."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2LMHeadModel
+
+    with_head = GPT2LMHeadModel(backbone.config)
+    with_head.transformer, with_head.lm_head = backbone, read_out
+    with_head.config.tie_word_embeddings = False
+    with_head.set_attn_implementation("eager")
+    with_head.eval()
+    read_in.eval()
+    bridge = build_bridge_from_module(with_head, "GPT2LMHeadModel", hf_config=with_head.config)
+    return HookedPredictor(
+        bridge,
+        bridge.cfg.n_layers,
+        bridge.cfg.n_heads,
+        embed=lambda prompts: read_in(interleaved(prompts).to(next(read_in.parameters()))),
+        read=lambda output: output[:, -1],
+    )
 
 
 def random_gpt2() -> HookedPredictor:

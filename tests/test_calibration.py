@@ -47,7 +47,7 @@ def test_random_steps_descend_in_no_direction_on_average():
     for case in random_steps(5, np.random.default_rng(0)):
         QK = case.weights.QK[0, :5, :5]
         assert float(QK.trace()) == pytest.approx(0, abs=1e-12)
-        assert case.weights.score_slope == 1 / ONE.context_length
+        assert case.weights.model.score_slope == 1 / ONE.context_length
 
 
 def test_a_label_that_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, fit_learners
 from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.one_layer.step import initial_weights
 
 ONE = TaskConfig()
@@ -34,7 +34,7 @@ class Case:
 
     source: str
     truth: str
-    weights: AttentionWeights
+    weights: Weights
     task: TaskConfig
     size: float
     """Relative size of the disturbance; NaN if there is none."""
@@ -49,13 +49,13 @@ def split(total: float, parts: int, random: np.random.Generator) -> np.ndarray:
     return total * shares / shares.sum()
 
 
-def kernel(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def kernel(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     heads, sign = int(random.integers(1, 4)), random.choice([-1.0, 1.0])
     omega = sign * random.uniform(0.3, 0.6) * random.uniform(0.9, 1.1, heads)
     return diagonal_heads(omega.tolist(), (sign * split(1.5, heads, random)).tolist(), d_x=5), ONE
 
 
-def debiased(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def debiased(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     sizes = [int(n) for n in random.integers(1, 4, 2)]
     gamma = random.uniform(0.03, 0.16)
     up, down = (split(0.44 / gamma, n, random) for n in sizes)
@@ -64,7 +64,7 @@ def debiased(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]
     return diagonal_heads(omega, mu, d_x=5), ONE
 
 
-def preconditioned(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def preconditioned(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     covariance = CovarianceConfig(kind="kms", rho=float(random.choice([0.3, 0.5, 0.8])))
     sigma = covariance_matrix(covariance, 5)
     gamma = torch.from_numpy(np.linalg.inv(sigma + 5.5 / 40 * np.eye(5)))
@@ -73,7 +73,7 @@ def preconditioned(random: np.random.Generator) -> tuple[AttentionWeights, TaskC
     return with_blocks(blocks, [0.5 / omega, -0.5 / omega]), replace(ONE, covariance=covariance)
 
 
-def weighted(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def weighted(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     row = np.full(6, random.uniform(0.1, 0.2))
     row[2:4] *= random.uniform(1.1, 1.3)
     mu = 0.9 / (2 * row.mean())
@@ -81,7 +81,7 @@ def weighted(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]
     return diagonal_heads(omega, [[mu, mu], [-mu, -mu]], d_x=6, d_y=2), TWO
 
 
-def task_heads(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def task_heads(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     omega, mu = [], []
     for response, support in enumerate(SUPPORTS):
         gamma = random.uniform(0.08, 0.15)
@@ -93,7 +93,7 @@ def task_heads(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfi
     return diagonal_heads(omega, mu, d_x=6, d_y=2), TWO
 
 
-def superposition(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def superposition(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     """Three heads with sum mu = 0 and theta_n = 0.91 on the supports, otherwise random."""
     theta = np.zeros((2, 6))
     for response, support in enumerate(SUPPORTS):
@@ -107,14 +107,14 @@ def superposition(random: np.random.Generator) -> tuple[AttentionWeights, TaskCo
             return diagonal_heads(omega.tolist(), mu.tolist(), d_x=6, d_y=2), TWO
 
 
-def linear(random: np.random.Generator) -> tuple[AttentionWeights, TaskConfig]:
+def linear(random: np.random.Generator) -> tuple[Weights, TaskConfig]:
     heads = int(random.integers(1, 5))
     blocks = torch.from_numpy(random.normal(size=(heads, 5, 5)) * 0.3 + np.eye(5))
     weights = with_blocks(blocks, split(0.9, heads, random).tolist())
-    return replace(weights, score="linear", score_slope=1 / 40), ONE
+    return weights.with_model(score="linear", score_slope=1 / 40), ONE
 
 
-BUILDERS: dict[str, Callable[[np.random.Generator], tuple[AttentionWeights, TaskConfig]]] = {
+BUILDERS: dict[str, Callable[[np.random.Generator], tuple[Weights, TaskConfig]]] = {
     "kernel_regression": kernel,
     "debiased_gd": debiased,
     "preconditioned_gd": preconditioned,
@@ -125,16 +125,14 @@ BUILDERS: dict[str, Callable[[np.random.Generator], tuple[AttentionWeights, Task
 }
 
 
-def with_blocks(blocks: Tensor, mu: list[float]) -> AttentionWeights:
+def with_blocks(blocks: Tensor, mu: list[float]) -> Weights:
     """One-response heads with these QK x blocks."""
     d_x = blocks.shape[-1]
     OV = torch.nn.functional.pad(torch.tensor(mu, dtype=torch.float64)[:, None], (d_x, 0))
     return from_circuits(torch.nn.functional.pad(blocks, (0, 1, 0, 1)), OV[:, :, None])
 
 
-def disturbed(
-    weights: AttentionWeights, size: float, random: np.random.Generator
-) -> AttentionWeights:
+def disturbed(weights: Weights, size: float, random: np.random.Generator) -> Weights:
     """QK and OV with Gaussian noise of this size, relative to the norm of each head's circuit."""
 
     def noisy(circuit: Tensor) -> Tensor:
@@ -142,7 +140,9 @@ def disturbed(
         norms = [tensor.flatten(1).norm(dim=1)[:, None, None] for tensor in (circuit, noise)]
         return circuit + size * noise * norms[0] / norms[1]
 
-    laws = {name: getattr(weights, name) for name in ("score", "score_slope", "attend_to_self")}
+    laws = {
+        name: getattr(weights.model, name) for name in ("score", "score_slope", "attend_to_self")
+    }
     return from_circuits(noisy(weights.QK), noisy(weights.OV), **laws)
 
 
@@ -197,28 +197,30 @@ def untrained(count: int, random: np.random.Generator, *, first: int) -> Iterato
         config = ExperimentConfig(task=task, model=model, seed=first + seed)
         weights = initial_weights(config).to(torch.float64)
         if seed % 2:
-            shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-            drawn = {name: random.normal(size=shape) * 0.3 for name, shape in shapes.items()}
-            weights = weights.with_tensors({n: torch.from_numpy(one) for n, one in drawn.items()})
+            wide = tuple(weights.W_V.shape)
+            shapes = (*[wide] * 3, (*wide[:2], weights.d_head, d_y))
+            *drawn, W_O = (torch.from_numpy(random.normal(size=s) * 0.3) for s in shapes)
+            drawn.append(torch.nn.functional.pad(W_O, (weights.d_x, 0)))
+            weights = weights.with_tensors(dict(zip(weights.tensors, drawn, strict=True)))
         yield Case("random weights", NONE, weights, task, float("nan"), "none")
 
 
-def pair_of(ratio: float, second_mu: float) -> Callable[[np.random.Generator], AttentionWeights]:
+def pair_of(ratio: float, second_mu: float) -> Callable[[np.random.Generator], Weights]:
     """A pair with omega_2 = -ratio omega_1; the first mu is 3.4."""
 
-    def draw(random: np.random.Generator) -> AttentionWeights:
+    def draw(random: np.random.Generator) -> Weights:
         gamma = random.uniform(0.08, 0.15)
         return diagonal_heads([gamma, -ratio * gamma], [3.4, second_mu], d_x=5)
 
     return draw
 
 
-def mixed_signs(random: np.random.Generator) -> AttentionWeights:
+def mixed_signs(random: np.random.Generator) -> Weights:
     gamma, signs = random.uniform(0.08, 0.15), random.permutation([1, 1, 1, -1, -1])
     return diagonal_heads([(gamma * signs).tolist(), [-gamma] * 5], [3.4, -3.4], d_x=5)
 
 
-def turned_apart(random: np.random.Generator) -> AttentionWeights:
+def turned_apart(random: np.random.Generator) -> Weights:
     turns, _ = np.linalg.qr(random.normal(size=(2, 5, 5)))
     blocks = random.uniform(0.08, 0.15) * torch.from_numpy(turns)
     return with_blocks(blocks * torch.tensor([1.0, -1.0])[:, None, None], [3.4, -3.4])
@@ -242,11 +244,11 @@ def random_steps(count: int, random: np.random.Generator) -> Iterator[Case]:
         M = random.uniform(0.05, 0.6) * random.normal(size=(5, 5))
         M -= np.trace(M) / 5 * np.eye(5)
         weights = with_blocks(torch.from_numpy(M)[None], [1.0])
-        weights = replace(weights, score="linear", score_slope=1 / 40)
+        weights = weights.with_model(score="linear", score_slope=1 / 40)
         yield Case("random steps", NONE, weights, ONE, float("nan"), "none")
 
 
-def snapshots(weights: Iterable[AttentionWeights], steps: Iterable[int]) -> Iterator[Case]:
+def snapshots(weights: Iterable[Weights], steps: Iterable[int]) -> Iterator[Case]:
     """Snapshots of training, whose truth is decided by their predictions: a fit with R^2 of at
     least 0.98."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
@@ -274,7 +276,7 @@ def confirming() -> list[Case]:
     return [*chain(*drawn, *others), *snapshots(*trained())]
 
 
-def trained() -> tuple[list[AttentionWeights], list[int]]:
+def trained() -> tuple[list[Weights], list[int]]:
     """Heads and step of every snapshot of the eight softmax models of
     analyses/calibration/train.py."""
     tensors = load_file(TRAINED)

@@ -6,19 +6,18 @@ model runs on 16,384 prompts of its own task under its own score, and under the 
 of weights leaves open.
 Run: python -m analyses calibration/scores (half a minute)."""
 
-from dataclasses import replace
-
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, shipped
 from mechinterp import Prompts, generator_for, sample_prompts
 from mechinterp.analysis.stats import best_factor
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 
 OPEN = ("softmax", "linear/L")
 
 
-def off_one(heads: AttentionWeights, prompts: Prompts) -> float:
+def off_one(heads: Weights, prompts: Prompts) -> float:
     """Distance of the best factor from 1, in standard errors."""
     factor, sem = best_factor(predict(heads, prompts), prompts.y_query)
     return abs(factor - 1) / sem
@@ -32,11 +31,11 @@ def measure(quick: bool) -> Measured:
             continue
         generator = generator_for(2, "eval", 0)
         prompts = sample_prompts(model.task, 1024 if quick else 16_384, generator=generator)
-        heads = model.weights.circuits
+        heads = model.weights
         others = [
-            off_one(replace(heads, score=score, score_slope=1.0), prompts)
+            off_one(heads.with_model(score=score, score_slope=1.0), prompts)
             for score in OPEN
-            if score != heads.score
+            if score != heads.model.score
         ]
         rows.append({"model": name, "own": off_one(heads, prompts), "other": min(others)})
     return Measured(pd.DataFrame(rows))

@@ -38,7 +38,7 @@ def keep(folder: Path, names: list[str]) -> None:
     tensors = {}
     for name in names:
         for step, weights in load(folder / name).snapshots.items():
-            heads = weights.circuits.to(torch.float64)
+            heads = weights.to(torch.float64)
             tensors[f"{name}/{step}/QK"] = heads.QK.contiguous()
             tensors[f"{name}/{step}/OV"] = heads.OV.contiguous()
     save_file(tensors, TRAINED)

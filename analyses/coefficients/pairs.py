@@ -38,9 +38,8 @@ SHORT = Chains(n_chains=2, n_draws=20, n_warmup=10, n_leapfrog=10)
 
 def curvatures(weights: Weights, prompts: Prompts) -> np.ndarray:
     """Eigenvalues of the Hessian of the loss in the circuits of all heads, smallest first."""
-    heads = weights.circuits.to(torch.float64)
-    QK = (heads.scale * heads.W_Q @ heads.W_K.mT)[:, : heads.d_x]
-    OV = (heads.W_V @ heads.W_O)[:, :, 0]
+    heads = weights.to(torch.float64)
+    QK, OV = heads.QK[:, : heads.d_x], heads.OV[:, :, 0]
     tokens = torch.cat([prompts.x, prompts.y], 2)
 
     def loss(flat: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from mechinterp.models.constructions.one_layer import (
     linear_attention,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.weights import AnyWeights, Weights, as_weights
+from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.learning_coefficient import learning_coefficient
 from mechinterp.training.linear.trainer import task_moments
@@ -113,12 +113,12 @@ def with_dead_heads(weights: Weights, n_heads: int, *, seed: int) -> Weights:
 
 def _one_layer() -> Iterator[tuple[str, Made]]:
     task = preset("softmax-h2").task
-    pair: AnyWeights = debiased_gradient_step(1.0, 0.15, d_x=task.d_x)
-    yield "debiased-pair", Made(as_weights(pair.to(torch.float64)), task, "debiased_gd")
+    pair = debiased_gradient_step(1.0, 0.15, d_x=task.d_x)
+    yield "debiased-pair", Made(pair.to(torch.float64), task, "debiased_gd")
     four = diagonal_heads([0.15, -0.15, 0.15, -0.15], [2.0, -2.0, 1.0, -1.0], d_x=task.d_x)
-    yield "debiased-two-pairs", Made(as_weights(four.to(torch.float64)), task, "debiased_gd")
+    yield "debiased-two-pairs", Made(four.to(torch.float64), task, "debiased_gd")
     kernel = kernel_head(0.6, 1.2, d_x=task.d_x)
-    yield "kernel", Made(as_weights(kernel.to(torch.float64)), task, "kernel_regression")
+    yield "kernel", Made(kernel.to(torch.float64), task, "kernel_regression")
 
 
 def _minima() -> Iterator[tuple[str, Made]]:
@@ -126,6 +126,6 @@ def _minima() -> Iterator[tuple[str, Made]]:
     moments = task_moments(task)
     for n_heads in MINIMA:
         heads = heads_at(moments, n_heads)
-        weights = as_weights(linear_attention(heads).to(torch.float64))
+        weights = linear_attention(heads).to(torch.float64)
         exact = learning_coefficient(moments, n_heads=n_heads, rank=1)
         yield f"minimum-{n_heads}", Made(weights, task, coefficient=exact)

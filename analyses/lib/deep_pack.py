@@ -16,11 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights, circuit_norms
+from mechinterp.training.general.attention import attend
 from mechinterp.training.general.trainer import (
     initial_deep_weights,
     losses_at_every,
-    predictions_for_training,
 )
 from mechinterp.training.run import Batch, Run, flattened, own, views
 
@@ -94,7 +95,7 @@ class DeepPack(Run[Stacked]):
         weights, batch = self._like.with_tensors(tensors), prompts_from(prompts)
         if first is not None:
             return losses_at_every(weights, batch)[first:].mean()
-        return (predictions_for_training(weights, batch) - batch.y_query).square().mean()
+        return (predict_deep(weights, batch, attend=attend) - batch.y_query).square().mean()
 
     def _evaluated(self) -> dict[str, Tensor]:
         first = self.config.train.first_counted

@@ -19,7 +19,7 @@ from scipy.stats import binomtest
 from analyses.lib import Measured, Record, record
 from analyses.lib.measured import parsed, parser_of, write
 from mechinterp import ExperimentConfig, classify, override, preset
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 from mechinterp.training.one_layer.step import Pack
 
 AT, LATE, HEADS = (2_500, 5_000, 10_000, 20_000, 30_000), (30_000, 100_000, 200_000, 500_000), 128
@@ -61,7 +61,7 @@ def pack_rows(pack: Pack, arm: str) -> list[dict]:
     return rows
 
 
-def one_sign(weights: AttentionWeights, labels: tuple[str, ...]) -> bool:
+def one_sign(weights: Weights, labels: tuple[str, ...]) -> bool:
     """True if omega and mu of all active heads have one sign, whatever their structure."""
     used = torch.tensor([label != "dummy" for label in labels])
     omega, mu = weights.omega.mean(1)[used], weights.mu[used, 0]

@@ -78,7 +78,7 @@ def step_gaps(name: str, n_prompts: int) -> dict[str, float | str]:
 def rms(name: str, step: Callable[[Prompts], torch.Tensor]) -> float:
     """Root mean square difference of predictions at L = 40."""
     (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=4)
-    y_hat = predict(checkpoint(name).weights.circuits, prompts)
+    y_hat = predict(checkpoint(name).weights, prompts)
     return float((y_hat - step(prompts)).square().mean().sqrt())
 
 

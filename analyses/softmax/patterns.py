@@ -43,9 +43,9 @@ def sums(name: str) -> dict[str, float | str]:
 
 def without_dummies(name: str) -> float:
     """Root mean square change of the predictions when the dummy heads are removed."""
-    weights = checkpoint(name).weights.circuits
+    weights = checkpoint(name).weights
     kept = torch.tensor([one != "dummy" for one in label(name).labels])
-    fewer = weights.with_tensors({key: tensor[kept] for key, tensor in weights.tensors.items()})
+    fewer = weights.of_heads({key: tensor[:, kept] for key, tensor in weights.tensors.items()})
     (prompts,) = prompt_chunks(TaskConfig(), 8192, seed=3)
     return float((predict(weights, prompts) - predict(fewer, prompts)).square().mean().sqrt())
 

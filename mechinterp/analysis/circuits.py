@@ -14,7 +14,6 @@ from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 
@@ -285,7 +284,7 @@ def why_not_in_tokens(weights: Weights) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def weights_of(source: Source, analysis: str) -> AttentionWeights:
+def weights_of(source: Source, analysis: str) -> Weights:
     """Heads of a model that is one attention layer, in float64 on the CPU.
 
     Args:
@@ -294,6 +293,6 @@ def weights_of(source: Source, analysis: str) -> AttentionWeights:
         ValueError: If the model is of another kind.
     """
     try:
-        return predictor_of(source).circuits.to("cpu").to(torch.float64)
+        return predictor_of(source).one_layer.to("cpu").to(torch.float64)
     except ValueError as error:
         raise ValueError(f"{analysis} {error}") from None

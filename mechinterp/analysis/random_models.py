@@ -12,8 +12,7 @@ def random_models(weights: Weights, count: int) -> list[Weights]:
 
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> from mechinterp.models.weights import as_weights
-        >>> len(random_models(as_weights(zero_head(d_x=5)), 3))
+        >>> len(random_models(zero_head(d_x=5), 3))
         3
     """
     d_x, d_y, model = weights.d_x, weights.d_y, weights.model

@@ -36,7 +36,7 @@ from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
 from mechinterp.models.run.predictor import Predictor, WeightsPredictor
-from mechinterp.models.weights import AnyWeights, Weights, as_weights
+from mechinterp.models.weights import Weights
 
 PREFIX = "blocks.0.attn."
 UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
@@ -403,11 +403,11 @@ def load(path: str | Path) -> Checkpoint:
 def save(
     path: str | Path,
     config: ExperimentConfig,
-    weights: AnyWeights,
+    weights: Weights,
     *,
     step: int,
     history: pd.DataFrame | None = None,
-    snapshots: Mapping[int, AnyWeights] | None = None,
+    snapshots: Mapping[int, Weights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
     shared: bool = False,
@@ -420,9 +420,9 @@ def save(
         CheckpointError: If a file would be overwritten, the folder cannot be written, or the
             weights do not fit the config.
     """
-    path, weights = Path(path), as_weights(weights)
+    path = Path(path)
     require_fit(path, weights, config)
-    kept = {at: state_dict(as_weights(snapshot)) for at, snapshot in (snapshots or {}).items()}
+    kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
     text = json.dumps(document_of(config, step=step, assumed=assumed, origin=origin), indent=2)
     if not shared:
         require_new(path)

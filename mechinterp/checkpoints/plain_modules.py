@@ -23,7 +23,6 @@ from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions
-from mechinterp.models.layers import require_sizes
 from mechinterp.models.run.predictor import ModelPredictor, Predictor
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ class _Entry:
 
     def __call__(self, prompts: Prompts) -> Tensor:
         if self.embed is None:  # tokens (x, y), the query last
-            require_sizes(prompts, d_x=self.task.d_x, d_y=self.task.d_y)
+            prompts.require_sizes(d_x=self.task.d_x, d_y=self.task.d_y)
         tokens = prompts.tokens if self.embed is None else self.embed(prompts)
         if not isinstance(tokens, Tensor):
             raise ValueError(

@@ -77,9 +77,8 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
     for step, weights in snapshots.items():
         scalars = circuit_norms(weights)
         if weights.model.one_attention:
-            heads = weights.circuits
-            scalars |= {"omega": heads.omega.mean(1), "mu": heads.mu.mean(1)}
-            scalars |= {name: getattr(heads, name) for name in ("qk_diagonal", "ov_last_entry")}
+            scalars |= {"omega": weights.omega.mean(1), "mu": weights.mu.mean(1)}
+            scalars |= {name: getattr(weights, name) for name in ("qk_diagonal", "ov_last_entry")}
         numbers = {name: t.flatten().double().numpy(force=True) for name, t in scalars.items()}
         rows = head_rows(weights, prompts, masks=weights.model.one_attention)
         frames[step] = rows.assign(**numbers)

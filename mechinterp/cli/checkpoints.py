@@ -225,7 +225,6 @@ def _models_of(
     """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
     error, if any."""
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
-    from mechinterp.models.weights import why_no_circuits
 
     each: list[tuple[Path, Checkpoint | None]] = []
     for group in runs_among(checkpoint_paths(paths)):
@@ -236,7 +235,7 @@ def _models_of(
         try:
             with about_paths(path):
                 checkpoint = run or files.load(path)
-                if len(each) > 1 and (why := why_no_circuits(checkpoint.config.model)):
+                if len(each) > 1 and (why := checkpoint.config.model.beyond_one_layer):
                     raise ValueError(
                         f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
                         f"got {why}; make a report on this model alone."

@@ -13,6 +13,8 @@ from mechinterp.fields import MAX_SIZE, Rules, set_checked
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
 """Scores of context-only models; `SCORES` are those of all others."""
+LINEAR = ("linear", "linear/L")
+"""Scores of linear attention."""
 NORMS = ("before", "after")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
 LAYOUTS = ("pairs", "in_turn")
@@ -111,16 +113,39 @@ class ModelConfig:
         return set(parts) == {None} and not self.final_norm
 
     @property
+    def beyond_one_layer(self) -> str | None:
+        """First part of the model beyond one attention layer on tokens (x, y), in words; None if there
+        is none.
+
+        Example:
+            >>> ModelConfig(n_layers=4, context_only=True).beyond_one_layer
+            'several layers (4)'
+        """
+        parts = {
+            f"several layers ({self.n_layers})": self.n_layers > 1,
+            "layer norms": self.norm is not None or self.final_norm,
+            "MLPs": self.d_mlp is not None,
+            "a read-in and read-out": self.d_model is not None,
+            "positions": (self.n_positions, self.rotary_dim) != (None, None),
+        }
+        return next((part for part, has_it in parts.items() if has_it), None)
+
+    @property
     def one_attention(self) -> bool:
         """True if the prediction is the sum of the heads' outputs: one layer of attention on tokens
         (x, y)."""
-        return self.n_layers == 1 and self.d_model is None and self.attention_only
+        return self.beyond_one_layer is None
 
     @property
-    def is_stack(self) -> bool:
-        """True for layers of attention only, in which every token attends to the context."""
+    def stack(self) -> str | None:
+        """ "linear" or "nonlinear" attention in a stack of layers that have nothing else and whose
+        tokens all attend to the context; None for any other model.
+
+        A linear stack is a linear map of its tokens, given the second moment of the context."""
         variants = (self.biases, self.merged_qk, self.attend_to_self, self.layout == "in_turn")
-        return self.context_only and self.attention_only and not any(variants)
+        if not (self.context_only and self.attention_only) or any(variants):
+            return None
+        return "linear" if self.score in LINEAR else "nonlinear"
 
     @property
     def queries_side_by_side(self) -> bool:

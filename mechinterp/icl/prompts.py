@@ -182,6 +182,17 @@ class Prompts:
             )
         return replace(self, x=self.x[:, :context_length], y=self.y[:, :context_length])
 
+    def require_sizes(self, *, d_x: int, d_y: int) -> None:
+        """Refuse prompts whose d_x or d_y is not the model's.
+
+        Raises:
+            ValueError: If the sizes differ; the message names both.
+        """
+        sizes = (self.x.shape[2], self.y.shape[2])
+        if sizes != (d_x, d_y):
+            rule = f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}"
+            raise ValueError(f"{rule}, got {sizes}.")
+
     def task_vectors(self, purpose: str) -> Float[Tensor, "batch d_x d_y"]:
         """Task vectors, which must be known.
 

@@ -8,11 +8,6 @@ HOMES = {
     "suite": "mechinterp.known.entries",
     "judge_sampler": "mechinterp.known.scores",
     "score": "mechinterp.known.scores",
-    "score_algorithm": "mechinterp.known.scores",
-    "score_components": "mechinterp.known.scores",
-    "score_edges": "mechinterp.known.scores",
-    "score_heads": "mechinterp.known.scores",
-    "score_learning_coefficient": "mechinterp.known.scores",
 }
 
 __getattr__ = names_of(__name__, HOMES)

@@ -177,12 +177,22 @@ def score_heads(entry: Entry, ranking: Float[np.ndarray, "layer head"]) -> dict[
     return {name: value for name, value in found.items() if name in MEANINGS}
 
 
-def score_learning_coefficient(entry: Entry, estimate: float, sem: float) -> dict[str, float]:
-    """Relative error of an estimate of the learning coefficient, and whether it is within two standard errors."""
+def score_learning_coefficient(entry: Entry, answer: Any) -> dict[str, float]:
+    """Relative error of an estimate of the learning coefficient, and whether it is within two standard errors.
+
+    Args:
+        answer: Tuple of the estimate and its standard error.
+    Raises:
+        ValueError: If the answer is no such pair.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ValueError(
+            f"learning_coefficient must be a tuple (estimate, standard error), got {answer!r}."
+        )
     known = entry.truth.learning_coefficient
     if known is None:
         return {}
-    error = estimate - known.value
+    error, sem = float(answer[0]) - known.value, float(answer[1])
     within = float(abs(error) <= 2 * sem)
     return {"coefficient error": error / known.value, "coefficient within 2 sem": within}
 
@@ -222,18 +232,10 @@ def score_components(
     return {"components cosine": float(cosines[chosen].sum() / len(known.value))}
 
 
-def _pair_scored(entry: Entry, answer: object) -> dict[str, float]:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise ValueError(
-            f"learning_coefficient must be a tuple (estimate, standard error), got {answer!r}."
-        )
-    return score_learning_coefficient(entry, *map(float, answer))
-
-
 SCORED: dict[str, Callable[[Entry, Any], dict[str, float]]] = {
     "edges": score_edges,
     "heads": score_heads,
-    "learning_coefficient": _pair_scored,
+    "learning_coefficient": score_learning_coefficient,
     "label": score_algorithm,
     "components": score_components,
 }

@@ -5,7 +5,6 @@ from mechinterp.rooms import names_of
 HOMES = {
     "HookedPredictor": "mechinterp.models.hooked.runner",
     "gd_plus_plus_model": "mechinterp.models.constructions.descent",
-    "gpt2_predictor": "mechinterp.models.hooked.gpt2",
     "initial_deep_weights": "mechinterp.training.general.trainer",
     "initial_weights": "mechinterp.training.one_layer.step",
     "interleaved": "mechinterp.models.layers",

@@ -77,9 +77,6 @@ def rotated(
     return torch.cat([turned, heads[..., n:]], -1)
 
 
-LINEAR = ("linear", "linear/L")
-
-
 def attention_pattern(
     scores: Float[Tensor, "*axes"], *, score: str = "softmax", slope: float = 1.0, dim: int = -1
 ) -> Float[Tensor, "*axes"]:
@@ -226,7 +223,7 @@ def tokens_of(
         >>> tuple(tokens_of(prompts, ModelConfig(), d_x=5, d_y=1).shape)
         (8, 41, 6)
     """
-    require_sizes(prompts, d_x=d_x, d_y=d_y)
+    prompts.require_sizes(d_x=d_x, d_y=d_y)
     length, most = prompts.x.shape[1], model.longest_context
     if most is not None and length > most:
         raise ValueError(
@@ -234,22 +231,6 @@ def tokens_of(
             f"got {length}."
         )
     return interleaved(prompts) if model.layout == "in_turn" else prompts.tokens
-
-
-def require_sizes(prompts: Prompts, *, d_x: int, d_y: int) -> None:
-    """Refuse prompts whose d_x or d_y is not the model's.
-
-    Raises:
-        ValueError: If the sizes differ; the message names both.
-    Example:
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
-        >>> require_sizes(prompts, d_x=5, d_y=1)
-    """
-    sizes = (prompts.x.shape[2], prompts.y.shape[2])
-    if sizes != (d_x, d_y):
-        raise ValueError(f"The prompts' (d_x, d_y) must be the model's, {(d_x, d_y)}, got {sizes}.")
 
 
 def interleaved(prompts: Prompts) -> Float[Tensor, "batch pos d_x"]:

@@ -1,7 +1,7 @@
 """Weights of a model: tensors by name, stacked over layers, and the architecture that uses them.
 
 Names are HookedTransformer's without the layer; `by_name` and `Weights.of_names` convert from and to files and hooks.
-`Weights.circuits` gives a single attention layer in the form that the fast computations take.
+The weights of a single attention layer also have QK and OV circuits.
 """
 
 import math
@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mechinterp.config import SCORES, ModelConfig
-from mechinterp.config.model import BIASES, NAMES, of_each_layer, stacked_shapes, tensor_shapes
+from mechinterp.config import ModelConfig
+from mechinterp.config.model import BIASES, of_each_layer, stacked_shapes, tensor_shapes
 from mechinterp.icl.prompts import ordinary
-from mechinterp.models.heads import AttentionWeights, identity_keys
-from mechinterp.models.layers import LINEAR
+from mechinterp.memory import require_memory
 
 HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
 """Attention tensors that have a head axis."""
@@ -138,6 +136,11 @@ class Weights:
         """Copy with these tensors replaced."""
         return replace(self, tensors={**self.tensors, **tensors})
 
+    def with_model(self, **settings: object) -> "Weights":
+        """Copy with these settings of the architecture replaced, such as the score."""
+        model = replace(self.model, d_head=self.d_head, **settings)  # type: ignore[arg-type]
+        return replace(self, model=model)
+
     def without(self, heads: Iterable[tuple[int, int]]) -> "Weights":
         """Copy in which W_O of these heads is zero; heads are (layer, head), counted from 0."""
         W_O = self.W_O.clone()
@@ -149,42 +152,85 @@ class Weights:
         """Equivalent model without zero heads, except those that pad a layer to the widest layer's number."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
-        d_head = self.model.head_width(self.d_x, self.d_y)
         tensors = dict(self.tensors)
         for name in {f"attn.{name}" for name in HEADS} & tensors.keys():
             old = tensors[name]
             tensors[name] = old.new_zeros(self.n_layers, n_heads, *old.shape[2:])
             for layer, row in enumerate(rows):
                 tensors[name][layer, : len(row)] = old[layer, list(row)]
-        model = replace(self.model, n_heads=n_heads, d_head=d_head)
+        return self.of_heads(tensors)
+
+    def __getitem__(self, heads: slice) -> "Weights":
+        """Model of these heads of every layer."""
+        tensors = dict(self.tensors)
+        for name in {f"attn.{name}" for name in HEADS} & tensors.keys():
+            tensors[name] = tensors[name][:, heads]
+        return self.of_heads(tensors)
+
+    def of_heads(self, tensors: Mapping[str, Tensor]) -> "Weights":
+        """Model of the same architecture with these tensors, which may have another number of heads."""
+        n_heads = tensors["attn.W_O"].shape[1]
+        model = replace(self.model, n_heads=n_heads, d_head=self.d_head)
         return replace(self, model=model, tensors=tensors)
 
     @property
-    def circuits(self) -> AttentionWeights:
-        """Heads of a model that is one attention layer on tokens (x, y), with only the y columns of W_O.
+    def QK(self) -> Float[Tensor, "head d_model d_model"]:
+        """scale * W_Q W_K^T of one attention layer, [query coordinate, key coordinate]; the papers' KQ is its transpose.
 
         Raises:
             ValueError: If the model has further parts; the message names one.
         """
-        if (extra := why_no_circuits(self.model)) is not None:
-            raise ValueError(
-                f"The circuits of one layer of attention need a model without {extra}."
-            )
-        tensors = self.attention(0)
-        for name in {"W_O", "b_O"} & set(tensors):
-            tensors[name] = tensors[name][..., self.d_x :].contiguous()
-        return heads_of(self.model, tensors, self.scale)
-
-    def attention(self, layer: int) -> dict[str, Tensor]:
-        """Weights and biases of a layer's attention by name. Merged heads have W_Q = W_QK and W_K = identity."""
-        tensors = {name: getattr(self, name)[layer] for name in NAMES}
-        biases = BIASES if self.model.biases else ()
-        return tensors | {name: self.tensors[f"attn.{name}"][layer] for name in biases}
+        self.require_one_layer()
+        needed = 2 * self.n_heads * self.d_model**2 * self.W_V.element_size()
+        require_memory(needed, f"QK circuits of {self.n_heads} heads of width {self.d_model}")
+        return self.scale * self.W_Q[0] @ self.W_K[0].mT
 
     @property
-    def is_linear_map(self) -> bool:
-        """True if the model is a linear map of its tokens, given the second moment of the context."""
-        return self.model.is_stack and self.model.score in LINEAR
+    def OV(self) -> Float[Tensor, "head d_model d_y"]:
+        """W_V W_O of one attention layer, [token coordinate, response].
+
+        Raises:
+            ValueError: If the model has further parts; the message names one.
+        """
+        self.require_one_layer()
+        return self.W_V[0] @ self.W_O[0, ..., self.d_x :].contiguous()
+
+    @property
+    def omega(self) -> Float[Tensor, "head d_x"]:
+        """Diagonal of each QK circuit's x block, unit 1/x^2."""
+        return self.QK[:, : self.d_x, : self.d_x].diagonal(dim1=1, dim2=2)
+
+    @property
+    def mu(self) -> Float[Tensor, "head d_y"]:
+        """Diagonal of each OV circuit's y block: the weight of y_n in prediction n."""
+        return self.OV[:, self.d_x :].diagonal(dim1=1, dim2=2)
+
+    @property
+    def qk_diagonal(self) -> Float[Tensor, " head"]:
+        """Norm of the diagonal of the QK x block divided by the norm of the whole block; 1 for a diagonal block."""
+        block = self.QK[:, : self.d_x, : self.d_x]
+        return _share(self.omega.norm(dim=1), block.flatten(1).norm(dim=1))
+
+    @property
+    def ov_last_entry(self) -> Float[Tensor, " head"]:
+        """Norm of mu divided by the norm of the whole OV circuit; 1 if only y_n contributes to prediction n."""
+        return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
+
+    @property
+    def output_bias(self) -> Float[Tensor, " d_y"]:
+        """The y entries of b_O of one attention layer, which are added to the prediction; zeros without biases."""
+        if not self.model.biases:
+            return self.W_O.new_zeros(self.d_y)
+        return self.tensors["attn.b_O"][0, self.d_x :]
+
+    def require_one_layer(self) -> None:
+        """Refuse a model that is more than one attention layer on tokens (x, y).
+
+        Raises:
+            ValueError: If the model has further parts; the message names one.
+        """
+        if more := self.model.beyond_one_layer:
+            raise ValueError(f"needs one layer of attention with nothing around it, got {more}.")
 
 
 def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
@@ -224,87 +270,14 @@ def circuit_norms(weights: Weights) -> dict[str, Float[Tensor, "layer head"]]:
     }
 
 
-def heads_of(model: ModelConfig, tensors: Mapping[str, Tensor], scale: float) -> AttentionWeights:
-    """Heads with the score settings of an architecture.
-
-    Args:
-        tensors: Weights, and biases if there are any, by their names in `AttentionWeights`.
-    """
-    return AttentionWeights(
-        **tensors,
-        scale=scale,
-        score=model.score,
-        score_slope=model.score_slope,
-        attend_to_self=model.attend_to_self,
-        merged_qk=model.merged_qk,
-    )
+def identity_keys(
+    W_QK: Float[Tensor, "*heads d_model d_model"],
+) -> Float[Tensor, "*heads d_model d_model"]:
+    """W_K of merged heads: one identity matrix per head."""
+    identity = torch.eye(W_QK.shape[-1], dtype=W_QK.dtype, device=W_QK.device)
+    return identity.repeat(*W_QK.shape[:-2], 1, 1)
 
 
-def why_no_circuits(model: ModelConfig) -> str | None:
-    """First part of a model beyond one attention layer on tokens (x, y), in words; None if there is none.
-
-    Example:
-        >>> why_no_circuits(ModelConfig(n_layers=4, context_only=True))
-        'several layers (4)'
-    """
-    extras = {
-        f"several layers ({model.n_layers})": model.n_layers > 1,
-        "layer norms": model.norm is not None or model.final_norm,
-        "MLPs": model.d_mlp is not None,
-        "a read-in and read-out": model.d_model is not None,
-        "positions": (model.n_positions, model.rotary_dim) != (None, None),
-    }
-    return next((extra for extra, has_it in extras.items() if has_it), None)
-
-
-def model_of_layer(circuits: AttentionWeights) -> ModelConfig:
-    """Architecture of one attention layer, from its heads.
-
-    Rectified scores are allowed only with `context_only`, which does not change the prediction of a single layer at
-    the query.
-    """
-    _, d_model, d_head = circuits.W_Q.shape
-    both_sides = circuits.score not in SCORES
-    return ModelConfig(
-        n_heads=circuits.n_heads,
-        d_head=None if d_head == d_model and not both_sides else d_head,
-        score=circuits.score,
-        score_slope=circuits.score_slope,
-        attend_to_self=circuits.attend_to_self,
-        biases=circuits.b_O is not None,
-        merged_qk=circuits.merged_qk,
-        context_only=both_sides,
-    )
-
-
-def weights_of_layer(circuits: AttentionWeights, *, model: ModelConfig | None = None) -> Weights:
-    """Model of one attention layer from its heads: the inverse of `Weights.circuits`.
-
-    Args:
-        model: Architecture; None: `model_of_layer`.
-    Raises:
-        ValueError: If W_K of merged heads is not the identity.
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> weights_of_layer(zero_head(d_x=5))
-        Weights(1 x 1 heads, d_x=5, d_y=1, torch.float64)
-    """
-    model = model_of_layer(circuits) if model is None else model
-    tensors = {f"attn.{name}": tensor[None] for name, tensor in circuits.tensors.items()}
-    if circuits.merged_qk:
-        if not torch.equal(circuits.W_K, identity_keys(circuits.W_Q)):
-            raise ValueError("W_K of merged heads must be the identity, got another matrix.")
-        del tensors["attn.W_K"]
-        tensors["attn.W_QK"] = tensors.pop("attn.W_Q")
-    for name in {"attn.W_O", "attn.b_O"} & tensors.keys():
-        tensors[name] = pad(tensors[name], (circuits.d_x, 0))
-    return Weights(model, circuits.d_x, circuits.d_y, tensors, circuits.scale)
-
-
-AnyWeights = Weights | AttentionWeights
-"""Weights of a model, or of the heads of one attention layer."""
-
-
-def as_weights(weights: AnyWeights) -> Weights:
-    """Weights in either form, as `Weights`."""
-    return weights_of_layer(weights) if isinstance(weights, AttentionWeights) else weights
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole; 0 for a head whose circuit is zero."""
+    return part / whole.masked_fill(whole == 0, 1)

@@ -94,19 +94,15 @@ class Jumps:
         return f"Jumps({', '.join(f'{mode}@{time:.4g}' for mode, time in jumps)})"
 
 
-def predict_jumps(
-    heads: SeparateHeads, directions: Modes, *, tau: float = 1.0, threshold: float | None = None
-) -> Jumps:
+def predict_jumps(heads: SeparateHeads, directions: Modes) -> Jumps:
     """Times, directions and heads of all jumps of rank-one heads, from their initial weights alone.
 
     Every head moves, independently of the others, under the force of the directions not yet learned. The first head whose
-    |v| reaches the threshold learns the direction in which it is largest; head and direction are then removed.
+    |v| reaches `free_threshold`, relative to v_inf = m^(1/3) of its direction, learns the direction in which it is largest;
+    head and direction are then removed.
 
-    Args:
-        threshold: |v| that counts as a jump, relative to v_inf = m^(1/3) of the head's direction. None: the value at
-            which a head without saturation reaches the middle of the true drop in loss.
     Raises:
-        ValueError: If the rank is not 1, all heads are zero, or tau or threshold is not positive.
+        ValueError: If the rank is not 1, or all heads are zero.
     Source:
         Derived here; the order and the ansatz are of Zhang et al. 2025, arXiv 2501.16265, eq. (20).
     Example:
@@ -117,8 +113,6 @@ def predict_jumps(
         >>> jumps.mode.tolist()
         [0, 1]
     """
-    threshold = free_threshold() if threshold is None else threshold
-    require_positive(tau=tau, threshold=threshold)
     if heads.K.shape[1] != 1:
         raise ValueError(f"heads must have rank 1, got {heads.K.shape[1]}.")
     along = (rows[:, 0] @ directions.vectors for rows in (heads.K, heads.Q))
@@ -126,8 +120,8 @@ def predict_jumps(
     alive, rates = np.arange(len(state)), directions.rates.copy()
     now, rows = 0.0, []
     for _ in range(min(len(state), len(rates))):
-        wait, state, row, mode = _next_jump(state, rates, directions.targets, threshold)
-        now += wait * tau
+        wait, state, row, mode = _next_jump(state, rates, directions.targets, free_threshold())
+        now += wait
         rows.append((now, mode, alive[row]))
         state, alive = np.delete(state, row, axis=0), np.delete(alive, row)
         rates[mode] = 0

@@ -588,6 +588,12 @@ def narrowed(prompts: Prompts, d_x: int) -> Prompts:
     return replace(prompts, x=x, y=prompts.y - gone, x_query=x_query, **changed)
 
 
+def uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:
+    """Random numbers, uniform in +-1/sqrt(fan_in), in float32 on the CPU."""
+    drawn = torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu")
+    return (2 * drawn - 1) / fan_in**0.5
+
+
 def flattened(weights: NamedTensors) -> Tensor:
     """All weights, concatenated."""
     return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])

@@ -8,20 +8,20 @@ from mechinterp import circuits
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
-from mechinterp.models.constructions.one_layer import diagonal_heads
+from mechinterp.models.constructions.one_layer import diagonal_heads, one_layer
 from mechinterp.models.constructions.stack import stack_of_layers
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 from tests.conftest import CHECKPOINTS, refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
-def weights_with_circuits(QK: np.ndarray, OV: np.ndarray, scale: float = 0.5) -> AttentionWeights:
+def weights_with_circuits(QK: np.ndarray, OV: np.ndarray, scale: float = 0.5) -> Weights:
     """Weights whose circuits are given, split in a way that hides them."""
     heads, d_model, _ = QK.shape
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(heads, d_model, d_model, dtype=torch.float64, generator=generator)
     mix = 3.0 * torch.linalg.qr(mix)[0]  # W_Q A, W_K A^-T
-    return AttentionWeights(
+    return one_layer(
         W_Q=torch.from_numpy(QK) @ mix / scale,
         W_K=torch.linalg.inv(mix).mT.contiguous(),
         W_V=mix,

@@ -11,7 +11,8 @@ from mechinterp.analysis.one_layer.linear_components import components, linear_c
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_heads import MergedHeads
@@ -103,7 +104,7 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
     task, moments = checkpoint.config.task, task_moments(checkpoint.config.task)
     levels, best = modes(moments).levels, {}
     for step, weights in checkpoint.snapshots.items():
-        double = weights.circuits.to(torch.float64)
+        double = weights.to(torch.float64)
         QK = double.QK[:, : task.d_x, : task.d_x]
         M = torch.einsum("h,hij->ji", double.mu[:, 0], QK).numpy()
         count = components(M, task).n_components
@@ -123,7 +124,7 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
 # Parts of a direction that heads hold.
 
 
-def matrix_of(weights: AttentionWeights) -> np.ndarray:
+def matrix_of(weights: Weights) -> np.ndarray:
     """M, read from predictions: of one pair (e_i, 1) in the context, asked at e_j."""
     d_x = weights.d_x
     units, ones = torch.eye(d_x, dtype=torch.float64), torch.ones(d_x**2, 1, dtype=torch.float64)
@@ -139,7 +140,7 @@ def test_what_heads_hold_adds_up(name: str):
     for step in (checkpoint.steps[0], checkpoint.steps[4], checkpoint.steps[-1]):
         found = linear_components(checkpoint.at(step))
         np.testing.assert_allclose(found.held.sum(0), found.learned, rtol=1e-10, atol=1e-12)
-        M = matrix_of(checkpoint.snapshots[step].circuits)
+        M = matrix_of(checkpoint.snapshots[step])
         np.testing.assert_allclose(found.learned, directions.learned(M), atol=1e-12)
         assert found.n_components == components(M, checkpoint.config.task).n_components
     # The loss in closed form, from the learned parts alone, is the one logged.
@@ -168,11 +169,11 @@ def test_heads_of_higher_rank_show_norms_which_no_turn_of_their_rows_changes():
     checkpoint = load(CHECKPOINTS / "linear-rank4-s2")
     found = linear_components(checkpoint)
     assert found.rank == 4
-    weights = checkpoint.weights.circuits.to(torch.float64)
-    keys = weights.W_K[:, :8].numpy()  # the eigenvectors are the axes
+    weights = checkpoint.weights.to(torch.float64)
+    keys = weights.W_K[0, :, :8].numpy()  # the eigenvectors are the axes
     np.testing.assert_allclose(found.key, np.linalg.norm(keys, axis=2), rtol=1e-6)
     held = found.value[:, None] * np.einsum(
-        "hdr,hdr->hd", keys, weights.scale * weights.W_Q[:, :8].numpy()
+        "hdr,hdr->hd", keys, weights.scale * weights.W_Q[0, :, :8].numpy()
     )
     targets = modes(task_moments(checkpoint.config.task)).targets
     np.testing.assert_allclose(found.held, held / targets, atol=1e-9)

@@ -1,6 +1,5 @@
 """Estimates with their errors: means, ratios, best factors, losses of models, and what stands in for a model."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -126,10 +125,10 @@ def test_faithfulness_of_a_known_gap():
 
 def test_idealised_heads_lose_their_leaks_and_nothing_else():
     law = {"score": "1+Cx", "score_slope": 0.5, "attend_to_self": True}
-    clean = replace(diagonal_heads([0.3, -0.2], [2.0, -1.0], d_x=5), **law)
-    dirty = clean.with_tensors({"W_Q": clean.W_Q + 0.1, "W_V": clean.W_V + 0.1})
+    clean = diagonal_heads([0.3, -0.2], [2.0, -1.0], d_x=5).with_model(**law)
+    dirty = clean.with_tensors({"attn.W_Q": clean.W_Q + 0.1, "attn.W_V": clean.W_V + 0.1})
     found = idealised(dirty, torch.diag_embed(clean.omega), clean.mu)
-    assert {name: getattr(found, name) for name in law} == law
+    assert {name: getattr(found.model, name) for name in law} == law
     torch.testing.assert_close(found.QK, clean.QK)
     torch.testing.assert_close(found.OV, clean.OV)
 
@@ -149,11 +148,11 @@ def test_small_heads_take_the_step_with_their_matrix_and_linear_ones_exactly(att
     weights = initial_weights(ExperimentConfig(task=task)).to(torch.float64)
     blocks, mu = weights.QK[:, :3, :3], torch.tensor([[1e4], [-1e4]], dtype=torch.float64)
     found = evaluation(task, 16, 0, attend_to_self)
-    heads = replace(idealised(weights, 1e-4 * blocks, mu), attend_to_self=attend_to_self)
+    heads = idealised(weights, 1e-4 * blocks, mu).with_model(attend_to_self=attend_to_self)
     step = torch.einsum("hn,hij->nij", mu, 1e-4 * blocks)
     expected = found.gradient_step(step, centred=True)
     torch.testing.assert_close(predict(heads, found.prompts), expected, rtol=1e-3, atol=1e-4)
-    law = replace(weights, score="linear", score_slope=1 / 9, attend_to_self=attend_to_self)
+    law = weights.with_model(score="linear", score_slope=1 / 9, attend_to_self=attend_to_self)
     step = torch.einsum("hn,hij->nij", weights.mu, blocks)
     expected = found.gradient_step(step, centred=False)
     torch.testing.assert_close(predict(idealised(law, blocks, weights.mu), found.prompts), expected)

@@ -20,7 +20,7 @@ from mechinterp.models.heads import head_outputs, predict, stack
 from mechinterp.models.hooked.masks import METHODS, mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
-from tests.conftest import refused
+from tests.conftest import changed, refused
 from tests.deep_models import random_gpt2, random_model
 
 
@@ -37,9 +37,7 @@ def model(weights):
 
 def without(weights, *heads):
     """The weights with W_O of some heads zeroed."""
-    w_o = weights.W_O.clone()
-    w_o[list(heads)] = 0
-    return replace(weights, W_O=w_o)
+    return weights.without((0, head) for head in heads)
 
 
 def squares(prediction, prompts):
@@ -169,9 +167,9 @@ def test_what_cannot_be_masked_is_refused(model, prompts):
 
 def test_an_output_bias_belongs_to_every_subset(prompts):
     plain = debiased_gradient_step(0.88, 0.02, d_x=5)
-    zeros = torch.zeros(2, plain.W_Q.shape[2], dtype=torch.float64)
+    zeros = torch.zeros(2, plain.d_head, dtype=torch.float64)
     b_O = torch.tensor([0.5], dtype=torch.float64)
-    weights = replace(plain, b_Q=zeros, b_K=zeros, b_V=zeros, b_O=b_O)
+    weights = changed(plain, b_Q=zeros, b_K=zeros, b_V=zeros, b_O=b_O)
     found = ablate_subsets(weights, prompts)
     target = prompts.y_query_clean
     assert found.risk[0] == pytest.approx(float((0.5 - target).square().mean()), rel=1e-12)

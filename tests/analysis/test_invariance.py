@@ -14,9 +14,9 @@ from mechinterp.analysis.one_layer.classify import classify, read_through
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
-from mechinterp.models.heads import AttentionWeights, identity_keys, stack
-from mechinterp.models.weights import Weights
-from tests.conftest import assert_close_to_rounding
+from mechinterp.models.heads import stack
+from mechinterp.models.weights import Weights, identity_keys
+from tests.conftest import assert_close_to_rounding, by_head, changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_null")]
 
@@ -41,7 +41,7 @@ SPECS = st.tuples(
 )
 
 
-def model(kind: str, noise: float, seed: int, score: str, attend_to_self: bool) -> AttentionWeights:
+def model(kind: str, noise: float, seed: int, score: str, attend_to_self: bool) -> Weights:
     """A built model with some noise on its circuits."""
     omega, mu = BUILT[kind]
     weights = diagonal_heads(omega, mu, d_x=3, d_y=len(mu[0]))
@@ -70,7 +70,7 @@ def assert_same_model(found: Classification, before: Classification) -> None:
     assert found.scales.theta == pytest.approx(before.scales.theta, rel=1e-6, abs=1e-9)
 
 
-def read(weights: AttentionWeights) -> Classification:
+def read(weights: Weights) -> Classification:
     return classify(weights, n_prompts=64)
 
 
@@ -79,7 +79,7 @@ def read(weights: AttentionWeights) -> Classification:
 def test_how_circuits_are_factored_does_not_matter(spec: tuple, seed: int):
     weights = model(*spec)
     random = torch.Generator().manual_seed(seed)
-    size = (weights.n_heads, weights.W_Q.shape[2], weights.W_Q.shape[2])
+    size, of = (weights.n_heads, weights.d_head, weights.d_head), by_head(weights)
     first, second = (
         torch.linalg.qr(torch.randn(size, generator=random, dtype=torch.float64))[0]
         * torch.exp(torch.randn(size[0], 1, size[2], generator=random, dtype=torch.float64))
@@ -87,12 +87,12 @@ def test_how_circuits_are_factored_does_not_matter(spec: tuple, seed: int):
     )
     before = read(weights)
     found = read(
-        replace(
+        changed(
             weights,
-            W_Q=weights.W_Q @ first,
-            W_K=weights.W_K @ torch.linalg.inv(first).mT,
-            W_V=weights.W_V @ second,
-            W_O=torch.linalg.inv(second) @ weights.W_O,
+            W_Q=of["W_Q"] @ first,
+            W_K=of["W_K"] @ torch.linalg.inv(first).mT,
+            W_V=of["W_V"] @ second,
+            W_O=torch.linalg.inv(second) @ of["W_O"],
         )
     )
     assert_same_model(found, before)
@@ -106,14 +106,14 @@ def test_heads_that_are_permuted_or_cut_in_two_leave_the_model_as_it_was(spec: t
     weights = model(*spec)
     order = [rank for rank in ranks if rank < weights.n_heads]
     before = read(weights)
-    found = read(weights.with_tensors({name: t[order] for name, t in weights.tensors.items()}))
+    found = read(weights.with_tensors({name: t[:, order] for name, t in weights.tensors.items()}))
     assert_same_model(found, before)
     assert found.labels == tuple(before.labels[i] for i in order)
     assert found.share == pytest.approx(before.share[order])
     assert found.task_leak == pytest.approx(before.task_leak[order])
     half, head = weights.W_O.clone(), order[0]
-    half[head] /= 2
-    halved = replace(weights, W_O=half)
+    half[0, head] /= 2
+    halved = weights.with_tensors({"attn.W_O": half})
     found = read(stack([halved, halved[slice(head, head + 1)]]))
     # The null is that of one more head, which a model at the edge of chance may notice.
     if "unstructured" not in (found.pattern, before.pattern):

@@ -32,7 +32,7 @@ def test_foretold_jumps_are_those_of_training(seed: int):
     actual = crossing_steps(config, forecast.levels)
     assert np.abs(forecast.step / actual - 1).max() < 0.02
     # The head that is foretold holds the direction in the end.
-    heads = train_linear(config).weights.circuits
+    heads = train_linear(config).weights
     omega = (heads.mu * heads.omega).numpy()
     assert omega.argmax(0).tolist() == forecast.head.tolist()
 

@@ -32,7 +32,8 @@ from mechinterp.models.constructions.one_layer import (
     from_circuits,
     linear_attention,
 )
-from mechinterp.models.heads import AttentionWeights, head_outputs, predict, stack
+from mechinterp.models.heads import head_outputs, predict, stack
+from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.training.linear.trainer import initial_heads
 from mechinterp.training.one_layer.step import initial_weights
@@ -44,14 +45,14 @@ SERVES = 0.25  # a head serves a response where |mu_n| is above this part of its
 
 
 @cache
-def random_models() -> list[AttentionWeights]:
+def random_models() -> list[Weights]:
     """The initial models of the seeds from 0, one by one; how they are drawn does not depend on their keys."""
     config = ExperimentConfig(task=OF_NULL, model=replace(MODEL, attend_to_self=False))
     drawn = [initial_weights(replace(config, seed=seed)) for seed in range(100)]
-    return [replace(weights.to(torch.float64), attend_to_self=True) for weights in drawn]
+    return [each.to(torch.float64).with_model(attend_to_self=True) for each in drawn]
 
 
-def spread(weights: AttentionWeights) -> float:
+def spread(weights: Weights) -> float:
     """The largest max/min - 1 of |omega| over the heads that serve one response."""
     sizes, mu = weights.omega.norm(dim=1), weights.mu.abs()
     spreads = []
@@ -62,7 +63,7 @@ def spread(weights: AttentionWeights) -> float:
     return max(spreads)
 
 
-def zero_sum(weights: AttentionWeights) -> float:
+def zero_sum(weights: Weights) -> float:
     total, size = weights.mu.sum(0).abs(), weights.mu.abs().sum(0)
     return (total / size).max().item()
 
@@ -71,7 +72,7 @@ def prompts_of_the_null() -> Prompts:
     return evaluation(OF_NULL, random_null.N_PROMPTS, 0, True).prompts
 
 
-def substitution_r2(weights: AttentionWeights) -> float:
+def substitution_r2(weights: Weights) -> float:
     ideal, prompts = (
         idealised(weights, torch.diag_embed(weights.omega), weights.mu),
         prompts_of_the_null(),
@@ -79,13 +80,13 @@ def substitution_r2(weights: AttentionWeights) -> float:
     return faithfulness(predict(weights, prompts), predict(ideal, prompts)).r2
 
 
-def task_r2(weights: AttentionWeights) -> float:
+def task_r2(weights: Weights) -> float:
     prompts = prompts_of_the_null()
     missed = (predict(weights, prompts) - prompts.y_query).square().mean()
     return (1 - missed / prompts.y_query.square().mean()).item()
 
 
-def share_of(weights: AttentionWeights) -> torch.Tensor:
+def share_of(weights: Weights) -> torch.Tensor:
     sizes = head_outputs(weights, prompts_of_the_null()).var(0).sum(1).sqrt()
     return sizes / sizes.sum()
 
@@ -143,10 +144,10 @@ def test_bare_heads_compare_x_with_x_and_read_y():
     torch.testing.assert_close(found.OV[:, y], whole.OV[:, y])
     for unused in (found.QK[:, y], found.QK[:, :, y], found.OV[:, x]):
         assert not unused.any()
-    linear = replace(found, score="linear")
+    linear = found.with_model(score="linear")
     assert is_bare(linear)
     assert not is_bare(found)  # softmax
-    assert not is_bare(replace(whole, score="linear"))
+    assert not is_bare(whole.with_model(score="linear"))
 
 
 @pytest.mark.slow
@@ -285,7 +286,7 @@ def test_heads_of_other_responses_do_not_count_in_the_spread():
 ONE_HEAD = ModelConfig(n_heads=1, d_head=6)
 
 
-def random_head(seed: int = 0) -> AttentionWeights:
+def random_head(seed: int = 0) -> Weights:
     return initial_weights(ExperimentConfig(model=ONE_HEAD, seed=seed))
 
 
@@ -337,7 +338,7 @@ def test_p_values_of_a_pattern_are_the_least_possible_and_the_best_head_stands_f
     "law", [{"score": "1+tanh"}, {"attend_to_self": True}, {"score": "1+Cx", "score_slope": 5.0}]
 )
 def test_random_models_are_drawn_with_the_law_of_the_model(law: dict):
-    found = classify(replace(random_head(3), **law))
+    found = classify(random_head(3).with_model(**law))
     r2, p = found.substitution.r2, found.p_values["substitution_r2"]
     same = null_of(TaskConfig(), replace(ONE_HEAD, **law), form=found.form.kind)
     assert p == same.p_value("substitution_r2", r2)

@@ -20,10 +20,11 @@ from mechinterp.models.constructions.one_layer import (
     from_circuits,
     zero_head,
 )
-from mechinterp.models.heads import AttentionWeights, stack
+from mechinterp.models.heads import stack
+from mechinterp.models.weights import Weights
 from mechinterp.theory.softmax import debiased_step_size
 from mechinterp.training.one_layer.step import initial_weights
-from tests.conftest import refused
+from tests.conftest import changed, refused
 
 pytestmark = pytest.mark.usefixtures("small_null")
 
@@ -49,7 +50,7 @@ def grouped(first: float, last: float, shared: float) -> list[float]:
     return [first, first, shared, shared, last, last]
 
 
-def with_blocks(blocks: Tensor, mu: list[float], **law: object) -> AttentionWeights:
+def with_blocks(blocks: Tensor, mu: list[float], **law: object) -> Weights:
     """Heads of one response with these QK x blocks."""
     OV = torch.nn.functional.pad(torch.tensor(mu, dtype=torch.float64)[:, None], (5, 0))
     return from_circuits(torch.nn.functional.pad(blocks, (0, 1, 0, 1)), OV[:, :, None], **law)
@@ -82,41 +83,41 @@ def antisymmetric() -> Tensor:
     return matrix * 5**0.5 / matrix.norm()
 
 
-def heads(omega: list, mu: list[float]) -> AttentionWeights:
+def heads(omega: list, mu: list[float]) -> Weights:
     return diagonal_heads(omega, mu, d_x=5)
 
 
-def pair(omega: float = 0.13, mu: float = 3.4) -> AttentionWeights:
+def pair(omega: float = 0.13, mu: float = 3.4) -> Weights:
     return heads([omega, -omega], [mu, -mu])
 
 
-def two_responses(omega: list, mu: list) -> AttentionWeights:
+def two_responses(omega: list, mu: list) -> Weights:
     return diagonal_heads(omega, mu, d_x=6, d_y=2)
 
 
-def opposite(omega: list[float], mu: list[float]) -> AttentionWeights:
+def opposite(omega: list[float], mu: list[float]) -> Weights:
     """A head of two responses with its exact opposite."""
     return two_responses([omega, [-o for o in omega]], [mu, [-m for m in mu]])
 
 
-def uneven(first: list, second: list) -> AttentionWeights:
+def uneven(first: list, second: list) -> Weights:
     """Four heads of two responses, each next to its opposite."""
     omega = [[sign * o for o in each] for each in first for sign in (1, -1)]
     return two_responses(omega, [[sign * m for m in each] for each in second for sign in (1, -1)])
 
 
-def uneven_pair(omega: list[float], mu: list[list[float]]) -> AttentionWeights:
+def uneven_pair(omega: list[float], mu: list[list[float]]) -> Weights:
     return two_responses([[o] * 6 for o in omega], mu)
 
 
-def reading_x(*values: float) -> AttentionWeights:
+def reading_x(*values: float) -> Weights:
     """The pair, of which each head also reads the first entry of x with this value."""
     OV = pair().OV.clone()
     OV[: len(values), 0, 0] = torch.tensor(values)
     return from_circuits(pair().QK, OV)
 
 
-def on_manifold(gamma: float, positive: list[float], negative: list[float]) -> AttentionWeights:
+def on_manifold(gamma: float, positive: list[float], negative: list[float]) -> Weights:
     """Heads on the solution manifold; the lists split mu_gamma over the heads of each sign."""
     total = manifold_mu(gamma, **PAPER)
     omega = [gamma] * len(positive) + [-gamma] * len(negative)
@@ -124,26 +125,30 @@ def on_manifold(gamma: float, positive: list[float], negative: list[float]) -> A
     return diagonal_heads(omega, mu, d_x=5)
 
 
-def cancelling(n_heads: int) -> AttentionWeights:
+def cancelling(n_heads: int) -> Weights:
     """The pair with heads that attend at random and, if they are two, cancel each other."""
     junk = 0.3 * drawn(1, 6, 6, seed=1).expand(n_heads, -1, -1)
     OV = torch.tensor([1.0, -1.0]).double()[:n_heads, None, None].expand(-1, 6, 1)
     return stack([pair(), from_circuits(junk, OV)])
 
 
-def mixed_omega() -> AttentionWeights:
+def mixed_omega() -> Weights:
     weights = pair(0.4, 2.0)
-    weights.W_K[0, 0, 0] *= -1
+    weights.W_K[0, 0, 0, 0] *= -1
     return weights
 
 
-def linear(weights: AttentionWeights, **law: object) -> AttentionWeights:
-    return replace(weights, **{"score": "linear", "score_slope": 1 / 40} | law)
+def linear(weights: Weights, **law: object) -> Weights:
+    return weights.with_model(**{"score": "linear", "score_slope": 1 / 40} | law)
+
+
+def rectified(weights: Weights) -> Weights:
+    return weights.with_model(score="relu/L", context_only=True)
 
 
 AVERAGE = heads([0.0], [1.0])
 SIX = torch.eye(6).double()[None]
-READS_X = replace(AVERAGE, W_V=SIX, W_O=1 - SIX[:, :, 5:])
+READS_X = changed(AVERAGE, W_V=SIX, W_O=1 - SIX[:, :, 5:])
 TABLE_2 = two_responses(
     [
         grouped(-0.0316, -0.0689, -0.0893),
@@ -165,7 +170,7 @@ STEP_OF_TWO = debiased_gradient_step(0.9, 0.1, d_x=6, d_y=2)
 DUMMIES = heads([7.0, -0.001, 0.3], [1e-6, 1e-7, -1e-5])
 
 
-def task_heads(*mu: list[float]) -> AttentionWeights:
+def task_heads(*mu: list[float]) -> Weights:
     """Heads of the third mode with other mu, each next to its opposite."""
     return two_responses(
         MODE_3.omega.tolist(), [[s * m for m in each] for each in mu for s in (1, -1)]
@@ -207,7 +212,7 @@ FULL, PART = tuple(range(6)), (0, 1, 2, 3)
 class Case:
     """A model, its label, and numbers of the answer by their names."""
 
-    weights: AttentionWeights
+    weights: Weights
     pattern: str
     labels: str
     reason: str
@@ -216,7 +221,7 @@ class Case:
 
 
 def case(
-    weights: AttentionWeights,
+    weights: Weights,
     pattern: str,
     labels: str = "",
     *,
@@ -227,7 +232,7 @@ def case(
     return Case(weights, pattern, labels, reason, task, numbers)
 
 
-def unclear(weights: AttentionWeights, labels: str = "", **given: object) -> Case:
+def unclear(weights: Weights, labels: str = "", **given: object) -> Case:
     return case(weights, "undetermined", labels, **given)
 
 
@@ -251,7 +256,7 @@ ONE_RESPONSE = {
         eta=[0.13 * 3 + 0.134 * 0.4 + 0.13 * 3.4],
     ),
     "slope": case(
-        replace(debiased_gradient_step(0.8, 0.05, d_x=5), score="1+Cx", score_slope=0.5),
+        debiased_gradient_step(0.8, 0.05, d_x=5).with_model(score="1+Cx", score_slope=0.5),
         "debiased_gd",
         eta=[0.4],
         theta=np.full((1, 5), 0.4),
@@ -330,12 +335,10 @@ ONE_RESPONSE = {
     ),
     "linear zero": unclear(linear(heads([0.5, -0.5], [1.0, 1.0])), reason="predictions are all 0"),
     # max(s, 0) - max(-s, 0) = s: heads of opposite omega and mu make a step of mu * omega.
-    "rectified pair": case(
-        replace(pair(0.4, 2.0), score="relu/L"), "linear_gd", eta=[0.8], learner_r2=1
-    ),
+    "rectified pair": case(rectified(pair(0.4, 2.0)), "linear_gd", eta=[0.8], learner_r2=1),
     # max(s, 0) = s/2 + |s|/2, of which a step has the first half alone.
     "rectified head": unclear(
-        replace(heads([0.4], [2.0]), score="relu/L"), eta=[0.4], learner_r2=around(0.5, 0.45)
+        rectified(heads([0.4], [2.0])), eta=[0.4], learner_r2=around(0.5, 0.45)
     ),
 }
 OTHER_TASKS = {
@@ -487,7 +490,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
     blocks, mu = drawn(3, 5, 5, seed=1), [0.5, -0.2, 0.1]
     weights = with_blocks(blocks, mu, score="linear", score_slope=1 / 40)
     step = torch.einsum("h,hij->ij", torch.tensor(mu).double(), blocks)
-    for one in (weights, replace(weights, score="linear/L", score_slope=1.0)):
+    for one in (weights, weights.with_model(score="linear/L", score_slope=1.0)):
         found = classify(one)
         assert torch.allclose(found.scales.step[0], step)
         assert found.learner.r2 == pytest.approx(1, abs=1e-12)
@@ -496,7 +499,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
         assert found.p_values["task_r2"] == 1
 
 
-def linear_step(M: Tensor, noise: float = 0.0) -> AttentionWeights:
+def linear_step(M: Tensor, noise: float = 0.0) -> Weights:
     """One linear head whose prediction is (1/L) sum_l y_l x_l^T M x, and noise on all of both circuits."""
     heads = with_blocks(M[None], [1.0])
 
@@ -537,7 +540,7 @@ def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
 
 def test_linear_attention_that_reads_x_is_not_a_step():
     weights = linear(heads([0.5], [1.0]))
-    weights.W_V[0, :5, 5] = 3.0
+    weights.W_V[0, 0, :5, 5] = 3.0
     found = classify(weights)
     assert found.pattern == "undetermined"
     assert "substitution_r2" in found.reason
@@ -546,9 +549,9 @@ def test_linear_attention_that_reads_x_is_not_a_step():
 def test_biases_add_a_constant_that_is_nobodys():
     weights = debiased_gradient_step(0.88, 0.13, d_x=5)
     zero = torch.zeros(2, 6, dtype=torch.float64)
-    biased = replace(weights, b_Q=zero, b_K=zero, b_V=zero, b_O=torch.tensor([0.0]).double())
+    biased = changed(weights, b_Q=zero, b_K=zero, b_V=zero, b_O=torch.tensor([0.0]).double())
     assert classify(biased).reason == classify(weights).reason
-    shifted = classify(replace(biased, b_O=torch.tensor([3.0]).double()))
+    shifted = classify(changed(biased, b_O=torch.tensor([3.0]).double()))
     assert shifted.share == pytest.approx(classify(weights).share)
     assert shifted.pattern == "undetermined"
     assert "substitution_r2" in shifted.reason
@@ -570,7 +573,7 @@ def test_circuits_alone_are_enough_and_are_read_with_their_law():
     sloped = classify_circuits(QK, OV, score="1+Cx", score_slope=0.5)
     assert sloped.scales.eta[0] == pytest.approx(0.5 * 2 * 0.13 * 3.4)
     to_self = classify_circuits(QK, OV, attend_to_self=True)
-    expected = classify(replace(weights, attend_to_self=True))
+    expected = classify(weights.with_model(attend_to_self=True))
     assert to_self.learner.rms == pytest.approx(expected.learner.rms)
     assert to_self.learner.rms != pytest.approx(found.learner.rms)
 

@@ -26,9 +26,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.models.weights import weights_of_layer
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear_heads import merged_heads
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import refused
@@ -203,7 +202,7 @@ def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
     assert len(plain.learners) == 5
     prompts = sample_prompts(task, 300, dtype=torch.float64)
-    heads = weights_of_layer(linear_attention(merged_heads(2, 3, std=0.1, seed=0)))
+    heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
     given = replace(predictor_of(heads), task=task)
     found = baselines(given, prompts)
     assert found.learners[-1] == "dMMSE"
@@ -222,14 +221,12 @@ CONFIG = ExperimentConfig(
 EFFECTS = ("weight_change", "dmmse_rise", "ridge_rise", "memory_excess")
 
 
-def layer(seed: int = 0) -> AttentionWeights:
+def layer(seed: int = 0) -> Weights:
     return initial_weights(replace(CONFIG, seed=seed)).to(torch.float64)
 
 
-def without(weights: AttentionWeights, head: int) -> AttentionWeights:
-    W_O = weights.W_O.clone()
-    W_O[head] = 0
-    return weights.with_tensors({**weights.tensors, "W_O": W_O})
+def without(weights: Weights, head: int) -> Weights:
+    return weights.without([(0, head)])
 
 
 def test_a_mask_does_what_comparing_the_masked_model_says():
@@ -299,8 +296,7 @@ def test_which_heads_memorise_follows_from_both_effects():
 
 
 def test_the_usual_lengths_are_those_of_training(tmp_path: Path):
-    weights = weights_of_layer(layer(), model=CONFIG.model)
-    save(tmp_path / "model", CONFIG, weights, step=20)
+    save(tmp_path / "model", CONFIG, layer(), step=20)
     # This model was trained with five pairs in every prompt.
     default = compare_priors(load(tmp_path / "model"), n_prompts=16)
     assert default.context_length.tolist() == [5]

@@ -177,7 +177,7 @@ KEPT_A, KEPT_B = np.array([2.25, 2.25]), np.array([6.25, 0.25])
 
 def layer_of(omega: list[list[float]]) -> ICLTransformer:
     """One layer of linear attention on one pair with y = 1, whose heads add these on prompts about either coordinate."""
-    weights = replace(diagonal_heads(omega, [1.0] * len(omega), d_x=2), score="linear")
+    weights = diagonal_heads(omega, [1.0] * len(omega), d_x=2).with_model(score="linear")
     return ICLTransformer.from_weights(weights, task=ONE_PAIR)
 
 

@@ -30,7 +30,7 @@ from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.weights import Weights, weights_of_layer
+from mechinterp.models.weights import Weights
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import random_model
 
@@ -105,7 +105,7 @@ def on_moments() -> Checkpoint:
 @cache
 def small_head() -> Checkpoint:
     """One softmax head of 27 free entries, near a minimum of its loss on 128 prompts."""
-    weights = weights_of_layer(diagonal_heads([0.5], [1.5], d_x=2))
+    weights = diagonal_heads([0.5], [1.5], d_x=2)
     return unsaved(weights, TaskConfig(d_x=2, context_length=16))
 
 

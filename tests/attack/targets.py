@@ -120,7 +120,7 @@ def _loads(folder: Path, *, name: str, hints: Hints) -> None:
     model, weights = checkpoint.config.model, checkpoint.weights
     assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
     if model.one_attention:
-        assert weights.circuits.OV.shape[2] == checkpoint.config.task.d_y
+        assert weights.OV.shape[2] == checkpoint.config.task.d_y
 
 
 def _reads_all(folder: Path) -> None:

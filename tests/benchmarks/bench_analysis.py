@@ -22,7 +22,7 @@ def test_evaluation(versus):
     names = [f"softmax-h{h}-s{seed}" for h in (1, 2, 4, 8) for seed in (0, 1)]
     models = {name: load(CHECKPOINTS / name) for name in names}
     task = models[names[0]].config.task
-    layers = [plain.attention(checkpoint.weights.circuits) for checkpoint in models.values()]
+    layers = [plain.attention(checkpoint.weights) for checkpoint in models.values()]
 
     def one_by_one() -> None:
         for layer in layers:
@@ -39,7 +39,7 @@ def test_masking(versus):
     checkpoint = load(CHECKPOINTS / "softmax-h8-s0")
     generator = generator_for(0, "eval", 0)
     prompts = sample_prompts(checkpoint.config.task, 512, generator=generator)
-    layer = plain.attention(checkpoint.weights.circuits)
+    layer = plain.attention(checkpoint.weights)
     batch = (prompts.tokens[:, -1:], prompts.context_tokens, prompts.y_query_clean)
     risks, expected = ablate_subsets(checkpoint, prompts).risk, plain.subset_risks(layer, batch)
     np.testing.assert_allclose(np.sort(risks), np.sort(expected), rtol=1e-3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.hooked.masks import Head, mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.hooks import CHUNK
@@ -63,7 +63,7 @@ def test_every_subset_of_a_layer(versus):
     task, generator = TaskConfig(), torch.Generator().manual_seed(0)
     W_Q, W_K, W_V = (torch.randn(N_HEADS, 6, 6, generator=generator) / 6**0.5 for _ in range(3))
     W_O = torch.randn(N_HEADS, 6, 1, generator=generator) / 6**0.5
-    weights = AttentionWeights(W_Q, W_K, W_V, W_O, scale=6**-0.5)
+    weights = one_layer(W_Q, W_K, W_V, W_O, scale=6**-0.5)
     model = ICLTransformer.from_weights(weights, task=task)
     prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     part = prompts[:CHUNK]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mechinterp.config import ExperimentConfig
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear_heads import SeparateHeads
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,13 +31,13 @@ class Attention(nn.Module):
         return self.o((pattern @ v).transpose(1, 2).flatten(2))[:, 0]
 
 
-def attention(weights: AttentionWeights) -> Attention:
+def attention(weights: Weights) -> Attention:
     """The same model as plain layers; without gradients."""
     model = Attention(weights.d_x + weights.d_y, weights.n_heads, weights.d_y)
     with torch.no_grad():
         for layer, W in ((model.q, weights.W_Q), (model.k, weights.W_K), (model.v, weights.W_V)):
-            layer.weight.copy_(W.mT.flatten(0, 1))
-        model.o.weight.copy_(weights.W_O.flatten(0, 1).T)
+            layer.weight.copy_(W[0].mT.flatten(0, 1))
+        model.o.weight.copy_(weights.W_O[0, ..., weights.d_x :].flatten(0, 1).T)
     return model.requires_grad_(False)
 
 

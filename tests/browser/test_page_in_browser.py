@@ -162,7 +162,7 @@ def test_the_slider_moves_the_heatmaps_and_their_titles(visit: Visit):
     at.moved_to("step", 1)
     after = at.page.locator("#figure-circuits_over_steps image").first.get_attribute("href")
     assert before != after
-    expected = checkpoint.snapshots[steps[1]].circuits.QK[0, :5].numpy()
+    expected = checkpoint.snapshots[steps[1]].QK[0, :5].numpy()
     assert (
         f"QK and OV circuits at step {steps[1]:,}"
         in at.page.locator("figcaption").all_inner_texts()

@@ -12,7 +12,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load, load_run
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 
 
 def saved(folder: Path, state: object) -> Path:
@@ -52,7 +52,7 @@ def assert_refused(
     return str(error.value)
 
 
-def assert_same_circuits(actual: AttentionWeights, expected: AttentionWeights) -> None:
+def assert_same_circuits(actual: Weights, expected: Weights) -> None:
     """Equal QK and OV circuits but for rounding."""
     torch.testing.assert_close(actual.QK, expected.QK)
     torch.testing.assert_close(actual.OV, expected.OV)

@@ -13,14 +13,16 @@ from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.constructions.one_layer import one_layer
+from mechinterp.models.weights import Weights
+from tests.conftest import by_head, changed
 
 State = dict[str, Tensor]
 
 
 def random_heads(
     *, n_heads: int = 2, d_x: int = 3, d_y: int = 1, d_head: int | None = None, seed: int = 0
-) -> AttentionWeights:
+) -> Weights:
     """Heads with normal entries at the scale 1/sqrt(d_head); d_head is d_model if left out."""
     generator = torch.Generator().manual_seed(seed)
     d_model = d_x + d_y
@@ -30,15 +32,15 @@ def random_heads(
         return torch.randn(n_heads, *shape, generator=generator)
 
     wide = [normal(d_model, d_head) for _ in range(3)]
-    return AttentionWeights(*wide, normal(d_head, d_y), scale=d_head**-0.5)
+    return one_layer(*wide, normal(d_head, d_y), scale=d_head**-0.5)
 
 
-def biased(weights: AttentionWeights, seed: int = 1) -> AttentionWeights:
+def biased(weights: Weights, seed: int = 1) -> Weights:
     """The same heads with normal biases."""
     generator = torch.Generator().manual_seed(seed)
-    per_head = (weights.n_heads, weights.W_Q.shape[2])
+    per_head = (weights.n_heads, weights.d_head)
     biases = {f"b_{x}": torch.randn(per_head, generator=generator) for x in "QKV"}
-    return weights.with_tensors(biases | {"b_O": torch.randn(weights.d_y, generator=generator)})
+    return changed(weights, **biases, b_O=torch.randn(weights.d_y, generator=generator))
 
 
 def whole_run(state: State, *, steps: int = 5) -> dict[str, object]:
@@ -64,20 +66,21 @@ def attention_module(weights_seed: int, *, width: int, n_heads: int, bias: bool)
     return module.eval()
 
 
-def matrices(weights: AttentionWeights) -> State:
+def matrices(weights: Weights) -> State:
     """q, k, v [head * d_head, d_model] and o [d_model, head * d_head], as four torch.nn.Linear hold them."""
     rows = {
-        x: getattr(weights, f"W_{x.upper()}").mT.flatten(0, 1).contiguous().clone() for x in "qkv"
+        x: getattr(weights, f"W_{x.upper()}")[0].mT.flatten(0, 1).contiguous().clone()
+        for x in "qkv"
     }
-    return rows | {"o": pad(weights.W_O, (weights.d_x, 0)).flatten(0, 1).mT.contiguous()}
+    return rows | {"o": weights.W_O[0].flatten(0, 1).mT.contiguous()}
 
 
-def bias_rows(weights: AttentionWeights) -> State:
+def bias_rows(weights: Weights) -> State:
     """The biases of these four, if there are any."""
-    if weights.b_O is None:
+    if not weights.model.biases:
         return {}
-    rows = {x: getattr(weights, f"b_{x.upper()}").flatten() for x in "qkv"}
-    return rows | {"o": pad(weights.b_O, (weights.d_x, 0))}
+    tensors = {x: weights.tensors[f"attn.b_{x.upper()}"] for x in "qkvo"}
+    return {x: tensor.flatten() for x, tensor in tensors.items()}
 
 
 def spelled(row: str, x: str) -> str:
@@ -85,8 +88,8 @@ def spelled(row: str, x: str) -> str:
     return row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize())
 
 
-def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[AttentionWeights], State]:
-    def write(weights: AttentionWeights) -> State:
+def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[Weights], State]:
+    def write(weights: Weights) -> State:
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
         kinds = {"weight": matrices(weights), "bias": bias_rows(weights)}
         return {
@@ -96,10 +99,10 @@ def linear_layers(row: str, out: str, path: str = "attn.") -> Callable[[Attentio
     return write
 
 
-def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeights], State]:
+def parameters(row: str, out: str, *, turned: bool) -> Callable[[Weights], State]:
     """Bare parameters [in, out], or [out, in] where turned."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         names = {x: spelled(row, x) for x in "qkv"} | {"o": out}
         return {
@@ -109,10 +112,10 @@ def parameters(row: str, out: str, *, turned: bool) -> Callable[[AttentionWeight
     return write
 
 
-def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionWeights], State]:
+def packed(name: str, out: str, *, turned: bool = False) -> Callable[[Weights], State]:
     """Queries, keys and values in one matrix, [3 width, in], or GPT-2's [in, 3 width] where turned."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         qkv = torch.cat([rows[x] for x in "qkv"])
         state = {f"attn.{name}.weight": qkv, f"attn.{out}.weight": rows["o"]}
@@ -121,8 +124,8 @@ def packed(name: str, out: str, *, turned: bool = False) -> Callable[[AttentionW
     return write
 
 
-def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
-    def write(weights: AttentionWeights) -> State:
+def queries_and_packed(name: str) -> Callable[[Weights], State]:
+    def write(weights: Weights) -> State:
         rows = matrices(weights)
         kv = torch.cat([rows["k"], rows["v"]])
         return {"to_q.weight": rows["q"], f"{name}.weight": kv, "to_out.0.weight": rows["o"]}
@@ -132,41 +135,41 @@ def queries_and_packed(name: str) -> Callable[[AttentionWeights], State]:
 
 def modules_per_head(
     row: str, out: str, path: str = "attn.heads.{h}."
-) -> Callable[[AttentionWeights], State]:
+) -> Callable[[Weights], State]:
     """A module per head, and one output projection over all of them."""
 
-    def write(weights: AttentionWeights) -> State:
+    def write(weights: Weights) -> State:
         state = {}
         for h in range(weights.n_heads):
             for x in "qkv":
-                W = getattr(weights, f"W_{x.upper()}")[h]
+                W = getattr(weights, f"W_{x.upper()}")[0, h]
                 state[f"{path.format(h=h)}{spelled(row, x)}.weight"] = W.mT.contiguous()
         return state | {f"attn.{out}.weight": matrices(weights)["o"]}
 
     return write
 
 
-def outputs_per_head(weights: AttentionWeights) -> State:
+def outputs_per_head(weights: Weights) -> State:
     """heads.{h}.W_Q.weight, ..., heads.{h}.W_O.weight: the heads' outputs are added."""
     state = modules_per_head("W_{X}", "unused", "heads.{h}.")(weights)
     del state["attn.unused.weight"]
-    for h, W_O in enumerate(pad(weights.W_O, (weights.d_x, 0))):
+    for h, W_O in enumerate(weights.W_O[0]):
         state[f"heads.{h}.W_O.weight"] = W_O.mT.contiguous()
     return state
 
 
-def three_axes(weights: AttentionWeights) -> State:
+def three_axes(weights: Weights) -> State:
     """Flax: query [in, head, d_head], out [head, d_head, in]."""
     names = {"query": "W_Q", "key": "W_K", "value": "W_V"}
     path = "params.MultiHeadDotProductAttention_0"
     state = {
-        f"{path}.{n}.kernel": getattr(weights, W).transpose(0, 1).contiguous()
+        f"{path}.{n}.kernel": getattr(weights, W)[0].transpose(0, 1).contiguous()
         for n, W in names.items()
     }
-    return state | {f"{path}.out.kernel": pad(weights.W_O, (weights.d_x, 0)).contiguous()}
+    return state | {f"{path}.out.kernel": weights.W_O[0].contiguous()}
 
 
-def haiku(weights: AttentionWeights) -> State:
+def haiku(weights: Weights) -> State:
     """transformer/multi_head_attention/query.w [in, out], with minus the prediction at the y entry."""
     rows = matrices(weights)
     names = {"q": "query", "k": "key", "v": "value", "o": "linear"}
@@ -177,12 +180,12 @@ def haiku(weights: AttentionWeights) -> State:
     }
 
 
-def annotated(weights: AttentionWeights) -> State:
+def annotated(weights: Weights) -> State:
     rows = matrices(weights)
     return {f"linears.{i}.weight": rows[x] for i, x in enumerate("qkvo")}
 
 
-def multihead(weights: AttentionWeights) -> State:
+def multihead(weights: Weights) -> State:
     """torch.nn.MultiheadAttention with one matrix of queries, keys and values."""
     state = {}
     for kind, rows in (("weight", matrices(weights)), ("bias", bias_rows(weights))):
@@ -192,50 +195,60 @@ def multihead(weights: AttentionWeights) -> State:
     return state
 
 
-def multihead_apart(weights: AttentionWeights) -> State:
+def multihead_apart(weights: Weights) -> State:
     """The same with keys or values of another width, which it keeps in three matrices."""
     rows = matrices(weights)
     return {f"{x}_proj_weight": rows[x] for x in "qkv"} | {"out_proj.weight": rows["o"]}
 
 
-def softmax_paper_state(weights: AttentionWeights) -> State:
+def softmax_paper_state(weights: Weights) -> State:
     """The softmax paper's code: rows of q, k, v and columns of o in blocks of heads; o has d_y rows."""
-    rows = matrices(weights) | {"o": weights.W_O.flatten(0, 1).mT.contiguous()}
+    rows = matrices(weights) | {"o": by_head(weights)["W_O"].flatten(0, 1).mT.contiguous()}
     return {f"attention_layer.{x}_proj.weight": matrix for x, matrix in rows.items()}
 
 
-def merged(weights: AttentionWeights) -> State:
+def merged(weights: Weights) -> State:
     """The linear paper's code with one matrix per head for queries and keys, and values that are outputs."""
     values = pad(weights.OV, (weights.d_x, 0)).mT
     return {"kq.weight": weights.QK.flatten(0, 1), "value.weight": values.flatten(0, 1)}
 
 
-def separate(weights: AttentionWeights) -> State:
+def separate(weights: Weights) -> State:
     """The same with keys and queries of low rank."""
     rows = matrices(weights)
     named = {"key.weight": rows["k"], "query.weight": weights.scale * rows["q"]}
     return named | {"value.weight": merged(weights)["value.weight"]}
 
 
-def circuits(weights: AttentionWeights) -> State:
-    return {"QK": weights.W_Q @ weights.W_K.mT, "OV": weights.OV}
+def whole_tokens(weights: Weights) -> State:
+    """Tensors [head, ...] that write whole tokens."""
+    return {name.removeprefix("attn."): tensor[0] for name, tensor in weights.tensors.items()}
 
 
-def four_of_lens(weights: AttentionWeights) -> State:
+def circuits(weights: Weights) -> State:
+    """QK without its scale, and OV, which writes whole tokens."""
+    return {"QK": weights.W_Q[0] @ weights.W_K[0].mT, "OV": weights.W_V[0] @ weights.W_O[0]}
+
+
+def narrow_circuits(weights: Weights) -> State:
+    return circuits(weights) | {"OV": weights.OV}
+
+
+def four_of_lens(weights: Weights) -> State:
     """The attention of a HookedTransformer alone, whose output is as wide as a token."""
     state = hooked_state(weights, n_ctx=6)
     return {name: state[name] for name in (f"blocks.0.attn.W_{x}" for x in "QKVO")}
 
 
-def arrays(weights: AttentionWeights) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in weights.tensors.items()}
+def arrays(weights: Weights) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in by_head(weights).items()}
 
 
 NARROW = {"y_first": False, "minus": False, "factor": 1.0}
 """Layouts that write y entries alone have one order of columns, one sign and no factor."""
 SOFTMAX = {"score": "softmax", "scale": None}
 LINEAR = NARROW | {"score": "linear", "scale": None, "to_self": True, "hints": {"format": "linear-paper"}}  # fmt: skip
-FORMATS: dict[str, tuple[Callable[[AttentionWeights], State], str, dict[str, object]]] = {
+FORMATS: dict[str, tuple[Callable[[Weights], State], str, dict[str, object]]] = {
     "paper": (
         softmax_paper_state,
         "softmax-paper",
@@ -245,15 +258,15 @@ FORMATS: dict[str, tuple[Callable[[AttentionWeights], State], str, dict[str, obj
     "separate": (separate, "linear-paper", LINEAR),
     "multihead": (multihead, "torch-attention", SOFTMAX | {"minus": False}),
     "multihead, apart": (multihead_apart, "torch-attention", SOFTMAX | {"minus": False}),
-    "arrays": (lambda weights: weights.tensors, "arrays", {}),
-    "narrow arrays": (lambda weights: weights.tensors, "arrays", NARROW),
+    "arrays": (whole_tokens, "arrays", {}),
+    "narrow arrays": (by_head, "arrays", NARROW),
     "circuits": (circuits, "arrays", {"scale": 1.0}),
-    "narrow circuits": (circuits, "arrays", NARROW | {"scale": 1.0}),
+    "narrow circuits": (narrow_circuits, "arrays", NARROW | {"scale": 1.0}),
     "lens": (lambda weights: hooked_state(weights, n_ctx=6), "transformer-lens", NARROW),
     "four of lens": (four_of_lens, "transformer-lens", NARROW),
 }
 """Formats whose names state something: how each is written, its name, and what it settles; scale None: the head's own."""
-LAYOUTS: dict[str, Callable[[AttentionWeights], State]] = {
+LAYOUTS: dict[str, Callable[[Weights], State]] = {
     **{f"modules {row}": linear_layers(row, "out_proj") for row in PROJECTIONS},
     **{f"output {out}": linear_layers("to_{x}", out) for out in ROWS["o"]},
     **{f"packed {name}": packed(name, "proj") for name in ROWS["qkv"]},
@@ -301,7 +314,7 @@ def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]
         "flax": folder / "flax.msgpack",
     }
     save_file(lens, others["transformer-lens-safetensors"])
-    save_file(narrow.tensors, others["arrays-safetensors"])
+    save_file(by_head(narrow), others["arrays-safetensors"])
     np.savez(others["arrays"], **arrays(biased(narrow)))
     np.savez_compressed(others["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
     flat = {name: tensor.numpy() for name, tensor in haiku(square).items()}

@@ -15,8 +15,9 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.heads import NAMES, predict
+from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
@@ -66,13 +67,13 @@ def test_a_round_trip_loses_nothing(tmp_path: Path, dtype: torch.dtype):
     convert(written, "native", tmp_path / "back")
     back, before = load(tmp_path / "back"), load(native)
     for checkpoint in (written, back):
-        assert_same(checkpoint.weights.circuits, before.weights.circuits)
+        assert_same(checkpoint.weights, before.weights)
         assert checkpoint.config == CONFIG
     assert (back.format, back.step) == ("native", 7)
     file = "model.safetensors"
     assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
     prompts = sample_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
-    expected = predict(before.weights.circuits, prompts)
+    expected = predict(before.weights, prompts)
     assert_close_to_rounding(written.model.predict(prompts), expected)
 
 
@@ -106,7 +107,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path
         write_state(tmp_path / "state.pt"),
         task={"noise_var": 0.3, "covariance": {"kind": "identity"}},
     )
-    assert_same(checkpoint.weights.circuits, initial_weights(CONFIG))
+    assert_same(checkpoint.weights, initial_weights(CONFIG))
     assert checkpoint.config.task == replace(CONFIG.task, context_length=40)
     assert checkpoint.config.model == CONFIG.model
     assumed = dict(checkpoint.assumed)
@@ -170,20 +171,20 @@ def test_some_of_the_biases_are_enough(tmp_path: Path):
     b_V = torch.randn(2, 4, generator=torch.Generator().manual_seed(4))
     left_out = dict.fromkeys(ATTN + name for name in ("b_Q", "b_K", "b_O"))
     some = load(write_state(tmp_path / "some.pt", **left_out, **{ATTN + "b_V": b_V}))
-    assert not some.weights.circuits.tensors["b_Q"].any()
-    assert torch.equal(some.weights.circuits.tensors["b_V"], b_V)
+    assert not some.weights.tensors["attn.b_Q"].any()
+    assert torch.equal(some.weights.tensors["attn.b_V"][0], b_V)
 
 
 def test_a_model_that_attends_to_itself_has_no_place_in_the_script(tmp_path: Path):
     file = write_state(tmp_path / "state.pt", **{ATTN + "mask": ONES.tril()})
     checkpoint = load(file)
-    assert checkpoint.weights.circuits.attend_to_self
+    assert checkpoint.weights.model.attend_to_self
     assert checkpoint.config.model.attend_to_self
     assert "model.attend_to_self" not in checkpoint.assumed
     lens = ("transformer-lens", tmp_path / "exchange")
     assert_refused("whose query attends to itself", convert, checkpoint, *lens)
     convert(checkpoint, "native", tmp_path / "native")
-    assert load(tmp_path / "native").weights.circuits.attend_to_self
+    assert load(tmp_path / "native").weights.model.attend_to_self
     assert_refused("attend_to_self must be the file's True", load, file, attend_to_self=False)
 
 

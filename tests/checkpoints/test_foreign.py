@@ -28,7 +28,7 @@ from tests.checkpoints.foreign_files import (
     whole_run,
 )
 from tests.checkpoints.test_archives import peak
-from tests.conftest import assert_same
+from tests.conftest import assert_same, by_head
 from tests.models.test_layered_models import encoder, garg
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -79,7 +79,7 @@ def test_torchs_module_predicts_as_it_does(tmp_path: Path, apart: bool, bias: bo
     keys = prompts.tokens if to_self else prompts.context_tokens
     with torch.no_grad():
         output, _ = module(prompts.tokens[:, -1:], keys, keys)
-    y_hat = predict(checkpoint.weights.circuits, prompts)
+    y_hat = predict(checkpoint.weights, prompts)
     torch.testing.assert_close(y_hat, output[:, 0, -d_y:], rtol=1e-6, atol=1e-6)
     assert "attn_scale" not in checkpoint.assumed  # its code settles the factor on the scores
 
@@ -90,10 +90,10 @@ def test_torchs_module_predicts_as_it_does(tmp_path: Path, apart: bool, bias: bo
 def test_half_precision_is_widened(tmp_path: Path):
     weights = random_heads()
     for dtype in (torch.float16, torch.bfloat16):
-        heads = loaded(tmp_path, weights.to(dtype).tensors, **STATED).weights.circuits
+        heads = loaded(tmp_path, by_head(weights.to(dtype)), **STATED).weights
         assert heads.W_Q.dtype == torch.float32
         assert torch.equal(heads.W_Q, weights.W_Q.to(dtype).float())
-    mixed = loaded(tmp_path, weights.tensors | {"W_K": weights.W_K.double()}, **STATED)
+    mixed = loaded(tmp_path, by_head(weights) | {"W_K": weights.W_K[0].double()}, **STATED)
     assert mixed.weights.dtype == torch.float64
 
 
@@ -106,10 +106,10 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     config = {"task": {"d_x": 3, "noise_var": 0.2}, "model": {"n_heads": 2, "score": "1+tanh"}}
     checkpoint = load(stated(config))
     assert (checkpoint.assumed, checkpoint.step) == ({}, 0)
-    assert (checkpoint.weights.circuits.score, checkpoint.task.noise_var) == ("1+tanh", 0.2)
+    assert (checkpoint.weights.model.score, checkpoint.task.noise_var) == ("1+tanh", 0.2)
     wide = np.zeros((2, 4, 4), np.float32)
     wide[:, :, 3] = 1
-    assert load(stated(config, W_O=wide)).weights.circuits.W_O.shape == (2, 4, 1)
+    assert load(stated(config, W_O=wide)).weights.W_O.shape == (1, 2, 4, 4)
     for bad, words in (
         ("{", "config must be JSON"),
         ("[" * 100_000, "config must be JSON"),
@@ -177,7 +177,7 @@ def test_a_hugging_face_folder(tmp_path: Path, shards: int, key: str):
     ],
 )
 def test_shards_are_plain_names_beside_their_index(tmp_path: Path, named: object, words: str):
-    folder = hugging_face(tmp_path / "hf", {}, random_heads().tensors, shards=2)
+    folder = hugging_face(tmp_path / "hf", {}, by_head(random_heads()), shards=2)
     (folder / "model.safetensors.index.json").write_text(json.dumps(named))
     assert_refused(words, load, folder)
 

@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -25,7 +24,8 @@ from mechinterp.checkpoints.io.tensor_files import WRAPPERS
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import SCORES
 from mechinterp.icl.prompts import sample_prompts
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 from tests.checkpoints.files import assert_refused, hugging_face, read
 from tests.checkpoints.foreign_files import FORMATS, LAYOUTS, NARROW, State, biased, random_heads
 from tests.checkpoints.strangers import (
@@ -132,22 +132,21 @@ def written(
         yield file
 
 
-def stored(
-    weights: AttentionWeights, *, y_first: bool, minus: bool, factor: float, scale: float
-) -> AttentionWeights:
+def stored(weights: Weights, *, y_first: bool, minus: bool, factor: float, scale: float) -> Weights:
     """The weights as code keeps them that orders its columns, signs or scales in another way; it writes whole tokens."""
     generator = torch.Generator().manual_seed(1)
     sign, own = (-1 if minus else 1) / factor, weights.scale / scale
     turn = weights.d_y if y_first else 0
-    changed = {name: getattr(weights, name).roll(turn, 1) for name in ("W_K", "W_V")}
-    changed["W_Q"] = own * weights.W_Q.roll(turn, 1)
-    written = {"W_O": weights.W_O}
-    if weights.b_O is not None:
-        changed["b_Q"], written["b_O"] = own * weights.b_Q, weights.b_O
-    for name, y in written.items():
-        x = torch.randn(*y.shape[:-1], weights.d_x, generator=generator).to(y)
+    tensors = {name.removeprefix("attn."): tensor for name, tensor in weights.tensors.items()}
+    changed = {name: tensors[name].roll(turn, 2) for name in ("W_K", "W_V")}
+    changed["W_Q"] = own * tensors["W_Q"].roll(turn, 2)
+    if weights.model.biases:
+        changed["b_Q"] = own * tensors["b_Q"]
+    for name in ("W_O", "b_O") if weights.model.biases else ("W_O",):
+        x, y = tensors[name].split([weights.d_x, weights.d_y], -1)
+        x = torch.randn(x.shape, generator=generator).to(y)
         changed[name] = torch.cat([x, sign * y], -1).roll(turn, -1)
-    return weights.with_tensors(changed)
+    return weights.with_tensors({f"attn.{name}": tensor for name, tensor in changed.items()})
 
 
 SIZES = st.fixed_dictionaries(
@@ -182,12 +181,13 @@ def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
     if chosen["bias"] and layout.startswith(BIASED) and layout != "multihead, apart":
         weights = biased(weights)
     weights = weights.to(torch.float64 if chosen["double"] else torch.float32)
-    weights = replace(weights, score=chosen["score"], attend_to_self=chosen["to_self"])
+    weights = weights.with_model(score=chosen["score"], attend_to_self=chosen["to_self"])
     how = {name: chosen[name] for name in ("y_first", "minus", "factor")}
     scale = weights.scale if chosen["scale"] is None else chosen["scale"]
     narrow = fixed.keys() >= NARROW.keys()
     if narrow and layout not in ("merged", "separate"):
-        own = {n: getattr(weights, n) * weights.scale / scale for n in ("W_Q", "b_Q") if n in weights.tensors}  # fmt: skip
+        queries = {name: tensor for name, tensor in weights.tensors.items() if name.endswith("_Q")}
+        own = {name: tensor * weights.scale / scale for name, tensor in queries.items()}
         state = write(weights.with_tensors(own))
     else:
         state = write(weights if narrow else stored(weights, scale=scale, **how))
@@ -204,14 +204,14 @@ def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
         checkpoint = read(path, **hints)
         assert checkpoint.path == path
         require_converted(checkpoint, path.parent)
-    circuits = checkpoint.weights.circuits
-    torch.testing.assert_close(circuits.QK, weights.QK, **CLOSE)
-    torch.testing.assert_close(circuits.OV, weights.OV, **CLOSE)
-    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.W_Q.dtype)
-    torch.testing.assert_close(predict(circuits, prompts), predict(weights, prompts), **CLOSE)
+    found = checkpoint.weights
+    torch.testing.assert_close(found.QK, weights.QK, **CLOSE)
+    torch.testing.assert_close(found.OV, weights.OV, **CLOSE)
+    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.dtype)
+    torch.testing.assert_close(predict(found, prompts), predict(weights, prompts), **CLOSE)
     assert checkpoint.format == (form or checkpoint.format)
     assert checkpoint.config.model.n_heads == sizes["n_heads"]
-    assert checkpoint.config.model.biases is (weights.b_O is not None)
+    assert checkpoint.config.model.biases is weights.model.biases
     assert checkpoint.task.d_x == sizes["d_x"]
     assert not {"task.d_x", "task.d_y", "attn_scale"} & checkpoint.assumed.keys()
     assumed = {name for name in checkpoint.assumed if name.startswith("model.")}

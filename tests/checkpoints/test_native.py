@@ -19,13 +19,12 @@ from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.weights import AnyWeights, Weights
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import Pack, initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.test_archives import little
-from tests.conftest import assert_same
+from tests.conftest import assert_same, changed
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8),
@@ -185,8 +184,8 @@ def test_a_checkpoint_is_not_overwritten(folder: Path):
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def one(**changes: object) -> tuple[ExperimentConfig, AttentionWeights]:
-    return CONFIG, replace(ONE, **changes)
+def one(**changes: torch.Tensor) -> tuple[ExperimentConfig, Weights]:
+    return CONFIG, changed(ONE, **changes)
 
 
 def two(config: dict[str, object], **changes: object) -> tuple[ExperimentConfig, Weights]:
@@ -197,11 +196,11 @@ def two(config: dict[str, object], **changes: object) -> tuple[ExperimentConfig,
 BIASES = {"b_O": torch.zeros(2), **{f"b_{x}": torch.zeros(2, 4) for x in "QKV"}}
 SOFTMAX = {"context_only": False, "score": "softmax", "d_head": 3}
 NARROW = replace(DEEP, model=replace(DEEP.model, d_model=None, d_head=3))
-NOT_SAVED: dict[str, tuple[ExperimentConfig, AnyWeights]] = {
+NOT_SAVED: dict[str, tuple[ExperimentConfig, Weights]] = {
     "W_K must hold finite numbers, got 40 NaN": one(W_K=torch.full((2, 5, 4), torch.nan)),
     "one dtype, got torch.float32, torch.float64": one(W_K=torch.ones(2, 5, 4).double()),
-    "scale must be 1/sqrt(d_head) = 0.5, got 0.4": one(scale=0.4),
-    "score must be the config's '1+Cx', got 'softmax'": one(score="softmax"),
+    "scale must be 1/sqrt(d_head) = 0.5, got 0.4": (CONFIG, replace(ONE, scale=0.4)),
+    "score must be the config's '1+Cx', got 'softmax'": (CONFIG, ONE.with_model(score="softmax")),
     "biases must be the config's False, got True": one(**BIASES),
     "n_heads must be the config's 2, got 1": (CONFIG, ONE[:1]),
     "context_only must be the config's False, got True": two(SOFTMAX, score="softmax"),

@@ -22,7 +22,7 @@ from mechinterp.checkpoints.load import convert
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.weights import Weights
 from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
@@ -42,8 +42,8 @@ def shipped(name: str) -> Checkpoint:
     return load(CHECKPOINTS / name)
 
 
-def heads_of(name: str) -> AttentionWeights:
-    return shipped(name).weights.circuits
+def heads_of(name: str) -> Weights:
+    return shipped(name).weights
 
 
 @cache
@@ -51,18 +51,18 @@ def label_of(name: str) -> str:
     return classify(shipped(name), **FEW).pattern
 
 
-def as_circuits(weights: AttentionWeights, file: Path, *, y_first: bool = False) -> Path:
+def as_circuits(weights: Weights, file: Path, *, y_first: bool = False) -> Path:
     turn = -weights.d_x if y_first else 0
     QK, OV = weights.QK.roll((turn, turn), (1, 2)), weights.OV.roll(turn, 1)
     np.savez(file, QK=QK.numpy(), OV=OV.numpy())
     return file
 
 
-def as_layers(weights: AttentionWeights) -> State:
+def as_layers(weights: Weights) -> State:
     """Layers query, key and value, with the scale of the scores that no file says in the query."""
     OV = pad(weights.OV, (weights.d_x, 0)).mT
-    queries = weights.W_Q * (1 if weights.score == "softmax" else weights.scale)
-    state = {"query": queries.mT, "key": weights.W_K.mT, "value": OV}
+    queries = weights.W_Q[0] * (1 if weights.model.score == "softmax" else weights.scale)
+    state = {"query": queries.mT, "key": weights.W_K[0].mT, "value": OV}
     return {f"{name}.weight": heads.flatten(0, 1).contiguous() for name, heads in state.items()}
 
 
@@ -94,13 +94,13 @@ def test_the_label_is_the_true_one_or_an_option_is_asked_for(tmp_path: Path, nam
     if form == "layers":
         return
     # No option says a slope of linear scores; that of the shipped model is 1/L.
-    own = {"linear": "linear/L"}.get(weights.score, weights.score)
-    hints |= {"score": own, "columns": "x,y", "attend_to_self": weights.attend_to_self}
+    own = {"linear": "linear/L"}.get(weights.model.score, weights.model.score)
+    hints |= {"score": own, "columns": "x,y", "attend_to_self": weights.model.attend_to_self}
     hints |= {} if form == "circuits" else {"scale": weights.scale}
     hints |= {"sign": "minus" if form == "haiku" else "plus"}
     hints |= {"orientation": "in,out"} if form.startswith("parameters") else {}
     told = load(file, task={"context_length": task.context_length}, **hints)
-    assert_same_circuits(told.weights.circuits, weights)
+    assert_same_circuits(told.weights, weights)
     assert classify(told, task, **FEW).pattern == true
 
 
@@ -110,7 +110,7 @@ def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     told = {reading.tried["score"]: reading for reading in checkpoint.readings if reading.stands}
     # A lower loss is not the model's own score: this one was trained with softmax.
     assert told["linear/L"].loss < told["softmax"].loss < 1
-    assert torch.equal(checkpoint.weights.circuits.W_Q, checkpoint.readings[0].weights.circuits.W_Q)
+    assert torch.equal(checkpoint.weights.W_Q, checkpoint.readings[0].weights.W_Q)
     assert checkpoint.assumed["model.score"] == checkpoint.config.model.score == "linear/L"
     losses = [each.loss for each in checkpoint.readings]
     assert [each["loss"] for each in checkpoint.assumed["readings"]] == losses[:MOST_SHOWN]
@@ -122,7 +122,7 @@ def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     assert_refused("state the score", convert, checkpoint, "native", tmp_path / "out")
     again = pickle.loads(pickle.dumps(checkpoint))
     assert [each.loss for each in again.readings] == losses
-    OV, expected = (each.readings[1].weights.circuits.OV for each in (again, checkpoint))
+    OV, expected = (each.readings[1].weights.OV for each in (again, checkpoint))
     assert torch.equal(OV, expected)
 
 
@@ -146,19 +146,19 @@ def test_columns_orientation_and_sign_are_told_by_the_loss(tmp_path: Path, optio
     hints = {"score": "softmax"} | ({} if form == "circuits" else {"n_heads": 2, "scale": weights.scale})  # fmt: skip
     checkpoint = load(file, **hints)
     assert checkpoint.assumed[f"model.{option}"] == value
-    assert_same_circuits(checkpoint.weights.circuits, weights)
+    assert_same_circuits(checkpoint.weights, weights)
     told = load(file, **hints, **{option: value})
     assert not any(option in reading.tried for reading in told.readings if option != "orientation")
-    assert_same_circuits(told.weights.circuits, weights)
+    assert_same_circuits(told.weights, weights)
 
 
 def test_scale_is_told_by_the_loss(tmp_path: Path):
     """With one score, the scale that training has settled predicts best."""
     checkpoint = shipped("linear-separate-s2")
-    weights = checkpoint.weights.circuits
+    weights = checkpoint.weights
     law = {"task": checkpoint.config.to_dict()["task"], "score": "linear/L"}
     read_back = loaded(tmp_path, as_layers(weights), **law)
-    torch.testing.assert_close(read_back.weights.circuits.QK, weights.QK)
+    torch.testing.assert_close(read_back.weights.QK, weights.QK)
     assert read_back.assumed["attn_scale"] == 1
 
 
@@ -335,13 +335,13 @@ def test_values_narrower_or_wider_than_queries(tmp_path: Path):
     rows |= {"v": weights.OV[..., 0], "o": pad(torch.ones(1, 2), (0, 0, weights.d_x, 0))}
     state = {f"attn.to_{'out' if x == 'o' else x}.weight": t for x, t in rows.items()}
     checkpoint = loaded(tmp_path, state, n_heads=2, score="softmax")
-    assert_same_circuits(checkpoint.weights.circuits, weights)
+    assert_same_circuits(checkpoint.weights, weights)
     # Queries of 6 and values of 7 rows have no other common number of heads than one.
     weights = heads_of("softmax-h1-s0")
     rows = matrices(weights)
     rows["v"], rows["o"] = pad(rows["v"], (0, 0, 0, 1)), pad(rows["o"], (0, 1))
     state = {f"layers.0.W_{x}.weight": tensor for x, tensor in rows.items()}
-    assert_same_circuits(loaded(tmp_path, state, score="softmax").weights.circuits, weights)
+    assert_same_circuits(loaded(tmp_path, state, score="softmax").weights, weights)
 
 
 @pytest.mark.slow
@@ -350,8 +350,11 @@ def test_a_factor_on_the_output_is_asked_for(tmp_path: Path):
     weights, task = heads_of("linear-h1-s0"), shipped("linear-h1-s0").task
     state = LAYOUTS["modules {x}_proj"](weights)
     state["attn.out_proj.weight"] = state["attn.out_proj.weight"] * 10
-    hints = {"n_heads": 1, "score": weights.score, "scale": weights.scale, "columns": "x,y"}
-    hints |= {"task": {"context_length": task.context_length}, "score_slope": weights.score_slope}
+    hints = {"n_heads": 1, "score": weights.model.score, "scale": weights.scale, "columns": "x,y"}
+    hints |= {
+        "task": {"context_length": task.context_length},
+        "score_slope": weights.model.score_slope,
+    }
     unread = classify(loaded(tmp_path, state, **hints), **FEW)
     assert unread.pattern == "undetermined"
     assert "--output-scale" in unread.reason
@@ -425,7 +428,7 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     file = tmp_path / "x.pt"
     told = load(file, **HAIKU, output_column=WIDTH - 1, sign="minus")
     assert "model.output_column" not in told.assumed
-    assert_same_circuits(told.weights.circuits, checkpoint.weights.circuits)
+    assert_same_circuits(told.weights, checkpoint.weights)
     assert not load(file, **HAIKU, output_column=0 if y_first else D_X).readings[0].predicts
     refused = {"output_column": 17}, {"output_column": 3, "format": "linear-paper"}
     for hints, words in zip(refused, ("got 17", "must hold kq.weight"), strict=True):

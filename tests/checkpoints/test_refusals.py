@@ -28,6 +28,7 @@ from tests.checkpoints.foreign_files import (
     random_heads,
     softmax_paper_state,
 )
+from tests.conftest import by_head
 from tests.models.test_layered_models import garg
 
 ROOM = Path(mechinterp.__file__).parent / "checkpoints" / "foreign"
@@ -46,7 +47,7 @@ def squares(names: str) -> State:
 ATTENTION = attention_module(0, width=4, n_heads=2, bias=True)
 PAPER = softmax_paper_state(random_heads())
 LENS = hooked_state(random_heads(d_head=2), n_ctx=6)
-TORCH, ARRAYS = ATTENTION.state_dict(), random_heads().tensors
+TORCH, ARRAYS = ATTENTION.state_dict(), by_head(random_heads())
 HEADS = LAYOUTS["modules of heads"](random_heads())
 LINEAR, OWN = squares("attn.{x}_proj.weight"), LAYOUTS["modules {x}_proj"](random_heads())
 MERGED = merged(random_heads())

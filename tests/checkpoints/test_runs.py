@@ -36,7 +36,7 @@ def write_run(folder: Path, name: str = "step_{}.pt") -> Path:
     for step in STEPS:
         file = folder / name.format(step)
         file.parent.mkdir(exist_ok=True)
-        torch.save(LAYOUTS["haiku"](true_run().snapshots[step].circuits), file)
+        torch.save(LAYOUTS["haiku"](true_run().snapshots[step]), file)
     return folder
 
 
@@ -58,7 +58,7 @@ def test_a_head_stays_the_same_head_and_is_read_in_one_way(folder: Path, read_ru
     assert run.step == STEPS[-1]
     assert run.assumed["step"] == STEPS[-1]
     for step in STEPS:
-        true, read = true_run().snapshots[step].circuits, run.snapshots[step].circuits
+        true, read = true_run().snapshots[step], run.snapshots[step]
         torch.testing.assert_close(read.QK, true.QK, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(read.OV, true.OV, rtol=1e-5, atol=1e-6)
     assert run.readings[0].loss < 0.6
@@ -73,7 +73,7 @@ def test_losses_are_on_the_same_prompts(read_run: Checkpoint):
     history = run.history
     assert history["step"].tolist() == [step for step in STEPS for _ in range(2)]
     for step, rows in history.groupby("step"):
-        heads = true_run().snapshots[step].circuits
+        heads = true_run().snapshots[step]
         error = (predict(heads, prompts) - prompts.y_query).square().mean(1).double()
         np.testing.assert_allclose(rows["eval_loss"], float(error.mean()), rtol=1e-5)
         np.testing.assert_allclose(
@@ -148,18 +148,16 @@ def test_files_that_say_everything(tmp_path: Path):
     run = load_run(tmp_path)
     assert run.steps == list(STEPS)
     assert not run.assumed
-    np.testing.assert_array_equal(
-        run.snapshots[2000].circuits.W_Q, true_run().snapshots[2000].circuits.W_Q
-    )
+    np.testing.assert_array_equal(run.snapshots[2000].W_Q, true_run().snapshots[2000].W_Q)
 
 
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
-    torch.save(LAYOUTS["haiku"](true_run().weights.circuits), folder / "best.pt")
+    torch.save(LAYOUTS["haiku"](true_run().weights), folder / "best.pt")
     assert_refused(r"differ in the step number only, got best.pt, step_0.pt", load_run, folder)
     assert_refused("several files of weights", load, folder)
     assert_refused("must be a folder with checkpoints", load_run, tmp_path / "none_*.pt")
-    wider = load(CHECKPOINTS / "softmax-h4-s0").weights.circuits
+    wider = load(CHECKPOINTS / "softmax-h4-s0").weights
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
     assert_refused(r"step_0.pt: .* must have the shape .* of the last", load_run, folder)

@@ -357,7 +357,7 @@ def test_known_names_of_the_ends(tmp_path: Path, read_in: str, name: str):
 def test_any_whole_words_of_a_name_can_be_mapped(tmp_path: Path, row: str):
     state = {f"a.b.{n.rpartition('attn.')[2]}".replace("out_proj", "mine"): t for n, t in STATE.items()}  # fmt: skip
     checkpoint = loaded(tmp_path, state, map=[row], n_heads=2, **ALONE)
-    torch.testing.assert_close(checkpoint.weights.circuits.OV, HEADS.OV)
+    torch.testing.assert_close(checkpoint.weights.OV, HEADS.OV)
     file = tmp_path / "x.pt"
     assert "a.b.mine" in assert_refused("whole words", read, file, map=["no=o_proj"])
     assert_refused("map must give different names", read, file, map=["q_proj=k_proj"])

@@ -53,7 +53,7 @@ def test_every_model_of_a_sweep_is_shipped(sweep: str):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_shipped_model_starts_from_the_weights_its_config_says(name: str):
     start, expected = (
-        checkpoint(name).snapshots[0].circuits,
+        checkpoint(name).snapshots[0],
         initial_weights(checkpoint(name).config),
     )
     for part in ("W_Q", "W_K", "W_V", "W_O"):
@@ -70,8 +70,8 @@ def test_a_shipped_model_is_made_again_from_its_config_alone(name: str):
     alone = Pack({name: override(checkpoint(name).config, "train.steps=1000")})
     alone.advance()
     weights, expected = (
-        alone.results()[name].weights.circuits,
-        checkpoint(name).snapshots[1000].circuits,
+        alone.results()[name].weights,
+        checkpoint(name).snapshots[1000],
     )
     for part in ("QK", "OV"):
         torch.testing.assert_close(

@@ -89,7 +89,7 @@ def test_scale_and_context_only(run: Run, tmp_path: Path):
     hints += ("--to", "native", "--out", out, "--json")
     run("convert", tmp_path / "a.npz", *hints).done()
     expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)
-    torch.testing.assert_close(load(out).weights.circuits.QK, expected)
+    torch.testing.assert_close(load(out).weights.QK, expected)
     assert not {"attn_scale", "model.attend_to_self"} & set(load(out).assumed)
     words = "scale is only for files that do not state it"
     run("info", out, "--scale", "2").assert_refused(words)

@@ -1,6 +1,5 @@
 """The commands on linear attention: training, shipped models, and jumps foretold."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,11 @@ from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import override
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.weights import identity_keys
 from mechinterp.presets import preset
-from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same
+from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same, by_head
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
 JUMPS = ("predict-jumps", "linear-separate")
@@ -41,13 +41,11 @@ def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
 
 def test_merged_and_separate_are_not_taken_for_each_other(tmp_path: Path):
     checkpoint = load(MERGED)
-    circuits = checkpoint.weights.circuits
-    separate = replace(circuits, merged_qk=False)
+    of = by_head(checkpoint.weights)
+    keys = identity_keys(of["W_QK"])
+    separate = one_layer(of["W_QK"], keys, of["W_V"], of["W_O"], score="linear/L")
     with pytest.raises(CheckpointError, match="merged_qk must be the config's True, got False"):
         save(tmp_path / "new", checkpoint.config, separate, step=0)
-    spoiled: AttentionWeights = replace(circuits, W_K=2 * circuits.W_K)
-    with pytest.raises(ValueError, match="W_K of merged heads must be the identity"):
-        save(tmp_path / "new", checkpoint.config, spoiled, step=0)
     assert not (tmp_path / "new").exists()
 
 
@@ -65,8 +63,8 @@ def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_
     convert(load(tmp_path / "model"), "transformer-lens", tmp_path / "lens")
     there = load(tmp_path / "lens")
     assert not there.config.model.merged_qk
-    assert torch.equal(there.weights.circuits.W_K, torch.eye(6).expand(2, 6, 6))
-    assert_close_to_rounding(there.weights.circuits.QK, model.weights.circuits.QK)
+    assert torch.equal(there.weights.W_K[0], torch.eye(6).expand(2, 6, 6))
+    assert_close_to_rounding(there.weights.QK, model.weights.QK)
 
 
 # Commands on shipped models.
@@ -79,7 +77,7 @@ def test_train_makes_the_shipped_model_again(run: Run, tmp_path: Path):
     assert ran.document["loss"] == pytest.approx(0.1359952, abs=1e-6)
     again, shipped = load(tmp_path / "run"), load(MERGED)
     assert again.config == shipped.config
-    assert torch.allclose(again.weights.circuits.QK, shipped.weights.circuits.QK, rtol=0, atol=1e-5)
+    assert torch.allclose(again.weights.QK, shipped.weights.QK, rtol=0, atol=1e-5)
 
 
 def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):

@@ -41,7 +41,7 @@ def test_a_sweep_leaves_a_table_that_says_what_diverged(run, sweep: Path, tmp_pa
     last = checkpoint.history.iloc[-1]
     assert table["loss"][0] == pytest.approx(last["loss"])
     assert table["eval_loss"][0] == pytest.approx(last["eval_loss"])
-    assert table["mu"][0].tolist() == pytest.approx(checkpoint.weights.circuits.mu[:, 0].tolist())
+    assert table["mu"][0].tolist() == pytest.approx(checkpoint.weights.mu[:, 0].tolist())
     assert sorted(path.name for path in out.iterdir()) == ["lr0.001", "results.parquet"]
 
 

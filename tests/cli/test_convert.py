@@ -16,7 +16,7 @@ CHECKPOINT = CHECKPOINTS / "softmax-h2-s0"
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    torch.save(hooked_state(load(CHECKPOINT).weights.circuits, n_ctx=50), tmp_path / "state.pt")
+    torch.save(hooked_state(load(CHECKPOINT).weights, n_ctx=50), tmp_path / "state.pt")
     return tmp_path / "state.pt"
 
 

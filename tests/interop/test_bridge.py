@@ -11,8 +11,9 @@ from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_check
 
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import generator_for, sample_prompts
-from mechinterp.models.heads import NAMES, predict
+from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import read as load
 
@@ -53,7 +54,7 @@ def test_a_bridge_takes_our_weights_and_gives_them_back(bridge: TransformerBridg
     assert y_hat.std() > 0.01
     torch.testing.assert_close(y_hat, predict(weights, prompts), rtol=0, atol=1e-5)
     torch.save(dict(bridge.tl_parameters()), tmp_path / "bridge.pt")
-    back = load(tmp_path / "bridge.pt").weights.circuits
+    back = load(tmp_path / "bridge.pt").weights
     assert all(torch.equal(getattr(back, name), getattr(weights, name)) for name in NAMES)
 
 
@@ -70,7 +71,7 @@ def test_we_take_the_weights_of_a_bridge(bridge: TransformerBridge, tmp_path: Pa
         parameters["unembed.W_U"][3:] = torch.eye(2)
         y_hat = bridge(prompts.tokens.clone(), start_at_layer=0)[:, -1]
     torch.save(dict(bridge.tl_parameters()), tmp_path / "bridge.pt")
-    weights = load(tmp_path / "bridge.pt").weights.circuits
+    weights = load(tmp_path / "bridge.pt").weights
     assert not weights.W_Q.requires_grad
     assert y_hat.std() > 0.1
     torch.testing.assert_close(predict(weights, prompts), y_hat, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@
 
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if request.param == "shipped":
         return load(ROOT / "checkpoints" / "softmax-h4-s0")
     weights = initial_weights(TWO_TASKS).to(torch.float64)
-    weights = replace(weights, W_O=10 * weights.W_O)
+    weights = weights.with_tensors({"attn.W_O": 10 * weights.W_O})
     folder = tmp_path_factory.mktemp("two") / "tasks"
     save(folder, TWO_TASKS, weights, step=0)
     return load(folder)
@@ -74,7 +74,7 @@ def exchanged(
 
 
 def test_it_predicts_what_we_predict(exchanged: Exchanged):
-    expected = predict(exchanged.checkpoint.weights.circuits, exchanged.prompts)
+    expected = predict(exchanged.checkpoint.weights, exchanged.prompts)
     assert expected.std() > 0.1
     torch.testing.assert_close(exchanged.answers["y_hat"], expected, **CLOSE)
     torch.testing.assert_close(exchanged.answers["after_reset"], expected, **CLOSE)
@@ -94,7 +94,5 @@ def test_we_predict_what_it_predicts(exchanged: Exchanged):
     assert (found.format, found.config.task.d_x) == ("transformer-lens", task.d_x)
     expected = exchanged.answers["y_hat_other"]
     assert expected.std() > 0.1
-    torch.testing.assert_close(
-        predict(found.weights.circuits, exchanged.prompts), expected, **CLOSE
-    )
+    torch.testing.assert_close(predict(found.weights, exchanged.prompts), expected, **CLOSE)
     torch.testing.assert_close(found.model.predict(exchanged.prompts), expected, **CLOSE)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from analyses.known.methods import components, edge_frame, patches, random_order
-from mechinterp.known import Entry, Suite, judge_sampler, score, score_components, suite
-from mechinterp.known.scores import MEANINGS, score_edges, score_heads
+from mechinterp.known import Entry, Suite, judge_sampler, score, suite
+from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
 from tests.conftest import Run, python, refused
 
 HAND = suite(trained="none")

@@ -14,13 +14,12 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.hooked.gpt2 import gpt2_predictor
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.hooked.transformer import SWITCHES, ICLTransformer, hook_map
 from mechinterp.models.layers import interleaved
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding
-from tests.deep_models import GPT2
+from tests.deep_models import GPT2, gpt2_predictor
 from tests.models.test_layered_models import (
     TASK,
     GargModel,

@@ -1,19 +1,17 @@
 """Linear attention: merged and separate heads against X X^T written out, and merged heads as a hooked model."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.heads import AttentionWeights, identity_keys, predict, stack
+from mechinterp.models.constructions.one_layer import linear_attention, one_layer
+from mechinterp.models.heads import predict, stack
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.weights import weights_of_layer
+from mechinterp.models.weights import Weights, identity_keys
 from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
-from tests.conftest import assert_close_to_rounding, assert_same, refused
+from tests.conftest import assert_close_to_rounding, assert_same, by_head, refused
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)
 TASK = TaskConfig(d_x=4, context_length=31, covariance=KMS, beta_var=1.0, noise_var=0.0)
@@ -61,7 +59,7 @@ def test_circuits_are_those_of_the_heads(heads: Heads):
     assert_close_to_rounding(step, heads.M)
     assert_close_to_rounding(weights.mu[:, 0], heads.v)
     assert_close_to_rounding(weights.ov_last_entry, torch.ones(weights.n_heads).double())
-    assert weights.merged_qk == isinstance(heads, MergedHeads)
+    assert weights.model.merged_qk == isinstance(heads, MergedHeads)
 
 
 def test_leading_axes_become_heads():
@@ -71,12 +69,14 @@ def test_leading_axes_become_heads():
 
 
 @pytest.fixture
-def merged() -> AttentionWeights:
+def merged() -> Weights:
     return linear_attention(HEADS["merged"])
 
 
-def test_merged_and_separate_weights_run_alike(merged: AttentionWeights, prompts: Prompts):
-    separate = replace(merged, merged_qk=False)
+def test_merged_and_separate_weights_run_alike(merged: Weights, prompts: Prompts):
+    of = by_head(merged)
+    keys = identity_keys(of["W_QK"])
+    separate = one_layer(of["W_QK"], keys, of["W_V"], of["W_O"], score="linear/L")
     models = [ICLTransformer.from_weights(w, task=TASK) for w in (merged, separate)]
     for split in (False, True):
         caches = []
@@ -89,10 +89,6 @@ def test_merged_and_separate_weights_run_alike(merged: AttentionWeights, prompts
             assert torch.allclose(values[finite], caches[1][name][finite], rtol=0, atol=1e-12)
 
 
-def test_merged_heads_are_as_wide_as_a_token(merged: AttentionWeights):
+def test_merged_heads_are_as_wide_as_a_token(merged: Weights):
     with refused("d_head", "d_model = 5", "merged_qk"):
         ICLTransformer(ModelConfig(n_heads=2, d_head=3, merged_qk=True), d_x=4, d_y=1)
-    with refused("d_head", "d_model = 5", "got 2"):
-        replace(linear_attention(HEADS["separate rank 2"]), merged_qk=True)
-    with refused("W_K", "identity"):
-        weights_of_layer(replace(merged, W_K=2 * identity_keys(merged.W_Q)))

@@ -7,8 +7,8 @@ import torch
 from einops import einsum
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
+from mechinterp.config.model import LINEAR
 from mechinterp.models.layers import (
-    LINEAR,
     attention_pattern,
     is_normalised,
     pattern_and_slope,

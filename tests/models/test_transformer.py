@@ -12,12 +12,19 @@ from torch import Tensor
 from mechinterp.config import SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models import heads as functional
-from mechinterp.models.constructions.one_layer import kernel_head
-from mechinterp.models.heads import AttentionWeights
+from mechinterp.models.constructions.one_layer import kernel_head, one_layer
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.layers import is_normalised
+from mechinterp.models.weights import Weights
 from tests import deep_models
-from tests.conftest import ROUNDING, assert_close_to_rounding, refused
+from tests.conftest import (
+    ROUNDING,
+    assert_close_to_rounding,
+    assert_same,
+    by_head,
+    changed,
+    refused,
+)
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=8)
 D_HEAD = 4
@@ -25,14 +32,14 @@ D_HEAD = 4
 
 def random_weights(
     *, n_heads: int = 3, d_y: int = 2, score: str = "softmax", dtype: torch.dtype = torch.float64
-) -> AttentionWeights:
+) -> Weights:
     generator = generator_for(1, "init", n_heads)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype) / 2
 
     d_model = TASK.d_x + d_y
-    return AttentionWeights(
+    return one_layer(
         W_Q=normal(n_heads, d_model, D_HEAD),
         W_K=normal(n_heads, d_model, D_HEAD),
         W_V=normal(n_heads, d_model, D_HEAD),
@@ -77,13 +84,13 @@ def test_hooked_model_agrees_with_functional_one(
         assert_close_to_rounding(values.detach(), expected)
 
 
-def biased_weights(attend_to_self: bool, score: str) -> functional.AttentionWeights:
+def biased_weights(attend_to_self: bool, score: str) -> Weights:
     generator = torch.Generator().manual_seed(5)
     shapes = {"b_Q": (3, D_HEAD), "b_K": (3, D_HEAD), "b_V": (3, D_HEAD), "b_O": (2,)}
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     biases = {name: draw(*shape) for name, shape in shapes.items()}
-    weights = random_weights(score=score).with_tensors(biases)
-    return replace(weights, attend_to_self=attend_to_self)
+    weights = changed(random_weights(score=score), **biases)
+    return weights.with_model(attend_to_self=attend_to_self)
 
 
 @pytest.mark.parametrize("attend_to_self", [False, True])
@@ -96,30 +103,27 @@ def test_biases_and_attention_to_oneself_agree_with_the_functional_model(
     prompts = random_prompts(8)
     expected = functional.predict(weights, prompts)
     assert_close_to_rounding(model.predict(prompts).detach(), expected)
-    plain = functional.predict(replace(weights, attend_to_self=not attend_to_self), prompts)
+    plain = functional.predict(weights.with_model(attend_to_self=not attend_to_self), prompts)
     assert (plain - expected).abs().max() > 1e-3 * expected.abs().max()
     _, cache = model.run_with_cache(prompts.tokens)
     results = cache.stack_head_results(layer=1, incl_remainder=True)[:, :, -1] @ model.W_U
     torch.testing.assert_close(results.sum(0), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.accumulated_bias(0), torch.zeros(5).double())
-    assert torch.equal(model.accumulated_bias(1)[3:], weights.b_O)
-    back = model.weights.circuits
-    assert back.attend_to_self == attend_to_self
-    for name, tensor in weights.tensors.items():
-        assert torch.equal(back.tensors[name], tensor)
+    assert torch.equal(model.accumulated_bias(1)[3:], weights.output_bias)
+    assert_same(model.weights, weights)
 
 
 def test_biases_follow_the_formula():
     weights = biased_weights(attend_to_self=True, score="softmax")
     prompts = random_prompts(8)
-    keys, query = prompts.tokens, prompts.tokens[:, -1]
-    expected = weights.b_O.clone()
+    keys, query, of = prompts.tokens, prompts.tokens[:, -1], by_head(weights)
+    expected = of["b_O"].clone()
     for head in range(3):
-        q = query @ weights.W_Q[head] + weights.b_Q[head]
-        k = keys @ weights.W_K[head] + weights.b_K[head]
-        v = keys @ weights.W_V[head] + weights.b_V[head]
+        q = query @ of["W_Q"][head] + of["b_Q"][head]
+        k = keys @ of["W_K"][head] + of["b_K"][head]
+        v = keys @ of["W_V"][head] + of["b_V"][head]
         pattern = torch.softmax(weights.scale * (k * q[:, None]).sum(-1), dim=1)
-        expected = expected + (pattern[..., None] * v).sum(1) @ weights.W_O[head]
+        expected = expected + (pattern[..., None] * v).sum(1) @ of["W_O"][head]
     assert_close_to_rounding(functional.predict(weights, prompts), expected)
 
 

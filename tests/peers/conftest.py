@@ -43,7 +43,7 @@ def assert_masked() -> Callable[[dict], None]:
         model, prompts = names["model"], names["prompts"]
         expected = names["masked_by_hooks"](1)
         torch.testing.assert_close(names["masked"], expected, rtol=0, atol=1e-6)
-        full = predict(names["checkpoint"].weights.circuits, prompts)
+        full = predict(names["checkpoint"].weights, prompts)
         assert (full - expected).abs().max() > 0.1
         torch.testing.assert_close(model.predict(prompts), full, rtol=0, atol=1e-5)
         assert not model.training

@@ -35,7 +35,7 @@ said["refused"] = refused
 """
 PULL = f"""
 model = from_pretrained("{NAME}")
-circuits = model.weights.circuits.QK.sum().item()
+circuits = model.weights.QK.sum().item()
 said["model"] = [model.name, model.step, len(model.snapshots), circuits]
 print(json.dumps(said))
 """
@@ -85,7 +85,7 @@ def test_a_push_uploads_folder_and_card(session: Session):
 @pytest.mark.slow
 def test_a_pushed_model_comes_back_and_stays_in_the_cache(session: Session):
     own = load("softmax-h2-s0")
-    circuits = own.weights.circuits.QK.sum().item()
+    circuits = own.weights.QK.sum().item()
     assert session.online["model"] == ["two-heads", own.step, len(own.snapshots), circuits]
     assert session.offline["model"] == session.online["model"]
     before, after = session.requests
@@ -102,9 +102,7 @@ def test_what_the_hub_refuses_is_one_line(session: Session):
 
 def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch):
     own = from_pretrained("softmax-h2-s0")
-    assert torch.equal(
-        own.weights.circuits.OV, load("checkpoints/softmax-h2-s0").weights.circuits.OV
-    )
+    assert torch.equal(own.weights.OV, load("checkpoints/softmax-h2-s0").weights.OV)
     own.save_pretrained(tmp_path / "someone" / "two")
     card = (tmp_path / "someone" / "two" / "README.md").read_text(encoding="utf-8")
     assert card == model_card(own, source="two")

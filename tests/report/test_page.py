@@ -16,8 +16,8 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.weights import Weights
 from mechinterp.report.page import PAGE, Report, write_report
 from mechinterp.report.to_html import PAPERS, Section
 from mechinterp.training.train import train_models
@@ -90,9 +90,7 @@ class Page(HTMLParser):
         return re.findall(r"<h2>(.*?)</h2>", self.source)
 
 
-def write(
-    folder: Path, name: str, weights: AttentionWeights, **asked: list[str]
-) -> tuple[Checkpoint, Page]:
+def write(folder: Path, name: str, weights: Weights, **asked: list[str]) -> tuple[Checkpoint, Page]:
     """A checkpoint of hand-built weights, without history, and its page in `folder`/report."""
     config = override(ExperimentConfig(), f"model.n_heads={weights.n_heads}")
     save(folder / name, config, weights, step=0)

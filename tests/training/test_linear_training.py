@@ -12,7 +12,7 @@ from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear_heads import MergedHeads, merged_heads, separate_heads
@@ -31,11 +31,10 @@ CONFIGS = {"rank 1": SEPARATE, "merged": MERGED, "rank 2": RANK_TWO}
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def step_matrix(weights: AttentionWeights | Weights) -> np.ndarray:
+def step_matrix(weights: Weights) -> np.ndarray:
     """M of weights of linear attention."""
-    weights = weights if isinstance(weights, AttentionWeights) else weights.circuits
     d_x = weights.d_x
-    blocks = weights.score_slope * weights.QK.double()[:, :d_x, :d_x]
+    blocks = weights.model.score_slope * weights.QK.double()[:, :d_x, :d_x]
     return torch.einsum("h,hij->ji", weights.mu.double()[:, 0], blocks).numpy()
 
 
@@ -86,7 +85,7 @@ def test_descent_on_a_training_set_descends_its_own_loss():
     config = override(SEPARATE, "train.optimizer=gradient_descent", "task.n_sequences=64")
     trained = train_linear(config)
     (prompts,) = training_set(config.task, 64, seed=0)
-    error = predict(trained.weights.circuits.to(torch.float64), prompts) - prompts.y_query
+    error = predict(trained.weights.to(torch.float64), prompts) - prompts.y_query
     last = trained.history.iloc[-1]
     assert last["loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
     population = task_moments(config.task).loss(step_matrix(trained.weights))
@@ -105,12 +104,12 @@ def test_history_and_snapshots_are_those_of_other_models(config: ExperimentConfi
     assert trained.history["step"].tolist() == np.repeat([0, 100, 200, 300, 400], n_heads).tolist()
     dynamics = training_dynamics(trained.history)
     assert dynamics.omega.shape == (5, n_heads)
-    third = trained.snapshots[300].circuits
+    third = trained.snapshots[300]
     assert dynamics.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)
     assert dynamics.mu[3] == pytest.approx(third.mu[:, 0], rel=1e-5)
     assert np.all(np.diff(dynamics.eval_loss) < 0)
     first = linear_attention(initial_heads(config)).to(torch.float32)
-    assert torch.equal(trained.snapshots[0].circuits.W_Q, first.W_Q)
+    assert torch.equal(trained.snapshots[0].W_Q, first.W_Q)
 
 
 # In a run.
@@ -128,7 +127,7 @@ def test_a_run_of_both_kinds_leaves_a_checkpoint_each(tmp_path: Path):
     for name, config in models.items():
         assert load(tmp_path / name).config == config
     checkpoint = load(tmp_path / "merged")
-    assert checkpoint.weights.circuits.merged_qk
+    assert checkpoint.weights.model.merged_qk
     assert list(checkpoint.snapshots) == [0, 150, 300]
     assert train_models(models, tmp_path, resume=True).steps == 0
 

@@ -12,7 +12,7 @@ import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.heads import NAMES, predict
+from mechinterp.models.heads import predict
 from mechinterp.training import run as running
 from mechinterp.training import train as training
 from mechinterp.training.one_layer.step import Pack, loss_and_gradients, membership, pack_bytes
@@ -42,13 +42,13 @@ def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pyt
 def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(running, "CHUNK_BYTES", 32 * prompt_bytes(CONFIG.task))
     pack = Pack({"model": CONFIG})
-    start = pack.results()["model"].weights.circuits
+    start = pack.results()["model"].weights
     pack._set_gradient(0)
     chunks = list(batch_chunks(CONFIG.task, 70, generator=generator_for(0, "train", 0)))
     parts = {name: [getattr(chunk, name) for chunk in chunks] for name in vars(chunks[0])}
     whole = Prompts(**{name: torch.cat(rows) for name, rows in parts.items()})
     loss, gradients = loss_and_gradients(start, whole, membership([2]))
-    expected = torch.cat([getattr(gradients, name).flatten() for name in NAMES])
+    expected = torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
     torch.testing.assert_close(pack.gradient, expected, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(pack.loss_sum, loss, rtol=1e-6, atol=0)
 

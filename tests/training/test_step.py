@@ -8,8 +8,10 @@ import torch
 from numba import njit, types
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
+from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import NAMES, AttentionWeights, stack
+from mechinterp.models.heads import stack
+from mechinterp.models.weights import Weights
 from mechinterp.training.lanes import LANES, exponential, load, store
 from mechinterp.training.one_layer.step import (
     by_tensors,
@@ -17,19 +19,19 @@ from mechinterp.training.one_layer.step import (
     loss_and_gradients,
     membership,
 )
-from tests.conftest import assert_close_to_rounding, predictions_of_each
+from tests.conftest import assert_close_to_rounding, by_head, predictions_of_each
 
 HEADS = (1, 2, 3, 8)
 
 
 def some_models(
     task: TaskConfig, *, score: str = "softmax", factor: float = 1.5, d_head: int | None = None
-) -> list[AttentionWeights]:
+) -> list[Weights]:
     models = []
     for seed, n_heads in enumerate(HEADS):
         model = ModelConfig(n_heads=n_heads, score=score, score_slope=0.3, d_head=d_head)
         weights = initial_weights(ExperimentConfig(task=task, model=model, seed=seed))
-        models.append(weights.with_tensors({n: factor * getattr(weights, n) for n in NAMES}))
+        models.append(weights.with_tensors({n: factor * t for n, t in weights.tensors.items()}))
     return models
 
 
@@ -37,23 +39,21 @@ def some_prompts(task: TaskConfig, n_prompts: int = 2 * LANES + 13) -> Prompts:
     return sample_prompts(task, n_prompts, generator=generator_for(0, "train", 0))
 
 
-def assert_close(actual: AttentionWeights, expected: AttentionWeights, tolerance: float):
+def assert_close(actual: Weights, expected: Weights, tolerance: float):
     """Equal for every head, relative to the norm of its matrix."""
-    for name in NAMES:
-        wanted = getattr(expected, name).double()
-        error = (getattr(actual, name).double() - wanted).flatten(1).norm(dim=1)
+    for name, each in by_head(expected).items():
+        wanted = each.double()
+        error = (by_head(actual)[name].double() - wanted).flatten(1).norm(dim=1)
         assert (error <= tolerance * wanted.flatten(1).norm(dim=1)).all(), name
 
 
-def in_float64(
-    weights: AttentionWeights, prompts: Prompts
-) -> tuple[torch.Tensor, AttentionWeights]:
+def in_float64(weights: Weights, prompts: Prompts) -> tuple[torch.Tensor, Weights]:
     """The loss and gradients by tensor operations."""
     double = torch.float64
     return by_tensors(weights.to(double), prompts.to(double), membership(HEADS))
 
 
-def assert_equals_float64(weights: AttentionWeights, prompts: Prompts) -> AttentionWeights:
+def assert_equals_float64(weights: Weights, prompts: Prompts) -> Weights:
     """That the kernel's loss and gradients are those of the tensor operations in float64."""
     loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
     expected_loss, expected = in_float64(weights, prompts)
@@ -71,15 +71,15 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     weights = stack(some_models(task, score=score)).to(torch.float64)
     loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
 
-    leaves = {name: getattr(weights, name).clone().requires_grad_() for name in NAMES}
-    predictions = predictions_of_each(replace(weights, **leaves), prompts, HEADS)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.tensors.items()}
+    predictions = predictions_of_each(weights.with_tensors(leaves), prompts, HEADS)
     expected_loss = (predictions - prompts.y_query[:, None]).square().mean((0, 2))
     expected = torch.autograd.grad(expected_loss.sum(), list(leaves.values()))
 
     torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
-    for name, gradient in zip(NAMES, expected, strict=True):
+    for name, gradient in zip(leaves, expected, strict=True):
         assert gradient.abs().max() > 1e-3
-        assert_close_to_rounding(getattr(gradients, name), gradient)
+        assert_close_to_rounding(gradients.tensors[name], gradient)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -91,7 +91,8 @@ def test_kernel_equals_the_tensor_operations(score: str, d_y: int):
     for name in NAMES:
         assert getattr(gradients, name).abs().max() > 1e-3
     # The query's y slot is 0.
-    assert not gradients.W_Q[:, task.d_x :].any()
+    assert not gradients.W_Q[0, :, task.d_x :].any()
+    assert not gradients.W_O[..., : task.d_x].any()
 
 
 @pytest.mark.parametrize("n_prompts", [1, LANES - 1, LANES, LANES + 1, 3 * LANES])
@@ -104,7 +105,7 @@ def test_batches_need_not_fill_their_blocks(n_prompts: int):
 def test_large_scores_do_not_overflow(score: str):
     task = TaskConfig(context_length=20)
     weights, prompts = stack(some_models(task, score=score, factor=1.0)), some_prompts(task)
-    large = weights.with_tensors({"W_Q": 500 * weights.W_Q, "W_K": 10 * weights.W_K})
+    large = weights.with_tensors({"attn.W_Q": 500 * weights.W_Q, "attn.W_K": 10 * weights.W_K})
     context, query = prompts.context_tokens, prompts.x_query
     scores = torch.einsum("bi,him,blm->bhl", query, large.QK[:, : task.d_x], context)
     assert scores.abs().max() > 1000
@@ -164,12 +165,12 @@ def test_nan_stays_in_its_model(score: str, dtype: torch.dtype):
     task = TaskConfig(context_length=9)
     prompts, models = some_prompts(task).to(dtype), some_models(task, score=score)
     sane_loss, sane = loss_and_gradients(stack(models).to(dtype), prompts, membership(HEADS))
-    models[1] = models[1].with_tensors({"W_Q": torch.full_like(models[1].W_Q, torch.nan)})
+    models[1] = models[1].with_tensors({"attn.W_Q": torch.full_like(models[1].W_Q, torch.nan)})
     loss, gradients = loss_and_gradients(stack(models).to(dtype), prompts, membership(HEADS))
     assert torch.isnan(loss).tolist() == [False, True, False, False]
     assert torch.equal(loss[[0, 2, 3]], sane_loss[[0, 2, 3]])
-    for name in NAMES:
-        part, sane_part = getattr(gradients, name), getattr(sane, name)
+    for name, part in by_head(gradients).items():
+        sane_part = by_head(sane)[name]
         assert torch.equal(part[:1], sane_part[:1])
         assert torch.equal(part[3:], sane_part[3:])
         rows = slice(task.d_x) if name == "W_Q" else slice(None)
@@ -181,7 +182,7 @@ def test_initial_weights_are_uniform_within_one_over_root_fan_in():
     config = ExperimentConfig(TaskConfig(d_x=3, d_y=2), ModelConfig(n_heads=4, d_head=7))
     draws = [initial_weights(replace(config, seed=seed)) for seed in range(300)]
     for name, fan_in in {"W_Q": 5, "W_K": 5, "W_V": 5, "W_O": 28}.items():
-        values = torch.stack([getattr(draw, name) for draw in draws]).double()
+        values = torch.stack([by_head(draw)[name] for draw in draws]).double()
         bound = fan_in**-0.5
         assert 0.999 * bound < values.abs().max() <= bound
         # Each entry on its own, then all of them: mean 0 and variance bound^2 / 3.

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import AttentionWeights, predict
+from mechinterp.models.heads import predict
+from mechinterp.models.weights import Weights
 from mechinterp.training import run
 from mechinterp.training.one_layer.step import Pack, initial_weights
 from mechinterp.training.run import Progress, train_run
@@ -47,7 +48,7 @@ def train_prompts(config: ExperimentConfig, step: int) -> Prompts:
     return sample_prompts(config.task, config.train.batch_size, generator=generator)
 
 
-def squared_error(weights: AttentionWeights, prompts: Prompts) -> float:
+def squared_error(weights: Weights, prompts: Prompts) -> float:
     return (predict(weights, prompts) - prompts.y_query).square().mean().item()
 
 
@@ -77,7 +78,7 @@ def test_history_describes_the_weights_of_its_model_and_step():
         config, n_heads = MODELS[name], MODELS[name].model.n_heads
         # Step 20 is a logged step and a snapshot, 25 is the end.
         for step, named in {20: trained.snapshots[20], 25: trained.weights}.items():
-            weights = named.circuits
+            weights = named
             rows = trained.history[trained.history["step"] == step]
             assert len(rows) == n_heads
             generator = generator_for(config.train.data_seed, "eval", 0)
@@ -100,7 +101,7 @@ def test_loss_is_the_mean_of_the_training_losses_since_the_last_row():
     first = squared_error(initial_weights(SMALL), train_prompts(SMALL, 0))
     assert losses[0] == pytest.approx(first)
     # The loss of step 9 was met before the update that makes it step 9's.
-    at_8 = every_step.results()["two"].snapshots[8].circuits
+    at_8 = every_step.results()["two"].snapshots[8]
     assert losses[8] == pytest.approx(squared_error(at_8, train_prompts(SMALL, 8)))
 
     pack = Pack({"two": SMALL})
@@ -134,7 +135,7 @@ def test_training_equals_plain_pytorch(d_y: int):
         torch.nn.functional.mse_loss(predictions, prompts.y_query).backward()
         optimizer.step()
 
-    weights = finished(Pack({"model": config})).results()["model"].weights.circuits
+    weights = finished(Pack({"model": config})).results()["model"].weights
     assert (weights.W_Q - start.W_Q).norm() > 0.01 * start.W_Q.norm()
     trained = plain.attention(weights).state_dict()
     for name, expected in model.state_dict().items():

@@ -127,9 +127,8 @@ def ablate_subsets(
     outputs = torch.cat(
         [head_outputs(weights, chunk) for chunk in chunks]
     ).numpy()  # [prompt, head, d_y]
-    target = prompts.y_query_clean.numpy()
-    if weights.b_O is not None:  # the bias belongs to no head: every subset predicts it
-        target = target - weights.b_O.numpy(force=True)
+    # The bias belongs to no head: every subset predicts it.
+    target = (prompts.y_query_clean - weights.output_bias).numpy(force=True)
     subsets = itertools.product([False, True], repeat=weights.n_heads)
     # By size; within one size, those with the first heads come first.
     kept = np.array(sorted(subsets, key=lambda each: (sum(each), [not k for k in each])))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
@@ -45,11 +46,11 @@ from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
-from mechinterp.models.heads import AttentionWeights, head_outputs, predict
+from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.layers import is_normalised, kernel_text
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.weights import Weights, heads_of
+from mechinterp.models.weights import Weights
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -190,7 +191,7 @@ def _classified_layers(
 
 
 def _classified(
-    weights: AttentionWeights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
+    weights: Weights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification:
     """Classification of one layer of attention."""
     for name in ("d_x", "d_y"):
@@ -199,26 +200,26 @@ def _classified(
             raise ValueError(
                 f"The task must have the model's {name} = {own}, got {name} = {other}."
             )
-    prompts = evaluation(task, n_prompts, seed, weights.attend_to_self)
+    prompts = evaluation(task, n_prompts, seed, weights.model.attend_to_self)
     outputs, own = head_outputs(weights, prompts.prompts), circuits(weights)
-    prediction = outputs.sum(1) if weights.b_O is None else outputs.sum(1) + weights.b_O
+    prediction, model = outputs.sum(1) + weights.output_bias, weights.model
     heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     active = groups.where(groups.share > limits.share)
-    form = form_of(active, weights.score, limits)
+    form = form_of(active, model.score, limits)
     labels = tuple(each.label for each in head_decisions(heads, form, limits))
     of_groups = head_decisions(groups, form, limits)
     scales = scales_of(active, form, weights, task, limits)
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
     substitute = formula = predict(ideal, prompts.prompts)
-    centred = is_normalised(weights.score)
+    centred = is_normalised(model.score)
     if not centred or len({each.label for each in of_groups} - {"dummy"}) > 1:
         formula = prompts.gradient_step(scales.step, centred=centred)
     substitution = faithfulness(prediction, substitute)
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
     factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
     bare = is_bare(weights)
-    law = (weights.score, weights.score_slope, weights.attend_to_self)
-    shape = random_shape(weights.n_heads, weights.W_Q.shape[2], *law)
+    law = (model.score, model.score_slope, model.attend_to_self)
+    shape = random_shape(weights.n_heads, weights.d_head, *law)
     null = null_of(task, shape, form=form.kind, bare=bare)
     compared = {
         "qk_diagonal_best": float(groups.qk_diagonal.max()),
@@ -256,7 +257,7 @@ def _classified(
         },
         random_ranges=null.ranges,
         n_random=null.n_models,
-        kernel=kernel_text(weights.score, weights.score_slope),
+        kernel=kernel_text(model.score, model.score_slope),
         calibrated=limits == Thresholds(),
         near=nearby(prediction, prompts.families, formula),
         loss=loss,
@@ -345,9 +346,7 @@ def has_linear_way_in(weights: Weights) -> bool:
     return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
 
 
-def read_through(
-    weights: Weights, task: TaskConfig, *, seed: int = 0
-) -> tuple[AttentionWeights, float]:
+def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> tuple[Weights, float]:
     """The attention layer followed by the linear read-out, and the R^2 of the read-out.
 
     R^2 is 1 - mean (prediction - read-out)^2 / variance of the prediction, on the half that was not
@@ -380,17 +379,21 @@ def read_through(
     return _seen_through(weights, solved[:-1], solved[-1]), r2
 
 
-def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> AttentionWeights:
+def _seen_through(weights: Weights, direction: Tensor, constant: Tensor) -> Weights:
     """The attention layer on tokens (x, y), with the read-out multiplied into W_O."""
-    tensors, into = weights.attention(0), weights.tensors.get("W_in")
-    seen = {"W_O": tensors["W_O"] @ direction}
+    tensors, into = weights.tensors, weights.tensors.get("W_in")
+    seen = {"attn.W_O": weights.W_O[0] @ direction}
     for x in "QKV":
-        matrix = tensors[f"W_{x}"]
-        seen[f"W_{x}"] = matrix if into is None else into @ matrix
+        matrix = getattr(weights, f"W_{x}")[0]
+        seen[f"attn.W_{x}"] = matrix if into is None else into @ matrix
         if weights.model.biases:
-            moved = weights.tensors["b_in"] @ matrix if into is not None else 0
-            seen[f"b_{x}"] = tensors[f"b_{x}"] + moved
+            moved = tensors["b_in"] @ matrix if into is not None else 0
+            seen[f"attn.b_{x}"] = tensors[f"attn.b_{x}"][0] + moved
     if weights.model.biases:
-        seen["b_O"] = tensors["b_O"] @ direction + constant
+        seen["attn.b_O"] = tensors["attn.b_O"][0] @ direction + constant
+    for name in {"attn.W_O", "attn.b_O"} & seen.keys():
+        seen[name] = pad(seen[name], (weights.d_x, 0))
     # With a read-in, the keys of merged heads are no longer the tokens themselves.
-    return heads_of(replace(weights.model, merged_qk=False), seen, weights.scale)
+    model = replace(weights.model, merged_qk=False, d_model=None, d_mlp=None, d_head=weights.d_head)
+    named = {name: tensor[None] for name, tensor in seen.items()}
+    return Weights(model, weights.d_x, weights.d_y, named, weights.scale)

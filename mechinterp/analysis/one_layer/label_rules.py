@@ -23,8 +23,9 @@ from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Comp
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
-from mechinterp.models.heads import AttentionWeights, share_of
+from mechinterp.models.heads import share_of
 from mechinterp.models.layers import is_normalised, score_derivative_at_zero
+from mechinterp.models.weights import Weights
 from mechinterp.theory.softmax import debiased_step_size
 
 
@@ -335,15 +336,16 @@ class Scales:
 
 
 def scales_of(
-    groups: Heads, form: Form, weights: AttentionWeights, task: TaskConfig, limits: Thresholds
+    groups: Heads, form: Form, weights: Weights, task: TaskConfig, limits: Thresholds
 ) -> Scales:
     """Numbers of the active groups of equal heads.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (4.2)-(4.5) and (5.7) (theta).
     """
+    model = weights.model
     slope = score_derivative_at_zero(
-        weights.score, weights.score_slope, context_length=task.context_length
+        model.score, model.score_slope, context_length=task.context_length
     )
     mu, fitted = groups.mu, form.fitted(groups.blocks)
     omega = form.omega(groups.blocks).numpy()
@@ -419,19 +421,19 @@ def faithfulness(
 
 
 def idealised(
-    weights: AttentionWeights,
+    weights: Weights,
     x_blocks: Float[Tensor, "head d_x d_x"],
     mu: Float[Tensor, "head d_y"],
-) -> AttentionWeights:
+) -> Weights:
     """Heads that compare x with x by `x_blocks` and read y_n into prediction n by `mu`, and nothing
     else."""
     d_x, d_y = weights.d_x, weights.d_y
     return from_circuits(
         torch.nn.functional.pad(x_blocks, (0, d_y, 0, d_y)),
         torch.nn.functional.pad(torch.diag_embed(mu), (0, 0, d_x, 0)),
-        score=weights.score,
-        score_slope=weights.score_slope,
-        attend_to_self=weights.attend_to_self,
+        score=weights.model.score,
+        score_slope=weights.model.score_slope,
+        attend_to_self=weights.model.attend_to_self,
     )
 
 

@@ -20,7 +20,7 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.weights import Weights, why_no_circuits
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Modes, modes
 from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
 from mechinterp.training.linear.trainer import task_moments
@@ -193,7 +193,7 @@ def linear_components(source: Source) -> LinearComponents:
     if weights is None or weights.model.score != "linear/L" or not weights.model.one_attention:
         got = "a model without weights by name"
         if weights is not None:
-            got = why_no_circuits(weights.model) or f"score {weights.model.score}"
+            got = weights.model.beyond_one_layer or f"score {weights.model.score}"
         raise ValueError(f"linear_components needs one layer of linear attention, got {got}.")
     task = task_for(source, None, "linear_components")
     directions, heads = modes(task_moments(task)), heads_of_linear(weights)
@@ -226,10 +226,10 @@ def linear_components(source: Source) -> LinearComponents:
 
 def heads_of_linear(weights: Weights) -> Heads:
     """v, K and Q (or U) of one layer of linear attention with one response, in float64."""
-    named = weights.circuits.to(torch.float64)
-    d_x, factor = weights.d_x, named.scale * named.score_slope
-    value, key = named.mu[:, 0].numpy(force=True), named.W_K[:, :d_x].mT.numpy(force=True)
-    query = factor * named.W_Q[:, :d_x].mT.numpy(force=True)
-    if named.merged_qk:
+    weights = weights.to(torch.float64)
+    d_x, factor = weights.d_x, weights.scale * weights.model.score_slope
+    value, key = weights.mu[:, 0].numpy(force=True), weights.W_K[0, :, :d_x].mT.numpy(force=True)
+    query = factor * weights.W_Q[0, :, :d_x].mT.numpy(force=True)
+    if weights.model.merged_qk:
         return MergedHeads(v=value, U=np.einsum("hri,hrj->hij", key, query))
     return SeparateHeads(v=value, K=key, Q=query)

@@ -18,8 +18,9 @@ from mechinterp.analysis.one_layer.label_rules import (
 )
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
-from mechinterp.models.heads import AttentionWeights, head_outputs, share_of, stack
+from mechinterp.models.heads import head_outputs, share_of, stack
 from mechinterp.models.layers import is_normalised
+from mechinterp.models.weights import Weights
 from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
@@ -83,7 +84,7 @@ def _statistics(
     """Unsorted statistics of the models with these seeds."""
     task, n_heads, n_models = config.task, model.n_heads, len(seeds)
     models = [initial_weights(replace(config, seed=seed)) for seed in seeds]
-    weights = replace(stack(models).to(torch.float64), attend_to_self=model.attend_to_self)
+    weights = stack(models).to(torch.float64).with_model(attend_to_self=model.attend_to_self)
     if bare:
         weights = stripped(weights)
     blocks = weights.QK[:, : task.d_x, : task.d_x].unflatten(0, (n_models, n_heads))
@@ -128,33 +129,32 @@ def random_shape(
     )
 
 
-def is_bare(weights: AttentionWeights) -> bool:
+def is_bare(weights: Weights) -> bool:
     """True if linear heads compare x with x and read y, and nothing else, as models trained on
     moments do."""
-    if is_normalised(weights.score):
+    if is_normalised(weights.model.score):
         return False
     d_x = weights.d_x
     others = (weights.OV[:, :d_x], weights.OV), (weights.QK[:, :d_x, d_x:], weights.QK)
     return all(bool(other.norm() <= ROUNDING * circuit.norm()) for other, circuit in others)
 
 
-def stripped(weights: AttentionWeights) -> AttentionWeights:
+def stripped(weights: Weights) -> Weights:
     """Heads without the weights that compare the query with y or read x."""
-    d_x = weights.d_x
-    tensors = weights.tensors
+    d_x, tensors = weights.d_x, {}
     rows = {"W_Q": slice(d_x, None), "W_K": slice(d_x, None), "W_V": slice(d_x)}
     for name, unused in rows.items():
-        tensors[name] = tensors[name].clone()
-        tensors[name][:, unused] = 0
+        tensors[f"attn.{name}"] = getattr(weights, name).clone()
+        tensors[f"attn.{name}"][:, :, unused] = 0
     return weights.with_tensors(tensors)
 
 
 def _outputs(
-    weights: AttentionWeights, ideal: AttentionWeights, task: TaskConfig, n_heads: int
+    weights: Weights, ideal: Weights, task: TaskConfig, n_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R^2 of the idealised models, R^2 on the task, and shares of the heads; a few models at a
     time, in float32."""
-    prompts = evaluation(task, N_PROMPTS, 0, weights.attend_to_self).prompts.to(torch.float32)
+    prompts = evaluation(task, N_PROMPTS, 0, weights.model.attend_to_self).prompts.to(torch.float32)
     weights, ideal = weights.to(torch.float32), ideal.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads
     target = prompts.y_query[:, None]

@@ -22,7 +22,6 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
@@ -73,7 +72,7 @@ def local_loss(
     if weights is None and isinstance(source, Checkpoint):
         # The gradient of training is 150 times as fast for one layer as one through the hooks.
         model = source.config.model
-        if model.is_stack or model.trains_compiled:
+        if model.stack or model.trains_compiled:
             return prompts_loss(source, drawn)
     return predictor_loss(source, drawn, weights=weights or "*")
 
@@ -169,19 +168,16 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
 def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
     """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts."""
     prompts = prompts.to(torch.float64)
-    weights: AttentionWeights | Weights = checkpoint.weights.to(torch.float64)
-    if checkpoint.config.model.one_attention:
-        weights = checkpoint.weights.circuits.to(torch.float64)
+    weights = checkpoint.weights.to(torch.float64)
     base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
     free = {name: np.ones(values.shape, bool) for name, values in base.items()}
     sampled = "all"
-    if isinstance(weights, AttentionWeights):
-        # Training moves neither the y rows of W_Q nor the unit matrices of merged heads.
-        free["W_Q"][:, weights.d_x :] = False
-        if weights.merged_qk:
-            del free["W_K"]
-        _, *others, last = free
-        sampled = f"the x entries of W_Q, and {', '.join(others)} and {last}"
+    if weights.model.one_attention:
+        # Training moves neither the y rows of W_Q nor the x columns of W_O.
+        first, *others, last = (name.removeprefix("attn.") for name in free)
+        free[f"attn.{first}"][:, :, weights.d_x :] = False
+        free["attn.W_O"][..., : weights.d_x] = False
+        sampled = f"the x entries of {first}, and {', '.join(others)} and {last}"
     at = np.concatenate([base[name][mask] for name, mask in free.items()])
     ends = np.cumsum([int(mask.sum()) for mask in free.values()])[:-1]
 
@@ -217,15 +213,16 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
 
 
 def _at_points(
-    weights: AttentionWeights | Weights, tensors: dict[str, Tensor], prompts: Prompts
+    weights: Weights, tensors: dict[str, Tensor], prompts: Prompts
 ) -> tuple[Float[Tensor, " point"], dict[str, Tensor]]:
     """Loss and gradients of models whose tensors have a first axis for the points."""
     n_points = len(next(iter(tensors.values())))
-    if isinstance(weights, AttentionWeights):  # heads of all points side by side
+    if weights.model.one_attention:  # heads of all points side by side
         members = membership([weights.n_heads] * n_points)
-        flat = {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
-        loss, back = by_tensors(weights.with_tensors(flat), prompts, members)
-        return loss, {name: t.unflatten(0, (n_points, -1)) for name, t in back.tensors.items()}
+        flat = {name: tensor.transpose(0, 1).flatten(1, 2) for name, tensor in tensors.items()}
+        loss, back = by_tensors(weights.of_heads(flat), prompts, members)
+        parts = {name: t.unflatten(1, (n_points, -1)) for name, t in back.tensors.items()}
+        return loss, {name: part.transpose(0, 1) for name, part in parts.items()}
     models = [weights.with_tensors({n: t[i] for n, t in tensors.items()}) for i in range(n_points)]
     losses, backs = zip(*(deep_loss(model, prompts) for model in models), strict=True)
     return torch.stack(losses), {n: torch.stack([b.tensors[n] for b in backs]) for n in tensors}

@@ -30,9 +30,8 @@ from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
 from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.config.model import BIASES, tensor_shapes
-from mechinterp.models.heads import AttentionWeights
-from mechinterp.models.weights import weights_of_layer, why_no_circuits
+from mechinterp.config.model import BIASES, NAMES, tensor_shapes
+from mechinterp.models.weights import Weights
 
 FORMAT = "transformer-lens"
 ARRAYS = "arrays"
@@ -60,7 +59,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
     # HookedTransformer has no merged heads: weights and side-car get W_Q = W_QK and W_K = I.
     config = replace(checkpoint.config, model=replace(checkpoint.config.model, merged_qk=False))
     with naming(checkpoint.path):
-        if extra := why_no_circuits(config.model):
+        if extra := config.model.beyond_one_layer:
             rule = "export to HookedTransformer needs one layer of attention"
             raise ValueError(f"{rule}, got {extra}.")
         if (score := config.model.score) != "softmax":
@@ -71,28 +70,36 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
             )
     document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
-    circuits = replace(checkpoint.weights.circuits, merged_qk=False)
-    state = hooked_state(circuits, n_ctx=positions_for(config.task))
+    state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
     with claimed(folder, last=SIDE_CAR) as claim:
         claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
         claim.write("load.py", lambda file: file.write_bytes(SCRIPT.read_bytes()))
         claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def hooked_state(circuits: AttentionWeights, *, n_ctx: int) -> dict[str, Tensor]:
-    """HookedTransformer's state dict without the mask, whose shape depends on the version."""
-    n_heads, d_model, d_head = circuits.W_Q.shape
-    per_head = circuits.W_Q.new_zeros(n_heads, d_head, device="cpu")
-    read_out = torch.eye(d_model, dtype=circuits.W_Q.dtype, device="cpu")[:, circuits.d_x :]
+def hooked_state(weights: Weights, *, n_ctx: int) -> dict[str, Tensor]:
+    """HookedTransformer's state dict without the mask, whose shape depends on the version.
+
+    The x columns of W_O, which no prediction reads, are zero.
+    """
+    d_x, d_model = weights.d_x, weights.d_model
+    tensors = {f"attn.{name}": getattr(weights, name) for name in NAMES}
+    tensors |= {name: t for name, t in weights.tensors.items() if name.startswith("attn.b_")}
+    for name in {"attn.W_O", "attn.b_O"} & tensors.keys():
+        tensors[name] = tensors[name].clone()
+        tensors[name][..., :d_x] = 0
+    separate = replace(weights, model=replace(weights.model, merged_qk=False), tensors=tensors)
+    per_head = weights.W_V.new_zeros(weights.n_heads, weights.d_head, device="cpu")
+    read_out = torch.eye(d_model, dtype=weights.dtype, device="cpu")[:, d_x:]
     others = {
         "embed.W_E": torch.zeros_like(read_out.mT).contiguous(),
         "pos_embed.W_pos": per_head.new_zeros(n_ctx, d_model),
         **{PREFIX + name: per_head.clone() for name in ("b_Q", "b_K", "b_V")},
         PREFIX + "b_O": per_head.new_zeros(d_model),
         "unembed.W_U": read_out.contiguous(),
-        "unembed.b_U": per_head.new_zeros(circuits.d_y),
+        "unembed.b_U": per_head.new_zeros(weights.d_y),
     }
-    return others | state_dict(weights_of_layer(circuits))
+    return others | state_dict(separate)
 
 
 def read_exchange(folder: Path) -> Checkpoint:

@@ -3,6 +3,7 @@
 All have d_head = d_model and float64 weights, and their heads read only the y entries of the tokens.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,14 +12,57 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.models.heads import AttentionWeights, identity_keys
+from mechinterp.config import SCORES, ModelConfig
+from mechinterp.models.weights import Weights, identity_keys
 from mechinterp.theory.linear_heads import Heads, MergedHeads
 
 PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 """One number per head, or one row per head."""
 
 
-def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> AttentionWeights:
+def one_layer(
+    W_Q: Float[Tensor, "head d_model d_head"],
+    W_K: Float[Tensor, "head d_model d_head"] | None,
+    W_V: Float[Tensor, "head d_model d_head"],
+    W_O: Float[Tensor, "head d_head d_y"],
+    *,
+    scale: float = math.nan,
+    score: str = "softmax",
+    score_slope: float = 1.0,
+    attend_to_self: bool = False,
+) -> Weights:
+    """Model of one attention layer on tokens (x, y), from its heads.
+
+    Rectified scores are allowed only with `context_only`, which does not change the prediction of a single layer at
+    the query.
+
+    Args:
+        W_K: None: the heads are merged, and W_Q is W_QK.
+        W_O: The y columns of TransformerLens' W_O; its x columns become zero.
+        scale: Factor on the scores; NaN: 1/sqrt(d_head).
+    Example:
+        >>> eye = torch.eye(3)[None]
+        >>> one_layer(eye, eye, eye, eye[..., 2:])
+        Weights(1 x 1 heads, d_x=2, d_y=1, torch.float32)
+    """
+    (n_heads, d_model, d_head), d_y = W_V.shape, W_O.shape[2]
+    context_only = score not in SCORES
+    model = ModelConfig(
+        n_heads=n_heads,
+        d_head=None if d_head == d_model and not context_only else d_head,
+        score=score,
+        score_slope=score_slope,
+        attend_to_self=attend_to_self,
+        merged_qk=W_K is None,
+        context_only=context_only,
+    )
+    tensors = {"W_QK": W_Q} if W_K is None else {"W_Q": W_Q, "W_K": W_K}
+    tensors |= {"W_V": W_V, "W_O": pad(W_O, (d_model - d_y, 0))}
+    named = {f"attn.{name}": tensor[None] for name, tensor in tensors.items()}
+    return Weights(model, d_model - d_y, d_y, named, scale)
+
+
+def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> Weights:
     """Heads with QK = diag(omega_h) on the x block and OV = diag(mu_h) on the y block, zero elsewhere.
 
     Args:
@@ -39,7 +83,7 @@ def diagonal_heads(omega: PerHead, mu: PerHead, *, d_x: int, d_y: int = 1) -> At
     on_x = torch.diag(torch.tensor([1.0] * d_x + [0.0] * d_y, dtype=torch.float64, device="cpu"))
     on_y = torch.eye(d_model, dtype=torch.float64, device="cpu") - on_x
     scale = d_model**-0.5
-    return AttentionWeights(
+    return one_layer(
         W_Q=torch.diag_embed(pad(omegas / scale, (0, d_y))),
         W_K=on_x.expand(n_heads, -1, -1).clone(),
         W_V=on_y.expand(n_heads, -1, -1).clone(),
@@ -57,7 +101,7 @@ def _rows(name: str, values: PerHead, width: int) -> Float[Tensor, "head width"]
     return rows
 
 
-def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
+def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) -> Weights:
     """Two heads, (omega, mu) and (-omega, -mu) with mu = eta / (2 omega).
 
     For omega -> 0 the prediction tends to one step of debiased gradient descent of size eta; the error is of order
@@ -77,7 +121,7 @@ def debiased_gradient_step(eta: float, omega: float, *, d_x: int, d_y: int = 1) 
     return diagonal_heads([omega, -omega], [mu, -mu], d_x=d_x, d_y=d_y)
 
 
-def kernel_head(omega: float, mu: float, *, d_x: int, d_y: int = 1) -> AttentionWeights:
+def kernel_head(omega: float, mu: float, *, d_x: int, d_y: int = 1) -> Weights:
     """One head that computes the Nadaraya-Watson estimate with kernel exp(omega x . x_query), times mu.
 
     Source:
@@ -96,7 +140,7 @@ def from_circuits(
     score: str = "softmax",
     score_slope: float = 1.0,
     attend_to_self: bool = False,
-) -> AttentionWeights:
+) -> Weights:
     """Heads with these circuits, in the dtype of QK.
 
     Args:
@@ -118,8 +162,8 @@ def from_circuits(
         )
     W_Q, W_K = factored_scores(QK)
     W_V, W_O = factored_values(OV.to(QK), d_model)
-    scale = d_model**-0.5
-    return AttentionWeights(W_Q, W_K, W_V, W_O, scale, score, score_slope, attend_to_self)
+    settings = {"score": score, "score_slope": score_slope, "attend_to_self": attend_to_self}
+    return one_layer(W_Q, W_K, W_V, W_O, **settings)  # type: ignore[arg-type]
 
 
 def factored_scores(QK: Float[Tensor, "head d_model d_model"]) -> tuple[Tensor, Tensor]:
@@ -135,7 +179,7 @@ def factored_values(OV: Float[Tensor, "head d_model d_y"], d_head: int) -> tuple
     return W_V, first_rows.expand(n_heads, -1, -1).contiguous()
 
 
-def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeights:
+def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> Weights:
     """Heads of linear attention as weights of one layer: y_hat = sum_h v_h b^T U_h x_query, b = (1/L) sum_l y_l x_l.
 
     The x block of QK is U^T / score_slope, with U = K^T Q for separate heads. W_V writes v y into the first entry of
@@ -148,13 +192,13 @@ def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeig
         Zhang et al. 2025, arXiv 2501.16265, sections 3.1 and 4.1, with the blocks that stay zero left at zero.
     Example:
         >>> from mechinterp.theory.linear_heads import merged_heads
-        >>> linear_attention(merged_heads(3, 2, std=0.1, seed=0)).merged_qk
+        >>> linear_attention(merged_heads(3, 2, std=0.1, seed=0)).model.merged_qk
         True
     """
     d_x = heads.M.shape[-1]
-    if merged := isinstance(heads, MergedHeads):
+    W_K: Tensor | None = None
+    if isinstance(heads, MergedHeads):
         queries = pad(_flat(heads.U), (0, 1, 0, 1)).mT
-        W_K = identity_keys(queries)
     else:
         queries, W_K = (pad(_flat(rows), (0, 1)).mT.contiguous() for rows in (heads.Q, heads.K))
     d_head = queries.shape[-1]
@@ -162,7 +206,7 @@ def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> AttentionWeig
     W_Q = (queries / (scale * score_slope)).contiguous()
     v = torch.from_numpy(heads.v).double().reshape(-1, 1, 1)
     W_V, W_O = factored_values(pad(v, (0, 0, d_x, 0)), d_head)
-    return AttentionWeights(W_Q, W_K, W_V, W_O, scale, "linear/L", score_slope, merged_qk=merged)
+    return one_layer(W_Q, W_K, W_V, W_O, score="linear/L", score_slope=score_slope)
 
 
 def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "heads row d_x"]:
@@ -170,7 +214,7 @@ def _flat(matrices: Float[np.ndarray, "*stack head row d_x"]) -> Float[Tensor, "
     return torch.from_numpy(matrices).double().reshape(-1, *matrices.shape[-2:])
 
 
-def zero_head(*, d_x: int, d_y: int = 1) -> AttentionWeights:
+def zero_head(*, d_x: int, d_y: int = 1) -> Weights:
     """One head that attends uniformly and writes nothing.
 
     Example:

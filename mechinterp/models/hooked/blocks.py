@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.models.heads import identity_keys
 from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.layers import ACTIVATIONS, affine, attention_pattern, readable_keys, rotated
+from mechinterp.models.weights import identity_keys
 
 
 class Attention(nn.Module):

@@ -1,6 +1,5 @@
 """Settings of a hooked model, under the names that TransformerLens reads."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -144,19 +143,3 @@ class HookedConfig:
         """All settings by name: first the fields, then the derived values that TransformerLens reads."""
         derived = [n for n, value in vars(type(self)).items() if isinstance(value, property)]
         return asdict(self) | {name: getattr(self, name) for name in derived}
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "HookedConfig":
-        """Config from the output of `to_dict`; derived settings are ignored.
-
-        Raises:
-            ValueError: If the architecture or a size is missing.
-        """
-        needed = ("model", "d_x", "d_y", "scale", "n_ctx")
-        if missing := [name for name in needed if name not in settings]:
-            raise ValueError(f"settings must have {', '.join(missing)}, got none.")
-        given = {name: settings[name] for name in (*needed, *SWITCHES) if name in settings}
-        config = cls(**{**given, "model": ModelConfig(**settings["model"])})
-        config.device = settings.get("device", config.device)
-        config.dtype = settings.get("dtype", config.dtype)
-        return config

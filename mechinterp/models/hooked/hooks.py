@@ -210,7 +210,7 @@ def _newer_name(name: str) -> str:
     return re.sub(rf"^(blocks\.\d+)\.({'|'.join(FORKS)})$", r"\1.attn.\2", name)
 
 
-NO_WORDS = {
+ABSENT = {
     "W_E": "tokens are vectors, read in by W_in where the model has a d_model, as they are where not",
     "W_E_pos": "tokens are vectors, read in by W_in, to which pos_embed.W_pos is added where there is one",
     "W_pos": "the model has no positions (ModelConfig.n_positions is None)",
@@ -221,8 +221,10 @@ NO_WORDS = {
     "to_single_str_token": "responses have no names, they are numbered from 0 to d_y - 1",
     "get_token_position": "prompts have no text; pair i is token i, the query is the last",
     "generate": "the model gives a prediction, not a next token; predict(prompts) is it",
+    "fold_value_biases": "weights are not processed",
+    "refactor_factored_attn_matrices": "weights are not processed",
 }
-"""Parts of HookedTransformer that need a vocabulary, and what to use instead."""
+"""Parts of HookedTransformer that this model lacks, most of them for want of a vocabulary, and what to use instead."""
 
 
 PROCESSING = (
@@ -395,27 +397,11 @@ class HookedTransformerNames(CheckedHooks):
         """
         _require_unprocessed(processing)
 
-    def fold_value_biases(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Refused: see `load_and_process_state_dict`.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise _not_done("fold_value_biases")
-
-    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Refused: see `load_and_process_state_dict`.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise _not_done("refactor_factored_attn_matrices")
-
     def __getattr__(self, name: str) -> Any:
         if name == "W_pos" and self.cfg.model.n_positions is not None:
             return self.pos_embed["W_pos"]
-        if name in NO_WORDS:
-            raise AttributeError(f"There is no {name}: {NO_WORDS[name]}.")
+        if name in ABSENT:
+            raise AttributeError(f"There is no {name}: {ABSENT[name]}.")
         return super().__getattr__(name)
 
 

@@ -24,7 +24,7 @@ from mechinterp.models.hooked.hooks import HookedTransformerNames
 from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.masks import lock_of
 from mechinterp.models.layers import ACTIVATIONS, affine, tokens_of
-from mechinterp.models.weights import AnyWeights, Weights, as_weights
+from mechinterp.models.weights import Weights
 
 
 class ICLTransformer(HookedTransformerNames):
@@ -90,13 +90,12 @@ class ICLTransformer(HookedTransformerNames):
 
     @classmethod
     @torch.inference_mode(False)
-    def from_weights(cls, weights: AnyWeights, *, task: TaskConfig) -> "ICLTransformer":
+    def from_weights(cls, weights: Weights, *, task: TaskConfig) -> "ICLTransformer":
         """Model with a copy of these weights, in their dtype, in evaluation mode.
 
         Raises:
             ValueError: If weights and task differ in d_x or d_y.
         """
-        weights = as_weights(weights)
         for name in ("d_x", "d_y"):
             one, other = getattr(weights, name), getattr(task, name)
             if one != other:

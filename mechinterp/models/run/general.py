@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
+from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import (
     ACTIVATIONS,
-    LINEAR,
     affine,
     attention_pattern,
     normed,
@@ -104,9 +104,8 @@ def predictions(
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.prompts import sample_prompts
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> from mechinterp.models.weights import as_weights
         >>> prompts = sample_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
-        >>> predictions(as_weights(zero_head(d_x=5)), prompts).any()
+        >>> predictions(zero_head(d_x=5), prompts).any()
         tensor(False)
     """
     passed = _streams(weights, _embedded(weights, prompts), attend=attend)
@@ -119,8 +118,10 @@ def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch
     return torch.cat(list(parts))
 
 
-def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Predictions without masks; linear attention takes a shortcut through the context's second moment.
+def predict_deep(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, differentiable in the weights; linear attention takes a shortcut through the context's second moment.
 
     Example:
         >>> from mechinterp.config import TaskConfig
@@ -131,9 +132,9 @@ def predict_deep(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y
         >>> predict_deep(weights, sample_prompts(TaskConfig(), 8)).any()
         tensor(False)
     """
-    if weights.is_linear_map:
+    if weights.model.stack == "linear":
         return linear_pass(weights, prompts).prediction()
-    return predictions(weights, prompts)
+    return predictions(weights, prompts, attend=attend)
 
 
 def masked_predictions(

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, together, token_map_bytes
+from mechinterp.memory import chunks, together
 from mechinterp.models.hooked.masks import Head, by_layers
-from mechinterp.models.layers import LINEAR
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
@@ -60,15 +60,12 @@ def stack_bytes(weights: Weights, length: int) -> int:
         >>> stack_bytes(weights, 40)
         4680
     """
-    return token_map_bytes(
-        n_layers=weights.n_layers,
-        n_heads=weights.n_heads,
-        d_head=weights.d_head,
-        d_model=weights.d_model,
-        d_token=weights.d_x + weights.d_y,
-        n_tokens=length + 1,
-        width=weights.W_O.element_size(),
-    )
+    # Tokens, their second moment, and a map for each layer.
+    n_tokens, d_token, d_model = length + 1, weights.d_x + weights.d_y, weights.d_model
+    columns = weights.n_heads * weights.d_head
+    maps = weights.n_layers * d_token * (d_model + 2 * columns)
+    layer = d_token * (6 * columns + 2 * d_model) + 2 * columns * d_model
+    return weights.dtype.itemsize * (3 * n_tokens * d_token + 2 * d_token**2 + maps + layer)
 
 
 def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:

@@ -7,19 +7,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights, head_outputs
+from mechinterp.models.heads import head_outputs
 from mechinterp.models.hooked.masks import Head, swapped
+from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
 CHUNK = 4096
 
 
 def masked_predictions(
-    circuits: AttentionWeights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head's output becomes 0, its mean over prompts, or another prompt's output."""
     starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")
-    parts = [head_outputs(circuits, prompts[start : start + CHUNK]) for start in starts]
+    parts = [head_outputs(weights, prompts[start : start + CHUNK]) for start in starts]
     outputs = torch.cat(parts)  # [batch, head, d_y]
     instead = {
         "zero": lambda: torch.zeros_like(outputs[:1]),
@@ -28,7 +29,7 @@ def masked_predictions(
     }[method]()
     full, changed = outputs.sum(1), outputs - instead
     predictions = torch.stack([_without(full, outputs, instead, changed, heads) for heads in masks])
-    return predictions if circuits.b_O is None else predictions + circuits.b_O
+    return predictions + weights.output_bias
 
 
 def _without(

@@ -17,14 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import ModelConfig, TaskConfig
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.heads import AttentionWeights
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.layers import tokens_of
 from mechinterp.models.run import general, hooks, linear, one_layer
-from mechinterp.models.weights import AnyWeights, Weights, as_weights, why_no_circuits
+from mechinterp.models.weights import Weights
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.config import HookedConfig
@@ -96,34 +95,30 @@ class Predictor(ABC):
         return self.hooked.model
 
     @property
-    def _architecture(self) -> ModelConfig | None:
-        weights = self.weights
-        return None if weights is None else weights.model
-
-    @property
     def is_one_attention(self) -> bool:
-        """True if the model is a single attention layer and nothing else; it then has `circuits`."""
-        model = self._architecture
-        return model is not None and model.one_attention
+        """True if the model is a single attention layer and nothing else; it then is `one_layer`."""
+        weights = self.weights
+        return weights is not None and weights.model.one_attention
 
     @property
     def attention_only(self) -> bool:
         """True if heads alone write to the stream; False if unknown."""
-        model = self._architecture
-        return model is not None and model.attention_only
+        weights = self.weights
+        return weights is not None and weights.model.attention_only
 
     @property
-    def circuits(self) -> AttentionWeights:
-        """Heads of a model that is a single attention layer and nothing else.
+    def one_layer(self) -> Weights:
+        """Weights of a model that is a single attention layer and nothing else.
 
         Raises:
             ValueError: If the model is of another kind; the message says why.
         """
         weights = self.weights
-        if weights is None or (more := why_no_circuits(weights.model)) is not None:
-            got = "a model without weights of this package" if weights is None else more
-            raise ValueError(f"needs one layer of attention with nothing around it, got {got}.")
-        return weights.circuits
+        if weights is None:
+            rule = "needs one layer of attention with nothing around it"
+            raise ValueError(f"{rule}, got a model without weights of this package.")
+        weights.require_one_layer()
+        return weights
 
     def _fast(self, prompts: Prompts) -> tuple[Weights, Prompts] | None:
         """Weights, if they alone decide the predictions, with the prompts on their device; None: run by hooks.
@@ -255,7 +250,7 @@ class Predictor(ABC):
 
         def compute() -> Tensor:
             fast = self._fast(prompts)
-            if fast is not None and fast[0].is_linear_map:
+            if fast is not None and fast[0].model.stack == "linear":
                 return linear.streams(*fast, heads=heads, positions=positions)
             if fast is not None and tuple(positions) == (-1,):
                 return general.streams(*fast, heads=heads)
@@ -329,9 +324,8 @@ def _masked_predictions(
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
     if weights.model.one_attention:
-        run = one_layer.masked_predictions
-        return run(weights.circuits, prompts, masks, method=method)
-    if method == "zero" and weights.is_linear_map:
+        return one_layer.masked_predictions(weights, prompts, masks, method=method)
+    if method == "zero" and weights.model.stack == "linear":
         return linear.masked_predictions(weights, prompts, masks)
     return general.masked_predictions(weights, prompts, masks, method=method)
 
@@ -458,10 +452,9 @@ def predictor_of(source: Source) -> Predictor:
     for holder in (source, getattr(source, "predictor", None)):
         if isinstance(holder, Predictor):
             return holder
-    if isinstance(source, AnyWeights):
-        weights = as_weights(source)
-        task = TaskConfig(d_x=weights.d_x, d_y=weights.d_y)
-        return WeightsPredictor(own=weights, task=task)
+    if isinstance(source, Weights):
+        task = TaskConfig(d_x=source.d_x, d_y=source.d_y)
+        return WeightsPredictor(own=source, task=task)
     if isinstance(source, HookedPredictor):
         return ModelPredictor(own=source)
     hooked = hooked_predictor(source)

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.config.model import NAMES
+from mechinterp.config.model import LINEAR, NAMES
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.layers import LINEAR, is_normalised, pattern_and_slope
+from mechinterp.models.layers import is_normalised, pattern_and_slope
 from mechinterp.models.weights import Weights
 
 Heads = Float[Tensor, "head feature row prompt"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -12,12 +13,12 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.memory import require_memory
-from mechinterp.models.run.general import predictions, predictions_at_every, prompt_bytes
-from mechinterp.models.run.linear import linear_pass, stack_bytes
+from mechinterp.models.run.general import predict_deep, predictions_at_every, prompt_bytes
+from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.forward import Forward
-from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own
+from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own, uniform
 
 
 def loss_and_gradients(
@@ -39,18 +40,18 @@ def loss_and_gradients(
         >>> gradients.W_Q.any()
         tensor(False)
     """
-    if first_counted is None and _is_written_out(weights):
+    if first_counted is None and weights.model.stack == "nonlinear":
         with torch.no_grad():
             forward = Forward(weights, prompts)
             error = forward.prediction - prompts.y_query.T
             return error.square().mean(), forward.gradients(error * (2 / error.numel()))
     with torch.inference_mode(False), torch.enable_grad():
-        # Tensors made in torch.inference_mode take no gradients; their copies do.
-        copies = {n: t.clone() if t.is_inference() else t for n, t in weights.tensors.items()}
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in copies.items()}
+        leaves = {name: t.detach().requires_grad_() for name, t in weights.tensors.items()}
         of_leaves = weights.with_tensors(leaves)
         if first_counted is None:
-            loss = (predictions_for_training(of_leaves, prompts) - prompts.y_query).square().mean()
+            loss = (
+                (predict_deep(of_leaves, prompts, attend=attend) - prompts.y_query).square().mean()
+            )
         else:
             loss = losses_at_every(of_leaves, prompts)[first_counted:].mean()
         gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -60,10 +61,10 @@ def loss_and_gradients(
 @torch.no_grad()
 def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
     """Loss at the query alone, in units of y^2."""
-    if _is_written_out(weights):
+    if weights.model.stack == "nonlinear":
         predicted = Forward(weights, prompts).prediction.T
     else:
-        predicted = predictions_for_training(weights, prompts)
+        predicted = predict_deep(weights, prompts, attend=attend)
     return (predicted - prompts.y_query).square().mean()
 
 
@@ -71,18 +72,6 @@ def losses_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, " n_pai
     """Loss after 0 to L pairs, in units of y^2, from one pass over the prompts."""
     errors = predictions_at_every(weights, prompts, attend=attend) - prompts.y_of_every_x
     return errors.square().mean((0, 2))
-
-
-def _is_written_out(weights: Weights) -> bool:
-    """True if `Forward` computes the model: attention only, with nonlinear scores."""
-    return weights.model.is_stack and not weights.is_linear_map
-
-
-def predictions_for_training(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    """Predictions at the query by the fastest way that autograd can differentiate."""
-    if weights.is_linear_map:
-        return linear_pass(weights, prompts).prediction()
-    return predictions(weights, prompts, attend=attend)
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -99,25 +88,20 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     """
     model, task, width, d_head = config.model, config.task, config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
-
-    def uniform(fan_in: int, *shape: int) -> Tensor:
-        return (
-            2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
-        ) / fan_in**0.5
-
+    draw = partial(uniform, generator)
     stack = (model.n_layers, model.n_heads)
     # The order of the draws must not change: it decides which weights a seed gives.
-    drawn = {"W_O": uniform(model.n_heads * d_head, *stack, d_head, width)}
+    drawn = {"W_O": draw(model.n_heads * d_head, *stack, d_head, width)}
     for name in ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V"):
-        drawn[name] = uniform(width, *stack, width, d_head)
+        drawn[name] = draw(width, *stack, width, d_head)
     tensors = by_layer({f"attn.{name}": rows for name, rows in drawn.items()}, model.n_layers)
     shapes = tensor_shapes(model, task.d_x, task.d_y)
     for name in ("W_in", "unembed.W_U", "W_read"):
         if name in shapes:
-            tensors[name] = uniform(shapes[name][0], *shapes[name])
+            tensors[name] = draw(shapes[name][0], *shapes[name])
     for name, shape in shapes.items():
         if name.endswith((".mlp.W_in", ".mlp.W_out")):
-            tensors[name] = uniform(shape[0], *shape)
+            tensors[name] = draw(shape[0], *shape)
         elif name == "pos_embed.W_pos":
             tensors[name] = 0.02 * torch.randn(
                 *shape, generator=generator, dtype=torch.float32, device="cpu"
@@ -182,5 +166,5 @@ def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps whose activations do not fit into memory."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    per_prompt = (stack_bytes if weights.is_linear_map else prompt_bytes)(weights, length)
+    per_prompt = (stack_bytes if weights.model.stack == "linear" else prompt_bytes)(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

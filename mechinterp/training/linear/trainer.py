@@ -4,6 +4,8 @@ Heads are drawn at random and follow the gradient flow or full-batch descent. Th
 history and snapshots, as for any other model.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import torch
@@ -13,7 +15,7 @@ from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix, task_pool
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.constructions.one_layer import linear_attention
-from mechinterp.models.weights import Weights, weights_of_layer
+from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Moments, modes, population_moments
 from mechinterp.theory.linear_heads import (
     Heads,
@@ -120,13 +122,13 @@ def train_linear(config: ExperimentConfig) -> TrainedModel:
 def _weights(config: ExperimentConfig, path: Heads, row: int) -> Weights:
     """Weights at one row of a path, in float32."""
     layer = linear_attention(_at(path, row), score_slope=config.model.score_slope)
-    return weights_of_layer(layer.to(torch.float32), model=config.model)
+    return replace(layer.to(torch.float32), model=config.model)
 
 
 def _default_heads(config: ExperimentConfig) -> Heads:
     weights, d_x = initial_weights(config).to(torch.float64), config.task.d_x
-    v, slope = weights.mu[:, 0].numpy(), weights.scale * weights.score_slope
-    queries, keys = (W[:, :d_x].mT.numpy() for W in (slope * weights.W_Q, weights.W_K))
+    v, slope = weights.mu[:, 0].numpy(), weights.scale * weights.model.score_slope
+    queries, keys = (W[0, :, :d_x].mT.numpy() for W in (slope * weights.W_Q, weights.W_K))
     if config.model.merged_qk:
         return MergedHeads(v=v, U=np.einsum("hri,hrj->hij", keys, queries))
     return SeparateHeads(v=v, K=keys, Q=queries)

@@ -4,49 +4,57 @@ Heads of all models lie along one axis and get the same prompts. The gradient is
 for any device and precision, and as a compiled kernel for float32 on the CPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.heads import AttentionWeights, attend, stack
+from mechinterp.models.heads import attend, stack
 from mechinterp.models.layers import is_normalised
-from mechinterp.models.weights import Weights, weights_of_layer
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own
+from mechinterp.models.weights import Weights
+from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own, uniform
 
 
-def initial_weights(config: ExperimentConfig) -> AttentionWeights:
+def initial_weights(config: ExperimentConfig) -> Weights:
     """Initial weights of one model, a function of its config and seed alone.
 
     Uniform in +-1/sqrt(fan_in), as in PyTorch's linear layers: fan_in is d_model for W_Q, W_K, W_V and n_heads * d_head for
-    W_O.
+    W_O, whose x columns are zero. Heads are never merged.
 
     Raises:
         ValueError: If the model has biases or attend_to_self, which the compiled step does not train.
     Example:
         >>> tuple(initial_weights(ExperimentConfig(seed=3)).W_Q.shape)
-        (2, 6, 6)
+        (1, 2, 6, 6)
     """
     for name in ("biases", "attend_to_self"):
         if getattr(config.model, name):
             raise ValueError(f"model.{name} must be false for the compiled step, got true.")
-    heads, d_y = config.model.n_heads, config.task.d_y
+    heads, d_x, d_y = config.model.n_heads, config.task.d_x, config.task.d_y
     d_model, d_head = config.d_model, config.d_head
     generator = generator_for(config.seed, "init", 0)
 
     # The order of the draws must not change, since it decides which weights a seed gives: W_O, W_Q, W_K, W_V.
-    W_O = _uniform(generator, heads * d_head, heads, d_head, d_y)
-    W_Q, W_K, W_V = (_uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
-    score, slope = config.model.score, config.model.score_slope
-    return AttentionWeights(W_Q, W_K, W_V, W_O, d_head**-0.5, score, slope)
+    W_O = uniform(generator, heads * d_head, heads, d_head, d_y)
+    W_Q, W_K, W_V = (uniform(generator, d_model, heads, d_model, d_head) for _ in range(3))
+    model = replace(config.model, merged_qk=False) if config.model.merged_qk else config.model
+    return Weights(model, d_x, d_y, _named((W_Q, W_K, W_V, W_O), d_x))
+
+
+def _named(arrays: Iterable[Tensor], d_x: int) -> dict[str, Tensor]:
+    """W_Q, W_K, W_V and the y columns of W_O, [head, ...], by their names in `Weights`; the x columns are zero."""
+    tensors = {f"attn.{name}": each[None] for name, each in zip(NAMES, arrays, strict=True)}
+    return tensors | {"attn.W_O": pad(tensors["attn.W_O"], (d_x, 0))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +94,8 @@ def membership(heads_per_model: Sequence[int]) -> Membership:
 
 
 def loss_and_gradients(
-    weights: AttentionWeights, prompts: Prompts, members: Membership
-) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    weights: Weights, prompts: Prompts, members: Membership
+) -> tuple[Float[Tensor, " model"], Weights]:
     """Loss of every model, in units of y^2, and the gradient of each model's loss in its own weights.
 
     The loss is the mean over prompts and responses of (y_hat - y_query)^2.
@@ -95,19 +103,15 @@ def loss_and_gradients(
     Raises:
         ValueError: If d_x or d_y of the prompts differs from that of the weights.
     """
-    sizes = (prompts.x_query.shape[1], prompts.y_query.shape[1])
-    if sizes != (weights.d_x, weights.d_y):
-        raise ValueError(
-            f"prompts must have d_x, d_y = {weights.d_x}, {weights.d_y} as the weights have, got {sizes}."
-        )
-    if weights.W_Q.device.type == "cpu" and weights.W_Q.dtype == torch.float32:
+    prompts.require_sizes(d_x=weights.d_x, d_y=weights.d_y)
+    if weights.device.type == "cpu" and weights.dtype == torch.float32:
         return _by_kernel(weights, prompts, members)
     return by_tensors(weights, prompts, members)
 
 
 def by_tensors(
-    weights: AttentionWeights, prompts: Prompts, members: Membership
-) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    weights: Weights, prompts: Prompts, members: Membership
+) -> tuple[Float[Tensor, " model"], Weights]:
     """`loss_and_gradients` by tensor operations; the reference for the kernel."""
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
@@ -124,49 +128,48 @@ def by_tensors(
     d_averaged = (d_output[:, None] * OV).sum(-1)  # [b, m, h]
     # dp_i/ds_k = slope_k (1[i = k] - p_i) if the p sum to 1; sum_l p_l z_l is `averaged`.
     reading = context @ d_averaged
-    if is_normalised(weights.score):
+    if is_normalised(weights.model.score):
         reading -= (averaged * d_averaged).sum(1, keepdim=True)
     d_key_side = context.mT @ reading.mul_(slope)  # [b, m, h]
     d_QK = (x_query.mT @ d_key_side.view(batch, -1)).view(d_x, -1, weights.n_heads)
     d_QK = d_QK.permute(2, 0, 1) * weights.scale  # [h, d_x, m]
 
     # Only the x rows of W_Q are used: the query's y slot is 0.
-    d_W_Q = torch.zeros_like(weights.W_Q)
-    d_W_Q[:, :d_x] = d_QK @ weights.W_K
-    gradients = {
-        "W_Q": d_W_Q,
-        "W_K": d_QK.mT @ weights.W_Q[:, :d_x],
-        "W_V": d_OV @ weights.W_O.mT,
-        "W_O": weights.W_V.mT @ d_OV,
-    }
-    return loss, weights.with_tensors(gradients)
+    W_Q, W_K, W_V, W_O = (getattr(weights, name)[0] for name in NAMES)
+    d_W_Q = torch.zeros_like(W_Q)
+    d_W_Q[:, :d_x] = d_QK @ W_K
+    gradients = d_W_Q, d_QK.mT @ W_Q[:, :d_x], d_OV @ W_O[..., d_x:].contiguous().mT, W_V.mT @ d_OV
+    named = _named(gradients, d_x)
+    if weights.model.merged_qk:
+        named["attn.W_QK"] = named.pop("attn.W_Q")
+        del named["attn.W_K"]
+    return loss, weights.with_tensors(named)
 
 
 def _by_kernel(
-    weights: AttentionWeights, prompts: Prompts, members: Membership
-) -> tuple[Float[Tensor, " model"], AttentionWeights]:
+    weights: Weights, prompts: Prompts, members: Membership
+) -> tuple[Float[Tensor, " model"], Weights]:
     # Imported here, so that reading checkpoints does not load the compiler.
     from mechinterp.training.one_layer.kernel import set_loss_and_gradients
 
-    score, slope = weights.score, weights.score_slope
+    score, slope = weights.model.score, weights.model.score_slope
     if score == "linear/L":
         score, slope = "linear", slope / prompts.x.shape[1]
-    loss = np.zeros(len(members.slots), np.float32)
-    gradients = {name: np.zeros(getattr(weights, name).shape, np.float32) for name in NAMES}
+    tensors = {name: tensor.detach().numpy() for name, tensor in weights.tensors.items()}
+    gradients = {name: np.zeros_like(array) for name, array in tensors.items()}
+    *matrices, W_O = (array[0] for array in tensors.values())
+    *d_matrices, d_W_O = (array[0] for array in gradients.values())
+    # The kernel takes the y columns of W_O alone.
+    y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
+    d_y_columns = np.zeros_like(y_columns)
+    settings = (members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
-        *(getattr(weights, name).detach().numpy() for name in NAMES),
-        *(members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss),
-        *gradients.values(),
+        *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
     )
-    tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
-    return torch.from_numpy(loss), weights.with_tensors(tensors)
-
-
-def _uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:
-    return (
-        2 * torch.rand(*shape, generator=generator, dtype=torch.float32, device="cpu") - 1
-    ) / fan_in**0.5
+    d_W_O[..., weights.d_x :] = d_y_columns
+    named = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+    return torch.from_numpy(loss), weights.with_tensors(named)
 
 
 LANES = 32
@@ -176,7 +179,7 @@ PACK_HEADS = 512
 """Largest number of heads in a pack, except for a single model with more heads."""
 
 
-class Pack(Run[AttentionWeights]):
+class Pack(Run[Weights]):
     """One-layer models that train together."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
@@ -211,22 +214,30 @@ class Pack(Run[AttentionWeights]):
         self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
         losses, gradients = zip(*self._by_task(batch), strict=True)
-        return torch.cat(losses), flattened(stack(gradients))
+        if len(gradients) == 1:
+            return losses[0], flattened(gradients[0])
+        by_name = zip(*(each.tensors.values() for each in gradients), strict=True)
+        return torch.cat(losses), torch.cat([torch.cat(parts, 1).flatten() for parts in by_name])
 
-    def _by_task(self, batch: Batch) -> list[tuple[Tensor, AttentionWeights]]:
+    def _by_task(self, batch: Batch) -> list[tuple[Tensor, Weights]]:
         """Losses and gradients of the models of each task."""
         return [
-            loss_and_gradients(self.weights[heads], of_task, members)
-            for (heads, members), of_task in zip(self._parts, batch, strict=True)
+            loss_and_gradients(weights, of_task, members)
+            for (weights, members), of_task in zip(self._of_tasks, batch, strict=True)
         ]
+
+    @cached_property
+    def _of_tasks(self) -> list[tuple[Weights, Membership]]:
+        """Heads of the models of each task, as views of `flat`."""
+        return [(self.weights[heads], members) for heads, members in self._parts]
 
     def _measured(self) -> dict[str, Tensor]:
         row = {name: getattr(self.weights, name) for name in LOGGED}
         return row | {name: row[name].mean(1) for name in ("omega", "mu")}
 
-    def _model(self, index: int, weights: AttentionWeights) -> Weights:
+    def _model(self, index: int, weights: Weights) -> Weights:
         model = list(self.models.values())[index].model
-        return weights_of_layer(own(weights[self._heads(index)]), model=model)
+        return replace(own(weights[self._heads(index)]), model=model)
 
     def _measured_of(self, index: int, rows: Tensor) -> Tensor:
         return rows[..., self._heads(index)]
@@ -282,12 +293,12 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     Example:
         >>> models = {f"{seed}": ExperimentConfig(seed=seed) for seed in range(256)}
         >>> f"{pack_bytes(models) / 2**20:.0f} MiB"
-        '35 MiB'
+        '36 MiB'
     """
     config, n_models = next(iter(models.values())), len(models)
     task, train = config.task, config.train
     n_heads = sum(config.model.n_heads for config in models.values())
-    head = config.d_model * 3 * config.d_head + config.d_head * task.d_y
+    head = 4 * config.d_model * config.d_head
     n_rows = 2 + train.steps // train.log_every
     # Weights, gradients and Adam's moments, and the sums of the compiled step.
     floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
