@@ -181,7 +181,7 @@ SOURCES: dict[str, Callable[[Path], Case]] = {
 
 def from_circuits(case: Case) -> object:
     circuits = mi.circuits(case.source)
-    return mi.classify_circuits(circuits.QK[0], circuits.OV[0], case.task.d_y, n_prompts=64)
+    return mi.classify_circuits(circuits.QK, circuits.OV, case.task.d_y, n_prompts=64)
 
 
 def written(case: Case, target: str) -> list[Path]:

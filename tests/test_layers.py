@@ -112,9 +112,10 @@ def test_names_of_the_package_are_where_it_says():
     for name in set(mechinterp.__all__) - {"__version__"}:
         assert getattr(mechinterp, name).__name__ == name
     assert set(mechinterp.__all__) <= set(dir(mechinterp))
-    for room in ("theory", "icl", "models", "analysis"):
+    for room in ("theory", "icl", "models", "training", "analysis"):
         module = import_module(f"mechinterp.{room}")
         for name, home in module.HOMES.items():
+            assert home.startswith(f"mechinterp.{room}.")
             assert getattr(module, name) is getattr(import_module(home), name)
 
 

@@ -15,7 +15,7 @@ from mechinterp.analysis.number_format import digits
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, part_of
 
 NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak")
 """Numbers of a head whose circuits are in token coordinates."""
@@ -244,14 +244,6 @@ def circuits(source: Source) -> Circuits:
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
     arrays = {name: tensor.numpy() for name, tensor in (about_tokens | of_any).items()}
     return Circuits(**arrays, of_weights_alone=alone)
-
-
-def part_of(
-    part: Float[Tensor, "..."], whole: Float[Tensor, "*heads row column"]
-) -> Float[Tensor, "*heads"]:
-    """Norm of a part of each head's circuit, divided by that of the circuit; 0 for a zero circuit."""
-    norm = whole.flatten(-2).norm(dim=-1)
-    return part.flatten(norm.ndim).norm(dim=-1) / norm.masked_fill(norm == 0, 1)
 
 
 def effective_rank(matrices: Float[Tensor, "*heads row column"]) -> Float[Tensor, "*heads"]:

@@ -359,7 +359,7 @@ def run_analysis(
     Example:
         >>> from mechinterp import load
         >>> run_analysis("circuits", load("checkpoints/softmax-h1-s0")).to_frame().shape
-        (1, 13)
+        (1, 19)
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})

@@ -209,12 +209,12 @@ class Weights:
     def qk_diagonal(self) -> Float[Tensor, " head"]:
         """Norm of the diagonal of the QK x block divided by the norm of the whole block; 1 for a diagonal block."""
         block = self.QK[:, : self.d_x, : self.d_x]
-        return _share(self.omega.norm(dim=1), block.flatten(1).norm(dim=1))
+        return part_of(self.omega, block)
 
     @property
     def ov_last_entry(self) -> Float[Tensor, " head"]:
         """Norm of mu divided by the norm of the whole OV circuit; 1 if only y_n contributes to prediction n."""
-        return _share(self.mu.norm(dim=1), self.OV.flatten(1).norm(dim=1))
+        return part_of(self.mu, self.OV)
 
     @property
     def output_bias(self) -> Float[Tensor, " d_y"]:
@@ -278,6 +278,9 @@ def identity_keys(
     return identity.repeat(*W_QK.shape[:-2], 1, 1)
 
 
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole; 0 for a head whose circuit is zero."""
-    return part / whole.masked_fill(whole == 0, 1)
+def part_of(
+    part: Float[Tensor, "..."], whole: Float[Tensor, "*heads row column"]
+) -> Float[Tensor, "*heads"]:
+    """Norm of a part of each head's circuit, divided by that of the circuit; 0 for a zero circuit."""
+    norm = whole.flatten(-2).norm(dim=-1)
+    return part.flatten(norm.ndim).norm(dim=-1) / norm.masked_fill(norm == 0, 1)

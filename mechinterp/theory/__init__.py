@@ -1,9 +1,8 @@
-"""Closed forms from the papers, and the exact training of linear attention."""
+"""Closed forms from the papers."""
 
 from mechinterp.rooms import names_of
 
 HOMES = {
-    "flow": "mechinterp.training.linear.flow",
     "merged_heads": "mechinterp.theory.linear_heads",
     "modes": "mechinterp.theory.linear",
     "population_moments": "mechinterp.theory.linear",

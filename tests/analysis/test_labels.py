@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from analyses.lib.theory.softmax import manifold_mu
+from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
 from mechinterp.analysis.one_layer.label_rules import Form, Thresholds, common_matrix
@@ -563,6 +564,8 @@ def test_circuits_alone_are_enough_and_are_read_with_their_law():
     QK, OV = weights.QK.numpy(), weights.OV.numpy()
     found = classify_circuits(QK, OV)
     assert found.pattern == "debiased_gd"
+    as_given = circuits(weights)  # [layer, head, ...]
+    assert classify_circuits(as_given.QK, as_given.OV).scales.eta == pytest.approx(found.scales.eta)
     wide = np.pad(OV, ((0, 0), (0, 0), (5, 0)))  # all d_model columns, of which the last is y
     assert classify_circuits(QK, wide).scales.eta == pytest.approx(found.scales.eta)
     two = classify_circuits(TABLE_2.QK, TABLE_2.OV, d_y=2, task=TWO)
@@ -614,7 +617,10 @@ ONE = np.zeros((1, 6, 6))
         (lambda: classify_circuits(np.nan * ONE, np.zeros((1, 6, 1))), ["QK", "finite"]),
         (lambda: classify_circuits(ONE[:, :1, :1], np.zeros((1, 1, 1))), ["d_y", "d_model"]),
         (lambda: classify_circuits(ONE[0], GOOD.OV), ["QK", "three axes", "[6, 6]"]),
-        (lambda: classify_circuits(GOOD.QK, torch.zeros(1, 2, 6, 6)), ["OV", "[1, 2, 6, 6]"]),
+        (
+            lambda: classify_circuits(GOOD.QK, torch.zeros(2, 2, 6, 6)),
+            ["OV", "one layer", "[2, 2, 6, 6]"],
+        ),
     ],
 )
 def test_what_cannot_be_classified_is_refused(call, words: list):

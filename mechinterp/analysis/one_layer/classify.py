@@ -294,9 +294,10 @@ def classify_circuits(
 
     Args:
         QK: Scores between coordinates (x, then y), scale included, [head, query d_model, key
-            d_model].
+            d_model]; or with an axis of one layer before the heads, as `circuits` gives them.
         OV: Contribution of a token's coordinates to the predictions, [head, d_model, d_y]; or to
-            all coordinates, [head, d_model, d_model], of which the last d_y are used.
+            all coordinates, [head, d_model, d_model], of which the last d_y are used; or with the
+            same axis before.
     Raises:
         ValueError: If the shapes do not fit each other or the task, or an entry is NaN or infinite.
     Source:
@@ -327,8 +328,12 @@ def classify_circuits(
 
 def _circuit(name: str, circuit: np.ndarray | Tensor) -> Float[Tensor, "head d_model d_out"]:
     array = circuit.detach() if isinstance(circuit, Tensor) else np.ascontiguousarray(circuit)
+    if array.ndim == 4 and len(array) == 1:
+        array = array[0]
     if array.ndim != 3:
-        raise ValueError(f"{name} must have three axes, head first, got shape {list(array.shape)}.")
+        raise ValueError(
+            f"{name} must have three axes, heads first, or four with one layer, got shape {list(array.shape)}."
+        )
     real = not array.is_complex() if isinstance(array, Tensor) else array.dtype.kind in "fiu"
     if not real:
         raise ValueError(f"{name} must hold real numbers, got {array.dtype}.")

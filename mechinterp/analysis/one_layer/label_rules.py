@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechinterp.analysis.circuits import Circuits, part_of
+from mechinterp.analysis.circuits import Circuits
 from mechinterp.analysis.labels import TEXTS
 from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Components
 from mechinterp.analysis.stats import loss_and_r2
@@ -25,7 +25,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import share_of
 from mechinterp.models.layers import is_normalised, score_derivative_at_zero
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import Weights, part_of
 from mechinterp.theory.softmax import debiased_step_size
 
 
