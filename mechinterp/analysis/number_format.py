@@ -83,21 +83,25 @@ def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
     """Entry of a table: three digits, a dash for NaN, p-values no smaller than `least_p`.
 
     Example:
-        >>> cell(0.12345), cell(float("nan")), cell(1e-30, "p_value"), cell("ridge"), cell(True)
+        >>> cell(0.12345), cell(float("nan"), "p_value"), cell(1e-30, "p_value"), cell("ridge"), cell(True)
         ('0.123', '–', '< 1e-12', 'ridge', 'True')
     """
     if not isinstance(value, float | np.floating):
         return str(value)
+    if np.isnan(value):
+        return "–"
     if column == "p_value" or column.endswith("_p"):
         return f"< {least_p:.2g}" if value <= least_p else f"{value:.2g}"
-    return "–" if np.isnan(value) else digits(float(value))
+    return digits(float(value))
 
 
 def narrow_cell(value: Number, sem: Number) -> str:
-    """Entry of a table with its standard error; a dash for NaN.
+    """Entry of a table with its standard error, if there is one; a dash for NaN.
 
     Example:
-        >>> narrow_cell(0.1234, 0.01), narrow_cell(float("nan"), 0.1)
-        ('0.12 ± 0.01', '–')
+        >>> narrow_cell(0.1234, 0.01), narrow_cell(0.1234, float("nan")), narrow_cell(float("nan"), 0.1)
+        ('0.12 ± 0.01', '0.123', '–')
     """
-    return with_error(value, sem) if np.isfinite(value) else "–"
+    if not np.isfinite(value):
+        return "–"
+    return with_error(value, sem) if np.isfinite(sem) else digits(float(value))
