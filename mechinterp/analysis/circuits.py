@@ -284,7 +284,7 @@ def weights_of(source: Source, analysis: str) -> Weights:
     Raises:
         ValueError: If the model is of another kind.
     """
-    try:
-        return predictor_of(source).one_layer.to("cpu").to(torch.float64)
-    except ValueError as error:
-        raise ValueError(f"{analysis} {error}") from None
+    if (weights := predictor_of(source).weights) is None:
+        raise ValueError(f"{analysis} needs weights of this package, got a model without them.")
+    weights.require_one_layer(analysis)
+    return weights.to("cpu").to(torch.float64)

@@ -180,7 +180,7 @@ class Weights:
         Raises:
             ValueError: If the model has further parts; the message names one.
         """
-        self.require_one_layer()
+        self.require_one_layer("weights.QK")
         needed = 2 * self.n_heads * self.d_model**2 * self.W_V.element_size()
         require_memory(needed, f"QK circuits of {self.n_heads} heads of width {self.d_model}")
         return self.scale * self.W_Q[0] @ self.W_K[0].mT
@@ -192,7 +192,7 @@ class Weights:
         Raises:
             ValueError: If the model has further parts; the message names one.
         """
-        self.require_one_layer()
+        self.require_one_layer("weights.OV")
         return self.W_V[0] @ self.W_O[0, ..., self.d_x :].contiguous()
 
     @property
@@ -223,14 +223,18 @@ class Weights:
             return self.W_O.new_zeros(self.d_y)
         return self.tensors["attn.b_O"][0, self.d_x :]
 
-    def require_one_layer(self) -> None:
+    def require_one_layer(self, what: str) -> None:
         """Refuse a model that is more than one attention layer on tokens (x, y).
 
+        Args:
+            what: What needs one layer, for the error message.
         Raises:
             ValueError: If the model has further parts; the message names one.
         """
         if more := self.model.beyond_one_layer:
-            raise ValueError(f"needs one layer of attention with nothing around it, got {more}.")
+            raise ValueError(
+                f"{what} needs one layer of attention with nothing around it, got {more}."
+            )
 
 
 def _require_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:

@@ -106,20 +106,6 @@ class Predictor(ABC):
         weights = self.weights
         return weights is not None and weights.model.attention_only
 
-    @property
-    def one_layer(self) -> Weights:
-        """Weights of a model that is a single attention layer and nothing else.
-
-        Raises:
-            ValueError: If the model is of another kind; the message says why.
-        """
-        weights = self.weights
-        if weights is None:
-            rule = "needs one layer of attention with nothing around it"
-            raise ValueError(f"{rule}, got a model without weights of this package.")
-        weights.require_one_layer()
-        return weights
-
     def _fast(self, prompts: Prompts) -> tuple[Weights, Prompts] | None:
         """Weights, if they alone decide the predictions, with the prompts on their device; None: run by hooks.
 
