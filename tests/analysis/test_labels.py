@@ -441,7 +441,6 @@ for kind, their_task, cases in (("supports", TWO, WITH_SUPPORTS), ("free", FREE,
     CASES |= {f"{kind}: {name}": replace(each, task=their_task) for name, each in cases.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_built_model_has_its_label_and_numbers(case: Case):
     found = classify(case.weights, case.task)
