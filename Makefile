@@ -57,7 +57,7 @@ test: install ## run the examples of all docstrings, the fast and the slow tests
 	run "slow tests" $(PYTEST) $(UNCHECKED) -m "slow and not exhaustive" --durations 10 $(TESTS); \
 	summary
 
-test-all: test ## the same, all cases of what `make test` runs a sample of, and the fast tests with signatures checked (40 minutes)
+test-all: test ## the same, all cases of what `make test` runs a sample of, and the fast tests with signatures checked (more than half an hour)
 	@$(RUNS) export OMP_NUM_THREADS=1; \
 	run "fast tests, signatures checked" $(PYTEST) -m $(FAST) $(TESTS); \
 	run "further cases" $(PYTEST) $(UNCHECKED) -m exhaustive --durations 10 $(TESTS); \

@@ -138,8 +138,8 @@ class ModelConfig:
 
     @property
     def stack(self) -> str | None:
-        """ "linear" or "nonlinear" attention in a stack of layers that have nothing else and whose
-        tokens all attend to the context; None for any other model.
+        """Kind of a stack of attention layers without further parts, whose tokens all attend to the
+        context: "linear" or "nonlinear". None for any other model.
 
         A linear stack is a linear map of its tokens, given the second moment of the context."""
         variants = (self.biases, self.merged_qk, self.attend_to_self, self.layout == "in_turn")

@@ -498,7 +498,7 @@ class Decision:
 
     label: str
     text: str = ""
-    """What the heads are like; or what is missing, if no number decided."""
+    """Description of the heads; or the part that is missing, if no number decided."""
     checks: tuple[Check, ...] = ()
     """Numbers that the label needs, in the order of the rules."""
 
@@ -509,7 +509,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """One sentence: what the heads are like, and the number that decided; or all numbers, if they keep their limits."""
+        """Sentence: the description of the heads, and the number that decided; or all numbers, if they keep their limits."""
         deciding = self.checks if self.failed is None else (self.failed,)
         numbers = ", ".join(map(str, deciding))
         return "; ".join(filter(None, (self.text, numbers)))
