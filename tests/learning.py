@@ -4,8 +4,7 @@ coefficient."""
 import numpy as np
 
 from mechinterp.analysis.training.sampler import LocalLoss
-from mechinterp.theory.linear import Moments, modes
-from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads
+from mechinterp.theory.linear import MergedHeads, Moments, SeparateHeads, modes
 
 
 def saddle(moments: Moments, n_heads: int) -> SeparateHeads:

@@ -17,8 +17,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 )
 from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.analysis.training.sampler import Chains, Langevin
-from mechinterp.theory.linear import Moments, modes, population_moments
-from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear import Moments, SeparateHeads, modes, population_moments
 
 SPECTRA = ("distinct", "equal")
 GRID = [

@@ -16,10 +16,9 @@ from analyses.lib.theory.linear import fixed_point
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.training.local_losses import taken
 from mechinterp.display import Result, frame_of
-from mechinterp.theory.linear import Modes, Moments, modes
-from mechinterp.theory.linear_heads import MergedHeads
+from mechinterp.theory.linear import MergedHeads, Modes, Moments, modes
 from mechinterp.theory.linear_jumps import Jumps, predict_jumps
-from mechinterp.training.linear.flow import Flow
+from mechinterp.training.linear import Flow
 
 LEAST_HEIGHT = 1e-4
 """A maximum of -dL/dt counts as a drop if it exceeds this fraction of the largest."""
@@ -122,8 +121,8 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
         `jump_forecast`, `training_dynamics`.
     Example:
         >>> from mechinterp.theory.linear import population_moments
-        >>> from mechinterp.theory.linear_heads import separate_heads
-        >>> from mechinterp.training.linear.flow import flow
+        >>> from mechinterp.theory.linear import separate_heads
+        >>> from mechinterp.training.linear import flow
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> run = flow(separate_heads(3, 2, std=1e-3, seed=0), moments, duration=1e6, until_loss=0.05272)
         >>> plateaus(run, moments)
@@ -166,8 +165,8 @@ def drops(run: Flow) -> Int[np.ndarray, " drop"]:
         ValueError: If the run has fewer than 3 times, or the loss never falls.
     Example:
         >>> from mechinterp.theory.linear import population_moments
-        >>> from mechinterp.theory.linear_heads import merged_heads
-        >>> from mechinterp.training.linear.flow import flow
+        >>> from mechinterp.theory.linear import merged_heads
+        >>> from mechinterp.training.linear import flow
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> len(drops(flow(merged_heads(3, 2, std=1e-3, seed=0), moments, duration=300.0)))
         1
@@ -187,8 +186,8 @@ def crossings(run: Flow, levels: Float[np.ndarray, " level"]) -> Float[np.ndarra
 
     Example:
         >>> from mechinterp.theory.linear import population_moments
-        >>> from mechinterp.theory.linear_heads import merged_heads
-        >>> from mechinterp.training.linear.flow import flow
+        >>> from mechinterp.theory.linear import merged_heads
+        >>> from mechinterp.training.linear import flow
         >>> moments = population_moments(np.array([0.4, 0.2]), context_length=31)
         >>> run = flow(merged_heads(3, 2, std=1e-3, seed=0), moments, duration=1.0)
         >>> crossings(run, modes(moments).levels).tolist()

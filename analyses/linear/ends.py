@@ -13,8 +13,8 @@ import pandas as pd
 from analyses.lib import Measured, records
 from analyses.lib.theory.linear import conserved
 from analyses.linear.setting import FOUND, MOMENTS, named, separate, trained
-from mechinterp.theory.linear_heads import merged_heads, separate_heads
-from mechinterp.training.linear.flow import flow
+from mechinterp.theory.linear import merged_heads, separate_heads
+from mechinterp.training.linear import flow
 
 # Number of heads and rank.
 SHAPES = (*((n, 1) for n in range(1, 6)), *((n, 2) for n in range(1, 4)))

@@ -15,7 +15,7 @@ from analyses.lib.theory.linear_jumps import residence_in_head, settled_head
 from analyses.linear.figure_4_ranks import EIGHT, MODES
 from analyses.linear.setting import FOUND, INITS, named, trained
 from mechinterp import heatmaps
-from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.theory.linear import separate_heads
 
 RANKS, INIT = (2, 4, 8), 1e-3
 

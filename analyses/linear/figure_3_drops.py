@@ -16,9 +16,9 @@ from analyses.lib import Measured, Record, record, records
 from analyses.lib.plateaus import Plateaus, crossings
 from analyses.linear import setting as at
 from mechinterp import figures
-from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.theory.linear import separate_heads
 from mechinterp.theory.linear_jumps import growth_value
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.training.linear import Flow, flow
 
 READ = (
     (400, 600),

@@ -12,8 +12,7 @@ from analyses.lib import Measured, Record, record
 from analyses.lib.plateaus import crossings
 from analyses.lib.theory.linear_jumps import long_levels
 from analyses.linear.setting import INITS, LENGTH, losses, page, trained
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import separate_heads
+from mechinterp.theory.linear import modes, population_moments, separate_heads
 
 EIGHT = population_moments(np.arange(8, 0, -1) / 36, context_length=LENGTH)
 MODES = modes(EIGHT)

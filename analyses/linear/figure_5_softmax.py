@@ -13,8 +13,8 @@ import torch
 
 from analyses.lib import Measured, records
 from analyses.linear.setting import named, page, task
-from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
-from mechinterp.training.linear.descent import training_set
+from mechinterp.theory.linear import Heads, MergedHeads, merged_heads, separate_heads
+from mechinterp.training.linear import training_set
 
 
 def descent(start: Heads, *, rate: float, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,8 @@ import pandas as pd
 from analyses.lib import Measured, records
 from analyses.lib.plateaus import crossings
 from analyses.linear.setting import FOUND, MOMENTS, NORMS, losses, named, page, trained
-from mechinterp.theory.linear_heads import SeparateHeads, separate_heads
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.theory.linear import SeparateHeads, separate_heads
+from mechinterp.training.linear import Flow, flow
 
 SCALES = (1e-3, 1e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 # Times at which seed 0 reaches a loss of 0.9, from an independent integration.

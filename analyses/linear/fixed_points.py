@@ -14,8 +14,7 @@ from scipy.optimize import least_squares
 from analyses.lib import Measured, records
 from analyses.lib.theory.linear import fixed_point, fixed_point_loss
 from analyses.linear.setting import LENGTH, NORMS, TURNED
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear import SeparateHeads, modes, population_moments
 
 SHAPES = ((2, 3, 1), (2, 2, 2), (3, 4, 1))  # D (eigenvalues D/5 to 1/5), number of heads, rank
 TIGHT = {"method": "lm", "max_nfev": 100, "xtol": 1e-15, "ftol": 1e-15, "gtol": 1e-15}

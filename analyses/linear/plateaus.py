@@ -14,9 +14,8 @@ from analyses.lib.plateaus import Plateaus
 from analyses.lib.theory.learners import one_step_pcr
 from analyses.lib.theory.linear_jumps import first_jump_bound
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
-from mechinterp.theory.linear_heads import separate_heads
-from mechinterp.training.linear.descent import training_set
-from mechinterp.training.linear.flow import Flow
+from mechinterp.theory.linear import separate_heads
+from mechinterp.training.linear import Flow, training_set
 
 
 def held(found: Flow, rests: Plateaus) -> np.ndarray:

@@ -14,10 +14,8 @@ from analyses.lib.plateaus import Plateaus, plateaus
 from analyses.lib.theory.linear_dynamics import learning_rate_time
 from mechinterp import TaskConfig, figures
 from mechinterp.config import CovarianceConfig
-from mechinterp.theory.linear import Moments, modes, population_moments
-from mechinterp.theory.linear_heads import Heads, separate_heads
-from mechinterp.training.linear.descent import sample_moments, training_set
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.theory.linear import Heads, Moments, modes, population_moments, separate_heads
+from mechinterp.training.linear import Flow, flow, sample_moments, training_set
 
 EIGENVALUES, LENGTH = (0.4, 0.3, 0.2, 0.1), 31
 MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)

@@ -14,9 +14,8 @@ from analyses.lib import Measured, Record, record, records
 from analyses.lib.plateaus import drops
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.linear.setting import FOUND, LENGTH, MOMENTS, half_time, named, trained
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import MergedHeads, merged_heads
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.theory.linear import MergedHeads, merged_heads, modes, population_moments
+from mechinterp.training.linear import Flow, flow
 
 WHITE = population_moments(np.ones(4), context_length=LENGTH)
 MODES = modes(WHITE)

@@ -12,9 +12,8 @@ from analyses.lib import Measured, records
 from analyses.lib.plateaus import plateaus
 from analyses.lib.theory.linear import fixed_point
 from analyses.linear.setting import FACTOR, FOUND, MOMENTS, TAU, named, set_moments
-from mechinterp.theory.linear_heads import separate_heads
-from mechinterp.training.linear.descent import full_batch_descent
-from mechinterp.training.linear.flow import Flow
+from mechinterp.theory.linear import separate_heads
+from mechinterp.training.linear import Flow, full_batch_descent
 
 SIZES, STEPS, EVERY = (80_000, 5000), 60_000, 10
 

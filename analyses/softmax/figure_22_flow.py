@@ -11,7 +11,7 @@ from analyses.lib import SETTING, Measured, Record, records
 from analyses.lib.theory.approximate_loss import loss_gradients
 from analyses.lib.theory.two_heads import late_mu
 from mechinterp import figures
-from mechinterp.theory.two_heads import two_head_flow
+from mechinterp.theory.softmax import two_head_flow
 
 START, SCALES, TIMES = 1e-3, ("mu", "omega"), (6.0, 8.0, 12.0, 30.0, 100.0)
 # The published trajectory, Euler with step 0.01, at these times; the exact one grows 2% faster up

@@ -27,8 +27,7 @@ from mechinterp.analysis.ablation.masked_risk import (
     single_masks,
 )
 from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
-from mechinterp.analysis.probing.descent_curves import IDEAL, RAW, descent_curves
-from mechinterp.analysis.probing.linear import reweighted
+from mechinterp.analysis.probing.linear import IDEAL, RAW, descent_curves, reweighted
 from mechinterp.analysis.stats import resampled
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.sparse_predictors import descend, excess_risk

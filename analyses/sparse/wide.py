@@ -16,7 +16,7 @@ from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, error
 from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
 from mechinterp import Prompts, p_probe, probe_layers, prune
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.probing.descent_curves import RAW
+from mechinterp.analysis.probing.linear import RAW
 from mechinterp.analysis.stats import mean_and_sem
 
 NAME = "sparse-wide-s0"

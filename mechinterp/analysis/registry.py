@@ -263,7 +263,7 @@ ANALYSES: dict[str, Analysis] = {
         title="Pruning",
     ),
     "probe": Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
-    "p-probe": Analysis("probing.descent_curves:p_probe"),
+    "p-probe": Analysis("probing.linear:p_probe"),
     "read-out-by-layer": Analysis(
         "probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention
     ),

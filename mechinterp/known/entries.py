@@ -28,8 +28,8 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.theory.linear_heads import Heads
-from mechinterp.training.linear.trainer import task_moments
+from mechinterp.theory.linear import Heads
+from mechinterp.training.linear import task_moments
 
 FOLDER = Path(__file__).parent / "suite_1"
 TRUTHS = "truths.json"

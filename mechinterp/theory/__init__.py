@@ -3,12 +3,12 @@
 from mechinterp.rooms import names_of
 
 HOMES = {
-    "merged_heads": "mechinterp.theory.linear_heads",
+    "merged_heads": "mechinterp.theory.linear",
     "modes": "mechinterp.theory.linear",
     "population_moments": "mechinterp.theory.linear",
     "predict_jumps": "mechinterp.theory.linear_jumps",
-    "separate_heads": "mechinterp.theory.linear_heads",
-    "two_head_flow": "mechinterp.theory.two_heads",
+    "separate_heads": "mechinterp.theory.linear",
+    "two_head_flow": "mechinterp.theory.softmax",
 }
 
 __getattr__ = names_of(__name__, HOMES)

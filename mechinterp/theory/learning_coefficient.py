@@ -7,8 +7,7 @@ matrices that heads can make. The coefficient counts the directions in which the
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.theory.linear import REPEATED, ROUNDING, Moments, require_counts
-from mechinterp.theory.linear_heads import Heads, MergedHeads
+from mechinterp.theory.linear import REPEATED, ROUNDING, Heads, MergedHeads, Moments, require_counts
 
 RANK_TOLERANCE = 1e-5
 """A singular value of a Jacobian below this fraction of the largest counts as zero; weights are stored in float32."""
@@ -122,7 +121,7 @@ def map_rank(heads: Heads) -> int:
     """Numerical rank of dM/dw: the number of directions in which heads can move M.
 
     Example:
-        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> from mechinterp.theory.linear import separate_heads
         >>> [map_rank(separate_heads(n, 4, std=1.0, seed=0)) for n in (1, 2, 3, 4)]
         [7, 12, 15, 16]
     """

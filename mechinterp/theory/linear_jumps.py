@@ -13,11 +13,11 @@ from scipy.integrate import solve_ivp
 from mechinterp.theory.linear import (
     REPEATED,
     Modes,
+    SeparateHeads,
     require_counts,
     require_eigenvalues,
     require_positive,
 )
-from mechinterp.theory.linear_heads import SeparateHeads
 
 # v / v_inf in the middle of a drop in loss, where (1 - (v / v_inf)^3)^2 = 1/2.
 MIDPOINT = (1 - 0.5**0.5) ** (1 / 3)
@@ -107,7 +107,7 @@ def predict_jumps(heads: SeparateHeads, directions: Modes) -> Jumps:
         Derived here; the order and the ansatz are of Zhang et al. 2025, arXiv 2501.16265, eq. (20).
     Example:
         >>> from mechinterp.theory.linear import modes, population_moments
-        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> from mechinterp.theory.linear import separate_heads
         >>> directions = modes(population_moments(np.array([0.4, 0.2]), context_length=31))
         >>> jumps = predict_jumps(separate_heads(3, 2, std=1e-2, seed=0), directions)
         >>> jumps.mode.tolist()

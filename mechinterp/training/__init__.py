@@ -3,7 +3,7 @@
 from mechinterp.rooms import names_of
 
 HOMES = {
-    "flow": "mechinterp.training.linear.flow",
+    "flow": "mechinterp.training.linear",
     "initial_deep_weights": "mechinterp.training.general.trainer",
     "initial_weights": "mechinterp.training.one_layer.step",
 }

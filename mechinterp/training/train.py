@@ -32,7 +32,7 @@ from mechinterp.checkpoints.native.folder import (
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.linear.trainer import moments_bytes, train_linear
+from mechinterp.training.linear import moments_bytes, train_linear
 from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
 from mechinterp.training.run import Progress, stored_models, train_run
 

@@ -14,9 +14,8 @@ from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
-from mechinterp.theory.linear import modes
-from mechinterp.theory.linear_heads import MergedHeads
-from mechinterp.training.linear.trainer import initial_heads, task_moments
+from mechinterp.theory.linear import MergedHeads, modes
+from mechinterp.training.linear import initial_heads, task_moments
 from tests.conftest import CHECKPOINTS, refused
 
 LAWS = {

@@ -8,7 +8,7 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
-from mechinterp.training.linear.trainer import task_moments, train_linear
+from mechinterp.training.linear import task_moments, train_linear
 from tests.conftest import refused, sampled
 
 CONFIG = preset("linear-separate")

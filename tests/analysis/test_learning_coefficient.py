@@ -35,9 +35,8 @@ from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
-from mechinterp.theory.linear_heads import Heads, merged_heads, separate_heads
-from mechinterp.training.linear.flow import unflatten
-from mechinterp.training.linear.trainer import task_moments
+from mechinterp.theory.linear import Heads, merged_heads, separate_heads
+from mechinterp.training.linear import task_moments, unflatten
 from tests.conftest import CHECKPOINTS, refused, sampled
 from tests.learning import merged_at, saddle
 from tests.test_doors import as_for_users

@@ -28,7 +28,7 @@ from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.theory.linear_heads import merged_heads
+from mechinterp.theory.linear import merged_heads
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import refused
 

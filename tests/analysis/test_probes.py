@@ -8,11 +8,11 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from mechinterp.analysis.probing.descent_curves import p_probe
 from mechinterp.analysis.probing.linear import (
     PENALTIES,
     cross_validated,
     fit_ridge,
+    p_probe,
     preconditioned,
     probe_layers,
     responses,

@@ -8,7 +8,7 @@ from torch import nn
 
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
-from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear import SeparateHeads
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

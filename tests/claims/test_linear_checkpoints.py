@@ -10,8 +10,7 @@ from mechinterp.analysis.training.jumps import jump_forecast
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import override
 from mechinterp.theory.linear import modes
-from mechinterp.training.linear.flow import flow
-from mechinterp.training.linear.trainer import initial_heads, task_moments
+from mechinterp.training.linear import flow, initial_heads, task_moments
 from tests.conftest import CHECKPOINTS, sampled
 
 pytestmark = pytest.mark.slow

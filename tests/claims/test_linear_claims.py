@@ -24,10 +24,16 @@ from analyses.lib.theory.linear import conserved, fixed_point
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.theory import linear_jumps as jumping
-from mechinterp.theory.linear import Moments, modes, population_moments
-from mechinterp.theory.linear_heads import Heads, SeparateHeads, merged_heads, separate_heads
-from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.theory.linear import (
+    Heads,
+    Moments,
+    SeparateHeads,
+    merged_heads,
+    modes,
+    population_moments,
+    separate_heads,
+)
+from mechinterp.training.linear import Flow, flow, full_batch_descent, sample_moments, training_set
 from tests.conftest import sampled
 
 pytestmark = pytest.mark.slow

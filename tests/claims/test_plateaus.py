@@ -5,9 +5,15 @@ import pytest
 
 from analyses.lib.plateaus import crossings, drops, plateaus
 from analyses.lib.theory.linear import fixed_point
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
-from mechinterp.training.linear.flow import Flow, flow
+from mechinterp.theory.linear import (
+    MergedHeads,
+    SeparateHeads,
+    merged_heads,
+    modes,
+    population_moments,
+    separate_heads,
+)
+from mechinterp.training.linear import Flow, flow
 
 MOMENTS = population_moments(np.array([0.4, 0.3, 0.2, 0.1]), context_length=31)
 FOUND = modes(MOMENTS)

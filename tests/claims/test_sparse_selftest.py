@@ -20,8 +20,7 @@ from mechinterp.analysis.ablation.pruning import (
     save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.descent_curves import descent_curves
-from mechinterp.analysis.probing.linear import probe_layers, reweighted
+from mechinterp.analysis.probing.linear import descent_curves, probe_layers, reweighted
 from mechinterp.analysis.stats import random_halves
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig

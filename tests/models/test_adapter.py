@@ -12,8 +12,7 @@ from torch import nn
 
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.probing.descent_curves import p_probe
-from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.probing.linear import p_probe, probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.hooked.masks import z_name

@@ -10,7 +10,7 @@ from mechinterp.models.constructions.one_layer import linear_attention, one_laye
 from mechinterp.models.heads import predict, stack
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.weights import Weights, identity_keys
-from mechinterp.theory.linear_heads import Heads, MergedHeads, merged_heads, separate_heads
+from mechinterp.theory.linear import Heads, MergedHeads, merged_heads, separate_heads
 from tests.conftest import assert_close_to_rounding, assert_same, by_head, refused
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)

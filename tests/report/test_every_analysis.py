@@ -14,7 +14,7 @@ from mechinterp.analysis.registry import (
     run_analysis,
 )
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.contents import default_names, section_of
+from mechinterp.report.page import default_names, section_of
 from mechinterp.report.to_html import page
 from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text

@@ -12,8 +12,7 @@ from mechinterp.analysis.registry import ANALYSES, analysis_of, nothing, run_ana
 from mechinterp.checkpoints.load import load
 from mechinterp.cli.analyses import settings_of
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.report.contents import default_names
-from mechinterp.report.page import write_report
+from mechinterp.report.page import default_names, write_report
 from tests.conftest import CHECKPOINTS, Run
 
 MODULE = '''

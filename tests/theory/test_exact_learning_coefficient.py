@@ -12,8 +12,13 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
     whitened_singular_values,
 )
-from mechinterp.theory.linear import Moments, modes, population_moments
-from mechinterp.theory.linear_heads import merged_heads, separate_heads
+from mechinterp.theory.linear import (
+    Moments,
+    merged_heads,
+    modes,
+    population_moments,
+    separate_heads,
+)
 from tests.learning import curved_directions
 
 

@@ -12,8 +12,13 @@ from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.lib.theory import linear_jumps as bounds
 from analyses.lib.theory.linear import conserved, fixed_point, fixed_point_loss, moment_ratio
 from mechinterp.theory import linear_jumps as jumping
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import SeparateHeads, merged_heads, separate_heads
+from mechinterp.theory.linear import (
+    SeparateHeads,
+    merged_heads,
+    modes,
+    population_moments,
+    separate_heads,
+)
 from mechinterp.theory.linear_jumps import claims_not_applying
 from tests.conftest import refused, sampled
 

@@ -12,10 +12,8 @@ from mechinterp.config import CovarianceConfig, TaskConfig, override
 from mechinterp.icl.predictors import dmmse
 from mechinterp.icl.prompts import covariance_matrix, sample_prompts, task_pool
 from mechinterp.presets import preset
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import merged_heads
-from mechinterp.training.linear.flow import flow
-from mechinterp.training.linear.trainer import task_moments, train_linear
+from mechinterp.theory.linear import merged_heads, modes, population_moments
+from mechinterp.training.linear import flow, task_moments, train_linear
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)

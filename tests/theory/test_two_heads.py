@@ -6,8 +6,7 @@ import pytest
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients
 from analyses.lib.theory.softmax import manifold_mu
 from analyses.lib.theory.two_heads import late_mu
-from mechinterp.theory.softmax import debiased_step_size
-from mechinterp.theory.two_heads import two_head_flow
+from mechinterp.theory.softmax import debiased_step_size, two_head_flow
 
 SETTING = {"d_x": 5, "context_length": 40, "noise_var": 0.1}
 

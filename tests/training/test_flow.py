@@ -9,11 +9,16 @@ from analyses.lib.theory import linear_jumps as bounds
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.theory import linear_jumps as jumping
-from mechinterp.theory.linear import modes, population_moments
-from mechinterp.theory.linear_heads import MergedHeads, SeparateHeads, merged_heads, separate_heads
+from mechinterp.theory.linear import (
+    MergedHeads,
+    SeparateHeads,
+    merged_heads,
+    modes,
+    population_moments,
+    separate_heads,
+)
+from mechinterp.training.linear import flow, full_batch_descent, sample_moments, training_set
 from mechinterp.training.linear import flow as module
-from mechinterp.training.linear.descent import full_batch_descent, sample_moments, training_set
-from mechinterp.training.linear.flow import flow
 from tests.conftest import refused
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)

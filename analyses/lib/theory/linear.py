@@ -6,8 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.theory.learning_coefficient import learning_coefficient
-from mechinterp.theory.linear import Modes, Moments, require_eigenvalues
-from mechinterp.theory.linear_heads import Heads, MergedHeads
+from mechinterp.theory.linear import Heads, MergedHeads, Modes, Moments, require_eigenvalues
 
 
 def moment_ratio(

@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.integrate import solve_ivp
 
-from mechinterp.theory.linear import Modes, require_positive
-from mechinterp.theory.linear_heads import MergedHeads
+from mechinterp.theory.linear import MergedHeads, Modes, require_positive
 
 
 def learning_rate_time(

@@ -6,8 +6,7 @@ The flow is tau dW/dt = -(1/2) dL/dW; times have the unit of tau."""
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.theory.linear import Modes, require_positive
-from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear import Modes, SeparateHeads, require_positive
 
 
 def first_jump_bound(heads: SeparateHeads, directions: Modes, *, tau: float = 1.0) -> float:

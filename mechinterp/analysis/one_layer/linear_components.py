@@ -21,9 +21,8 @@ from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.theory.linear import Modes, modes
-from mechinterp.theory.linear_heads import Heads, MergedHeads, SeparateHeads
-from mechinterp.training.linear.trainer import task_moments
+from mechinterp.theory.linear import Heads, MergedHeads, Modes, SeparateHeads, modes
+from mechinterp.training.linear import task_moments
 
 REPEATED = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
 EQUAL = 0.05

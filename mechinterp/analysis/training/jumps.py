@@ -17,10 +17,9 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig, value_of
 from mechinterp.display import Result, frame_of
 from mechinterp.icl.prompts import covariance_matrix
-from mechinterp.theory.linear import modes
-from mechinterp.theory.linear_heads import SeparateHeads
+from mechinterp.theory.linear import SeparateHeads, modes
 from mechinterp.theory.linear_jumps import claims_not_applying, predict_jumps, predicted_loss
-from mechinterp.training.linear.trainer import initial_heads, task_moments
+from mechinterp.training.linear import initial_heads, task_moments
 
 N_POINTS = 400
 """Number of points of a predicted curve."""

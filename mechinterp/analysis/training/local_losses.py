@@ -30,12 +30,9 @@ from mechinterp.theory.learning_coefficient import (
     map_rank,
     reachable_dimension,
 )
-from mechinterp.theory.linear import Moments
-from mechinterp.theory.linear_heads import Heads, MergedHeads
+from mechinterp.theory.linear import Heads, MergedHeads, Moments
 from mechinterp.training.general.trainer import loss_and_gradients as deep_loss
-from mechinterp.training.linear.descent import sample_moments
-from mechinterp.training.linear.flow import flatten, unflatten
-from mechinterp.training.linear.trainer import task_moments
+from mechinterp.training.linear import flatten, sample_moments, task_moments, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 
 ModuleLoss = Callable[[nn.Module], Tensor]
@@ -101,7 +98,7 @@ def population_loss(
         ValueError: If a head does not exist.
     Example:
         >>> from mechinterp.theory.linear import population_moments
-        >>> from mechinterp.theory.linear_heads import separate_heads
+        >>> from mechinterp.theory.linear import separate_heads
         >>> moments = population_moments(np.array([0.4, 0.3]), context_length=31)
         >>> population_loss(separate_heads(2, 2, std=1.0, seed=0), moments).sampled
         '10 entries: v and the x entries of q and k of 2 heads'

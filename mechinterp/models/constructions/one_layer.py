@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from mechinterp.config import SCORES, ModelConfig
 from mechinterp.models.weights import Weights, identity_keys
-from mechinterp.theory.linear_heads import Heads, MergedHeads
+from mechinterp.theory.linear import Heads, MergedHeads
 
 PerHead = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
 """One number per head, or one row per head."""
@@ -191,7 +191,7 @@ def linear_attention(heads: Heads, *, score_slope: float = 1.0) -> Weights:
     Source:
         Zhang et al. 2025, arXiv 2501.16265, sections 3.1 and 4.1, with the blocks that stay zero left at zero.
     Example:
-        >>> from mechinterp.theory.linear_heads import merged_heads
+        >>> from mechinterp.theory.linear import merged_heads
         >>> linear_attention(merged_heads(3, 2, std=0.1, seed=0)).model.merged_qk
         True
     """
