@@ -153,7 +153,7 @@ def hook_module(
     """
     # Imported here because they need TransformerLens.
     from mechinterp.checkpoints.module_places import layer_names, places_of
-    from mechinterp.models.hooked.followed import follow
+    from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
     task = as_task({} if task is None else task)

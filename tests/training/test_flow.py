@@ -17,8 +17,8 @@ from mechinterp.theory.linear import (
     population_moments,
     separate_heads,
 )
+from mechinterp.training import linear as module
 from mechinterp.training.linear import flow, full_batch_descent, sample_moments, training_set
-from mechinterp.training.linear import flow as module
 from tests.conftest import refused
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)
