@@ -35,11 +35,11 @@ SHOWN = (
 """Models of the figure."""
 
 
-def told(value: float, sem: float, digits: int = 3) -> str:
+def in_short(value: float, sem: float, digits: int = 3) -> str:
     """A number with its standard error, or "no partner".
 
     Example:
-        >>> told(0.5, 0.01)
+        >>> in_short(0.5, 0.01)
         '0.500 ± 0.010'
     """
     return "no partner" if pd.isna(value) else f"{value:.{digits}f} ± {sem:.{digits}f}"
@@ -86,12 +86,12 @@ def models(results: Path) -> str:
     """Table with one row per model."""
     rows = []
     for _, row in screened(table_of(results)).iterrows():
-        cells = [row.setting, told(row.to_ridge, row.to_ridge_sem, 2)]
+        cells = [row.setting, in_short(row.to_ridge, row.to_ridge_sem, 2)]
         if row.n_heads == 1:
             rows.append((*cells, *[""] * 6, held(row)))
             continue
         medians = " (medians)" * (row.to_single_2d_by == "median")
-        cells.append(told(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
+        cells.append(in_short(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
         cells.append(at_work(row))
         refitted = [f"{name}_refit" for name in ("later", "pairs", "first")]
         cells.append(f"{row.later_median:.3g}")
@@ -130,8 +130,8 @@ def wide_inputs(results: Path) -> str:
     layer 1."""
     rows = []
     for _, row in several(table_of(results)).query("d_x >= 16").iterrows():
-        cells = [row.setting, f"{row.steps:,}", told(row.to_ridge, row.to_ridge_sem, 2)]
-        cells += [told(row.to_algorithm_fixed, row.to_algorithm_fixed_sem, 2)]
+        cells = [row.setting, f"{row.steps:,}", in_short(row.to_ridge, row.to_ridge_sem, 2)]
+        cells += [in_short(row.to_algorithm_fixed, row.to_algorithm_fixed_sem, 2)]
         cells += [f"{row.to_algorithm:.1f}", at_work(row)]
         cells += [f"{row[name]:.2f}" for name in ("later_refit", "first_refit", "r2_R x")]
         rows.append((*cells, f"{row['r2_(S - 1) x']:.2f}"))
@@ -169,7 +169,7 @@ def seeds(results: Path) -> str:
 
 def over(values: pd.Series, digits: int) -> str:
     """Mean and its standard error."""
-    return told(values.mean(), values.sem(), digits)
+    return in_short(values.mean(), values.sem(), digits)
 
 
 def steps(results: Path) -> str:
@@ -180,7 +180,11 @@ def steps(results: Path) -> str:
     for _, row in longer.iterrows():
         same = (found.setting == row.setting) & (found.seed == row.seed)
         shorter = found[same & (found.steps < row.steps)].nlargest(1, "steps").iloc[0]
-        cells = (row.setting, f"{row.steps:,}", told(row.to_fewer_steps, row.to_fewer_steps_sem, 3))
+        cells = (
+            row.setting,
+            f"{row.steps:,}",
+            in_short(row.to_fewer_steps, row.to_fewer_steps_sem, 3),
+        )
         rows.append((*cells, held(shorter), held(row)))
     header = ("setting", "steps", "risk / after half of them", "holds at half", "holds at the end")
     return markdown(header, rows)

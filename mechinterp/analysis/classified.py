@@ -219,13 +219,13 @@ class Classified(Result):
         return f"Loss on {on}: {self.loss}."
 
     @property
-    def told_first(self) -> list[str]:
+    def summary(self) -> list[str]:
         """The verdict, the loss, and the task that all numbers refer to."""
-        told = [*str(self.verdict).splitlines(), self.loss_text, f"Task: {self.task.in_words}."]
-        return [*told, self.left_out] if self.left_out else told
+        lines = [*str(self.verdict).splitlines(), self.loss_text, f"Task: {self.task.in_words}."]
+        return [*lines, self.left_out] if self.left_out else lines
 
     def __repr__(self) -> str:
-        return "\n".join([f"{type(self).__name__}({self.pattern})", *self.told_first])
+        return "\n".join([f"{type(self).__name__}({self.pattern})", *self.summary])
 
     def document(self, heads: list[dict], evidence: dict[str, object]) -> dict:
         """Fields of the JSON document; evidence that every model has is added."""

@@ -156,14 +156,14 @@ def convert(
     n_ctx = positions_for(checkpoint.config.task) if target == FORMAT else None
     parts = {"history": checkpoint.history is not None, "snapshots": bool(checkpoint.snapshots)}
     left_out = [part for part, stored in parts.items() if stored and target != "native"]
-    told = {"to": target, "n_ctx": n_ctx, "left_out": left_out, "files": list(map(str, written))}
+    about = {"to": target, "n_ctx": n_ctx, "left_out": left_out, "files": list(map(str, written))}
     names = ", ".join(str(file.relative_to(out)) for file in written if file != out) or "written"
     lines = [f"{shown_path(out)}: {names}"]
     if n_ctx is not None:
         lines.append(f"n_ctx is {n_ctx}; read load.py, then run it with transformer-lens 2 or 3.")
     if left_out:
         lines.append(f"Left out: {', '.join(left_out)}.")
-    answer(header(checkpoint) | told, "\n".join(lines), as_json=as_json)
+    answer(header(checkpoint) | about, "\n".join(lines), as_json=as_json)
 
 
 @reads_files(device=True)

@@ -333,7 +333,7 @@ def sample_prompts(
         >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
     """
-    if getattr(task, "law", task) is None:  # a `given.PromptsTask` of unknown law
+    if getattr(task, "law", task) is None:  # a `PromptsTask` of unknown law
         raise ValueError(NO_LAW)
     if generator is None:
         generator = generator_for(seed, "eval", 0)

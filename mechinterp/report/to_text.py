@@ -54,7 +54,7 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
     """Pattern, verdict, loss (with the losses of ridge regression and of predicting 0) and table of heads."""
     if wide:
         return "\n".join([result.pattern, to_text("classify", result, wide=True)])
-    first = wrapped("\n".join([result.pattern, *result.told_first]), "  ")
+    first = wrapped("\n".join([result.pattern, *result.summary]), "  ")
     return "\n".join([first, "", result.heads_title, *result.head_lines(HEADS)])
 
 

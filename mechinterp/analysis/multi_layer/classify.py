@@ -133,7 +133,7 @@ class LayeredClassification(Classified):
         facts = [self.heaviest]
         if self.near.sentence not in self.verdict.sure:
             facts.append(self.near.sentence)
-        sentences = [*self.told_first, *(f"{each[0].upper()}{each[1:]}." for each in facts)]
+        sentences = [*self.summary, *(f"{each[0].upper()}{each[1:]}." for each in facts)]
         # Without a label the verdict has the reason already.
         if self.algorithm is not None and self.pattern not in NO_LABEL:
             sentences.append(self.algorithm.sentences()[0])

@@ -134,7 +134,7 @@ class Classification(Evidence, Classified):
         labels = list(dict.fromkeys(self.labels))
         kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
         return [
-            *self.told_first,
+            *self.summary,
             f"The pattern is {self.pattern}: {self.reason}.",
             f"{counted(len(self.labels), 'head')}: {kinds}.",
         ]
@@ -195,7 +195,7 @@ class Classification(Evidence, Classified):
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
-        limits = {each.name: each.limit for each in self.checks}
+        limits = {each.name: each.bound for each in self.checks}
         known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
         numbers = {name: known[name] for name in TEXTS["numbers"] if known.get(name) is not None}
         rows = [
@@ -203,7 +203,7 @@ class Classification(Evidence, Classified):
                 "evidence": name if np.ndim(values) == 0 else f"{name}_{n}",
                 "value": value,
                 "sem": known.get(f"{name}_sem", np.nan),
-                "limit": limits.get(name, np.nan),
+                "limit": limits.get(name, ""),
                 "random_weights": self._band(name, value) or "",
                 "p_value": self.p_values.get(name, np.nan),
                 "how": TEXTS["numbers"][name],

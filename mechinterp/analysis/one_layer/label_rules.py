@@ -480,10 +480,15 @@ class Check:
         """True if the number keeps its limit; a number that is not defined does not."""
         return bool(self.value >= self.limit if self.least else self.value <= self.limit)
 
+    @property
+    def bound(self) -> str:
+        """The limit with its direction, such as "≥ 0.98"."""
+        return f"{'≥' if self.least else '≤'} {self.limit:g}"
+
     def __str__(self) -> str:
         """The number beside its limit, with its meaning if the limit is broken."""
         if self.holds:
-            return f"{self.name} {self.value:.4g} (limit {self.limit:g})"
+            return f"{self.name} {self.value:.4g} (limit {self.bound})"
         name = f"{self.name} ({TEXTS['numbers'][self.name]})"
         if np.isnan(self.value):
             return f"{name} is not defined"
