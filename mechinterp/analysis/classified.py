@@ -130,7 +130,7 @@ def calibration_text(label: Label) -> str:
     if not label.wrong and limit > HIGH:
         return ""
     return (
-        f"; {label.wrong} of {label.named} calibration models with this label were mislabelled "
+        f"; the label was wrong for {label.wrong} of {label.named} calibration models that got it "
         f"(95% upper bound {limit:.1%})"
     )
 
