@@ -43,14 +43,23 @@ def test_near_misses_get_no_name_and_algorithms_get_theirs(half: str, least: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "seed"),
-    [("half GD, half ISTA", 0), ("penalty by pairs left out", 5)],
+    ("family", "label", "why"),
+    [
+        ("weights: summed scores, exact", "gradient_descent", "mechanism"),
+        ("function: 1.05 times gradient descent", "gradient_descent", "mechanism"),
+        ("descent, scaled read-out", "undetermined", "rival"),
+        ("weights: random", "unstructured", "useless"),
+        ("softmax pairs, small slope", "undetermined", "rest"),
+        ("GD, then Algorithm 1", "undetermined", "rest"),
+        ("ridge with an estimated penalty", "undetermined", "rest"),
+        ("hard thresholding", "undetermined", "layers"),
+    ],
 )
-def test_a_near_miss_gets_no_label(family: str, seed: int):
-    (case,) = [each for each in algorithm_models.cases([seed]) if each.family == family]
-    row = MODELS[(MODELS.family == family) & (MODELS.seed == seed)].iloc[0]
+def test_a_model_of_each_rule_gets_its_stored_label_again(family: str, label: str, why: str):
+    (case,) = [each for each in algorithm_models.cases([0]) if each.family == family]
+    row = MODELS[(MODELS.family == family) & (MODELS.seed == 0)].iloc[0]
     found = name_algorithm(case.source, task=case.task, seed=case.seed)
-    assert found.label == row.label == "undetermined"
+    assert (found.label, found.why) == (label, why) == (row.label, why), found.reason
 
 
 def test_exact_descent_with_summed_scores_is_right_and_softmax_pairs_are_no_gd_plus_plus():

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.sparse.questions import effective_heads, rises_of
 from mechinterp.analysis.ablation.pruning import (
     SPLITS,
     best_head_first,
-    least_head_later,
     prune,
-    save_pruned,
 )
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.descent_curves import descent_curves
@@ -105,37 +102,6 @@ def test_a_head_of_the_first_layer_is_a_coordinate(ablation, few):
         assert ablation.rise[0, head] == pytest.approx(rise.item(), rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.exhaustive
-def test_the_first_layer_needs_all_its_heads(checkpoint):
-    # A random support makes all coordinates alike, on prompts enough to see it.
-    generator = generator_for(1, "eval", 0)
-    many = sample_prompts(TASK, 6_000, generator=generator, dtype=torch.float64)
-    found = ablate_heads(checkpoint.model, many)
-    assert (found.rise[0] > 4 * found.rise_sem[0]).all()
-    effective = effective_heads(rises_of(checkpoint.model, many))
-    assert effective.number[0] - 2 * effective.sem[0] > 0.9 * D_X
-    assert effective.number[0] == pytest.approx(found.effective_heads[0], rel=1e-12)
-    full, one = closed_form(many)[STEPS], closed_form(many, others(3))[STEPS]
-    assert found.rise[0, 3] == pytest.approx((one - full).mean().item(), rel=1e-8)
-    assert found.median_rise[0, 3] == pytest.approx((one - full).quantile(0.5).item(), rel=1e-8)
-    # Zero heads change nothing at all.
-    assert not found.rise[1:, 1:].any()
-
-
-def test_pruning_the_zero_heads_changes_nothing(checkpoint, few, tmp_path):
-    found = prune(checkpoint.model, few)
-    assert found.kept.sum(1).tolist() == [16, 1, 1, 1]
-    assert found.kept[:, 0].all()
-    assert (found.ratio, found.ratio_sem) == (1.0, 0.0)
-    assert found.risk == pytest.approx(found.full_risk, rel=1e-14)  # two orders of one sum
-    assert found.refit_risk == pytest.approx(found.full_refit_risk, rel=1e-12)
-    saved = save_pruned(checkpoint, found.kept, tmp_path / "pruned", prompts=few)
-    own, full = saved.model.predict(few), checkpoint.model.predict(few)
-    torch.testing.assert_close(own, full, rtol=0, atol=1e-12 * full.abs().max().item())
-    assert saved.config.model.n_heads == 16
-    assert saved.weights.heads_per_layer[1:] == ((0,), (0,), (0,))
-
-
 def test_pruning_the_first_layer_ruins_the_model(checkpoint, few):
     found = prune(checkpoint.model, few, rule=best_head_first)
     assert found.kept.sum(1).tolist() == [1, 16, 16, 16]
@@ -151,12 +117,6 @@ def test_pruning_the_first_layer_ruins_the_model(checkpoint, few):
     assert found.ratio - 2 * found.ratio_sem > 1.3
 
 
-def test_keeping_the_wrong_heads_leaves_no_prediction(checkpoint, few):
-    found = prune(checkpoint.model, few, rule=least_head_later)
-    zero = few.y_query_clean.square().mean().item()
-    assert found.risk == pytest.approx(zero, rel=1e-12)
-
-
 def test_descent_on_the_features_is_algorithm_1(checkpoint, few):
     found = predictor_of(checkpoint.model).query_streams(few, 1)
     torch.testing.assert_close(found[..., SLOT], reweighted(few)[0], rtol=0, atol=1e-12)
@@ -170,11 +130,3 @@ def test_probes_see_the_structure_from_the_first_layer_on(checkpoint, prompts):
     assert abs(found.r2[0, 0]) < 0.05
     assert found.r2[1:, 0] == pytest.approx(1, abs=1e-6)
     assert abs(found.control_r2).max() < 0.05
-
-
-def test_probes_see_the_response_grow_layer_by_layer(checkpoint, prompts):
-    found = probe_layers(checkpoint.model, prompts)
-    assert abs(found.r2[0, 0]) < 0.05
-    assert (np.diff(found.risk[1:, 0]) < 0).all()
-    # The model's own read-out is one of the probes.
-    assert found.risk[-1, 0] < closed_form(prompts)[STEPS].mean()
