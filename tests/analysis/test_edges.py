@@ -33,7 +33,7 @@ from mechinterp.models.layers import interleaved
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
-from tests.deep_models import WIDE, first_prediction, random_gpt2, random_model
+from tests.deep_models import WIDE, first_prediction, random_model
 from tests.models.test_layered_models import GargModel, garg
 
 TASK = TaskConfig(d_x=4)
@@ -139,17 +139,6 @@ def test_integrated_gradients_are_those_along_the_way():
     assert effect(found, "L0H1", "L1H0.v", "estimate") == pytest.approx(
         expected.mean().item(), rel=1e-9
     )
-
-
-@pytest.mark.slow
-def test_a_model_of_somebody_else_has_edges_too():
-    found = attribute_edges(random_gpt2(), drawn(1), drawn(2), metric=first_prediction)
-    assert np.isfinite(found.patched).sum() == 3 * 3 * 4
-    assert found.rank_correlation > 0.5
-    # Three MLPs: 3 * 2 * (1 + 2) edges to heads, 3 to later MLPs and 3 to the output, beside 3 * 5 to MLPs.
-    whole = attribute_edges(random_gpt2(), drawn(1), drawn(2), nodes="all", metric=first_prediction)
-    assert np.isfinite(whole.patched).sum() == 3 * 2 * (1 + 3 + 5) + 7 + 15 + 18 + 3 + 3
-    assert effect(whole, "L0H1", "L2H0.k") == pytest.approx(effect(found, "L0H1", "L2H0.k"))
 
 
 @pytest.mark.slow
