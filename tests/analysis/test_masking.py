@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import dmmse, hook_module, load, sample_prompts, task_pool
+from mechinterp import dmmse, load, sample_prompts, task_pool
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.result import meanings, unit_of
@@ -111,10 +111,6 @@ def own_gpt2() -> ICLTransformer:
     return random_model(3, 2, **GPT2)
 
 
-def task_of(prompts: Prompts) -> TaskConfig:
-    return TaskConfig(d_x=prompts.x.shape[2], context_length=prompts.x.shape[1])
-
-
 def square_errors(predictions: Tensor, prompts: Prompts) -> Tensor:
     return (predictions - prompts.y_query_clean).square().mean(1)
 
@@ -157,21 +153,6 @@ def test_in_one_layer_the_query_alone_counts(few):
     by_position = ablate_heads(model, few, positions="all")
     np.testing.assert_allclose(by_position.rise[..., -1], ablate_heads(model, few).rise, rtol=1e-9)
     np.testing.assert_array_equal(by_position.rise.sum(2), by_position.rise[..., -1])
-
-
-def test_positions_of_a_plain_module(few):
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    read = torch.nn.Sequential(
-        torch.nn.Linear(5, 8),
-        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        torch.nn.Linear(8, 1),
-    ).double()
-    hooked = hook_module(read, task=task_of(few))
-    found = ablate_heads(hooked, few, positions="all")
-    assert found.rise.shape == (2, 2, few.x.shape[1] + 1)
-    assert found.rise[0].all()  # every position is read by the next layer
-    np.testing.assert_allclose(found.rise[1, :, :-1], 0, atol=1e-15)
 
 
 def test_a_metric_of_ones_own(few):

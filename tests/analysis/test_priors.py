@@ -244,15 +244,6 @@ def test_a_mask_does_what_comparing_the_masked_model_says():
         assert found.memory_excess[0, head] == pytest.approx(rise[0] - to_ridge[0])
 
 
-def test_a_head_of_zeros_has_no_effect_and_no_error():
-    found = prior_heads(without(layer(), 1), TWO_TASKS, n_prompts=100, method="zero")
-    for name in EFFECTS:
-        assert getattr(found, name)[0, 1] == 0
-        assert getattr(found, f"{name}_sem")[0, 1] == 0
-        assert getattr(found, f"{name}_sem")[0, 0] > 0
-    assert (0, 1) not in found.memorises + found.generalises
-
-
 @pytest.mark.slow
 def test_standard_errors_of_heads_are_those_of_repeated_samples():
     runs = [prior_heads(layer(), TWO_TASKS, n_prompts=200, seed=seed) for seed in range(40)]
