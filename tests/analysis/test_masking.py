@@ -12,7 +12,6 @@ from mechinterp import dmmse, load, sample_prompts, task_pool
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.result import meanings, unit_of
-from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
