@@ -22,18 +22,16 @@ from analyses.sparse.fairness import (
 )
 from analyses.sparse.questions import Numbers, of_row, verdicts
 from analyses.sparse.setting import typical_ratio, unseen
-from analyses.sparse.settings import one_model, shorter_of
 from analyses.sparse.start import config_of, start_of, step_sizes
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
     excess_risk,
     gradient_descent,
     preprocess_then_optimise,
 )
-from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
@@ -157,33 +155,6 @@ def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     found = [ask.effective_heads(draw) for draw in draws]
     numbers, sems = ([getattr(one, name) for one in found] for name in ("number", "sem"))
     assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
-    model = ModelConfig(
-        n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
-    )
-    config = ExperimentConfig(task=TASK, model=model, train=TrainConfig(steps=20))
-    weights = preprocess_then_optimise_model([0.3] * 3, d_x=4).to(torch.float32)
-    for steps in (20, 10):
-        shorter = replace(config, train=replace(config.train, steps=steps))
-        save(tmp_path / f"built-{steps}", shorter, weights, step=steps)
-    shorter, longer = found = [load(folder) for folder in sorted(tmp_path.iterdir())]
-    assert shorter_of(longer.config, found) is shorter
-    assert shorter_of(shorter.config, found) is None
-    row, _ = one_model(longer, None, shorter, 1024)
-    assert row["to_fewer_steps"] == 1
-    # Any of the four coordinates may be the live one, so that the four heads count alike.
-    assert abs(row["n_eff_1"] - 4) <= 4 * row["n_eff_1_sem"]
-    assert [row[f"n_eff_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
-    assert [row[f"top_share_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
-    assert row["later"] == row["pairs"] == 1
-    assert row["first"] > 2
-    assert all(row[claim] for claim in ("C10", "C11", "C12"))
-    assert row["r2_R x"] == pytest.approx(1, abs=1e-6)
-    assert row["to_algorithm_fixed"] >= 1 - 2 * row["to_algorithm_fixed_sem"]
 
 
 @pytest.mark.slow

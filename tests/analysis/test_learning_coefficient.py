@@ -44,7 +44,7 @@ from mechinterp.theory.linear_heads import (
 )
 from mechinterp.training.linear.flow import unflatten
 from mechinterp.training.linear.trainer import task_moments
-from tests.conftest import CHECKPOINTS, refused, sampled
+from tests.conftest import CHECKPOINTS, refused
 from tests.test_doors import as_for_users
 
 SHORT = Chains(n_chains=8, n_draws=120, n_warmup=80, n_leapfrog=16)
@@ -259,17 +259,10 @@ def test_a_model_on_a_plateau_is_no_minimum_and_has_no_number():
 
 @pytest.mark.usefixtures("as_users")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    sampled(
-        [("linear-separate-s0", 8), ("linear-merged-s0", 8), ("linear-rank4-s2", 32)],
-        keep=lambda case: case[0] == "linear-separate-s0",
-    ),
-)
-def test_shipped_models_have_their_exact_value(name: str, exact: float):
+def test_a_shipped_model_has_its_exact_value():
     chains = Chains(n_chains=8, n_draws=250, n_warmup=150)
-    found = local_learning_coefficient(load(CHECKPOINTS / name), chains=chains)
-    assert found.exact == exact
+    found = local_learning_coefficient(load(CHECKPOINTS / "linear-separate-s0"), chains=chains)
+    assert found.exact == 8
     assert abs(found.estimate - found.exact) < min(3 * found.sem, 0.04 * found.exact)
     assert found.r_hat < 1.02
     assert 0.6 < found.acceptance < 0.98
