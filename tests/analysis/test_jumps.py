@@ -15,7 +15,7 @@ from mechinterp.training.linear.trainer import initial_heads, task_moments, trai
 from tests.conftest import CHECKPOINTS, refused
 
 CONFIG = preset("linear-separate")
-SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=50")
+SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=500")
 
 
 @pytest.mark.slow
