@@ -139,7 +139,8 @@ def test_near_misses_get_no_name_and_algorithms_get_theirs(half: str, least: int
         ("softmax pairs, small slope", "undetermined", "rest"),
         ("GD, then Algorithm 1", "undetermined", "rest"),
         ("ridge with an estimated penalty", "undetermined", "rest"),
-        ("hard thresholding", "undetermined", "layers"),
+        ("Chebyshev", "undetermined", "layers"),
+        ("steps by the size of y", "undetermined", "identity"),
     ],
 )
 def test_a_model_of_each_rule_gets_its_stored_label_again(family: str, label: str, why: str):
