@@ -1,4 +1,4 @@
-"""The plan of sparse settings, its learners, and its measures on a model with known answers."""
+"""Learners of sparse settings, the claims judged by their measures, and the measures' errors."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The algorithm of a model of several layers: models built by hand get their labels."""
+"""The algorithm of a model of several layers, and what its heads are worth: models built by hand get their labels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.tools.analysis.interchange import (
     NormMatchedPlacebo,
     SubspaceInterchange,
@@ -17,6 +17,7 @@ from transformer_lens.tools.analysis.interchange import (
     random_basis,
 )
 
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
 from mechinterp.analysis.multi_layer.naming_scores import (
     ORDER,
@@ -51,6 +52,7 @@ from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.models.weights import Weights, stacked
 from tests.conftest import refused, sampled
+from tests.models.test_layered_models import encoder, garg, read_encoder, read_gpt2
 
 DENSE = TaskConfig(d_x=8)
 KMS = TaskConfig(d_x=8, covariance=CovarianceConfig(kind="kms", rho=0.6))
@@ -420,3 +422,44 @@ def test_too_few_prompts_for_the_images_are_not_enough():
             predictor_of(weights), BY_LABEL["gradient_descent"], scalars, prompts, task
         )
         assert (found is not None) == known
+
+
+# What a head is worth, of models that were read from files.
+
+FEWEST = 12
+"""Prompts for three layers: twice the two scalars that an algorithm has in each."""
+
+
+@pytest.mark.slow
+def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner():
+    model = garg()
+    nn.init.zeros_(model._backbone.h[1].attn.c_proj.weight)
+    found = classify_layers(read_gpt2(model.state_dict()), n_prompts=FEWEST)
+    assert (found.heads.rise[1] == 0).all()
+    assert (found.heads.importance[1] == 0).all()
+    nn.init.zeros_(model._read_out.weight)
+    nn.init.zeros_(model._read_out.bias)
+    found = classify_layers(read_gpt2(model.state_dict()), n_prompts=FEWEST)
+    assert "predicts 0 on every prompt" in found.reason
+    assert np.isnan(found.near.r2).all()
+
+
+def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
+    found = classify_layers(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
+    assert found.pattern == "undetermined"
+    assert "LayerNorm" in found.reason
+    assert found.heads.rise.shape == (1, 2)
+
+
+@pytest.mark.slow
+def test_prompts_are_the_seeds_and_the_tasks():
+    checkpoint = read_gpt2(garg().state_dict())
+    first, again = (classify_layers(checkpoint, n_prompts=FEWEST, seed=1) for _ in range(2))
+    np.testing.assert_array_equal(first.heads.rise, again.heads.rise)
+    assert classify_layers(checkpoint, n_prompts=FEWEST).heads.full_risk != first.heads.full_risk
+    task = TaskConfig(d_x=3, context_length=9, noise_var=0.0)
+    assert classify_layers(checkpoint, task, n_prompts=FEWEST).task.context_length == 9
+    with refused("(3, 1)", "(5, 1)"):
+        classify_layers(checkpoint, TaskConfig(), n_prompts=FEWEST)
+    with refused("n_prompts", 8, 1):
+        classify_layers(checkpoint, n_prompts=1)

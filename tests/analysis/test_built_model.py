@@ -1,30 +1,23 @@
-"""The analyses of heads on a model built by hand, whose every answer is known: no training, no
-paper.
+"""The analyses of heads on a model built by hand, whose every answer is known in closed form.
 
-The model of `preprocess_then_optimise_model` is saved as a checkpoint and read back: d_x 16, 40
-pairs, 4 of 16 entries of the task vector +-1/2, noise variance 0.4, three steps of size 0.5 in
-layers of one head and 15 zero heads. (With steps of 0.8 descent is unstable on 0.4% of the prompts,
-and their errors drown what a head is worth.)
+`preprocess_then_optimise_model` with d_x 16: three steps of size 0.5 in layers of one head and 15 zero heads. With steps
+of 0.8 descent is unstable on 0.4% of the prompts, and their errors drown what a head is worth.
 """
 
 import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.pruning import (
-    SPLITS,
-    best_head_first,
-    prune,
-)
+from mechinterp.analysis.ablation.pruning import SPLITS, best_head_first, prune
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.descent_curves import descent_curves
 from mechinterp.analysis.probing.linear import probe_layers, reweighted
 from mechinterp.analysis.stats import random_halves
-from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 
 pytestmark = pytest.mark.slow
@@ -35,19 +28,9 @@ TASK = TaskConfig(d_x=D_X, context_length=40, sparsity=4, nonzeros="signs", nois
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    model = ModelConfig(
-        n_layers=1 + STEPS,
-        n_heads=D_X,
-        d_head=D_X,
-        d_model=2 * D_X + 1,
-        score="linear/L",
-        context_only=True,
-    )
-    path = tmp_path_factory.mktemp("built") / "model"
+def model():
     weights = preprocess_then_optimise_model([ETA] * STEPS, d_x=D_X)
-    save(path, ExperimentConfig(task=TASK, model=model), weights, step=0)
-    return load(path)
+    return ICLTransformer.from_weights(weights, task=TASK)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +45,12 @@ def few(prompts):
 
 
 @pytest.fixture(scope="module")
-def ablation(checkpoint, few):
-    return ablate_heads(checkpoint.model, few)
+def ablation(model, few):
+    return ablate_heads(model, few)
 
 
 def closed_form(prompts, coordinates=range(D_X)):
-    """Excess risk after each step of Algorithm 1 with fixed steps, on some of the reweighted
-    coordinates."""
+    """Excess risk after each step of Algorithm 1 with fixed steps, on these reweighted coordinates alone."""
     phi = reweighted(prompts)[0][..., list(coordinates), None]
     path = descend(phi[:, :-1], prompts.y, phi[:, -1], steps=STEPS, eta=ETA)
     return excess_risk(path, prompts)
@@ -78,9 +60,9 @@ def others(coordinate):
     return [j for j in range(D_X) if j != coordinate]
 
 
-def test_the_full_model_is_algorithm_1_with_fixed_steps(checkpoint, few, ablation):
+def test_the_full_model_is_algorithm_1_with_fixed_steps(model, few, ablation):
     path = preprocess_then_optimise(few, steps=STEPS, eta=ETA)
-    torch.testing.assert_close(checkpoint.model.predict(few), path[STEPS], rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.predict(few), path[STEPS], rtol=0, atol=1e-12)
     risk = excess_risk(path[STEPS], few).mean().item()
     assert ablation.full_risk == pytest.approx(risk, rel=1e-12)
 
@@ -102,8 +84,8 @@ def test_a_head_of_the_first_layer_is_a_coordinate(ablation, few):
         assert ablation.rise[0, head] == pytest.approx(rise.item(), rel=1e-8, abs=1e-12)
 
 
-def test_pruning_the_first_layer_ruins_the_model(checkpoint, few):
-    found = prune(checkpoint.model, few, rule=best_head_first)
+def test_pruning_the_first_layer_ruins_the_model(model, few):
+    found = prune(model, few, rule=best_head_first)
     assert found.kept.sum(1).tolist() == [1, 16, 16, 16]
     full = closed_form(few, range(16))[STEPS].numpy()
     alone = [closed_form(few, [head])[STEPS].numpy() for head in range(16)]
@@ -117,16 +99,16 @@ def test_pruning_the_first_layer_ruins_the_model(checkpoint, few):
     assert found.ratio - 2 * found.ratio_sem > 1.3
 
 
-def test_descent_on_the_features_is_algorithm_1(checkpoint, few):
-    found = predictor_of(checkpoint.model).query_streams(few, 1)
+def test_descent_on_the_features_is_algorithm_1(model, few):
+    found = predictor_of(model).query_streams(few, 1)
     torch.testing.assert_close(found[..., SLOT], reweighted(few)[0], rtol=0, atol=1e-12)
     curves = descent_curves({"slot": found[..., SLOT]}, few, steps=16)
     expected = excess_risk(preprocess_then_optimise(few, steps=16), few).mean(1)
     np.testing.assert_allclose(curves.risk[0], expected, rtol=0, atol=1e-12)
 
 
-def test_probes_see_the_structure_from_the_first_layer_on(checkpoint, prompts):
-    found = probe_layers(checkpoint.model, prompts, target=reweighted)
+def test_probes_see_the_structure_from_the_first_layer_on(model, prompts):
+    found = probe_layers(model, prompts, target=reweighted)
     assert abs(found.r2[0, 0]) < 0.05
     assert found.r2[1:, 0] == pytest.approx(1, abs=1e-6)
     assert abs(found.control_r2).max() < 0.05
