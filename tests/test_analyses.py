@@ -122,7 +122,7 @@ def test_count_and_number_of_a_main_row_are_those_of_one_clause(page: str, row: 
 SHORT = (
     *(f"softmax/{name}" for name in ("figure_20_concentration", "figure_6_loss_surface")),
     *("softmax/figure_8_beyond_its_length", "softmax/theory", "linear/figure_14_mixtures"),
-    *("calibration/scores", "coefficients/sampler", "sparse/algorithm"),
+    *("calibration/scores", "sparse/algorithm"),
 )
 """Scripts whose quick runs take about a second."""
 NOT_CHECKED = [script for script in scripts() if script not in FAST]

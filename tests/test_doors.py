@@ -250,8 +250,8 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
 }
 FEW_PROMPTS = {"context_lengths": [8], "n_prompts": 64}
 PAIRS = list(product(ANALYSES, SOURCES))
-BASES = ("softmax", "deep-softmax", "gpt2", "predictor")
-"""Sources of which `make test` asks every analysis: one layer, several, other code's layers, and a function of prompts."""
+BASES = ("softmax", "deep-softmax", "predictor")
+"""Sources of which `make test` asks every analysis: one layer, several, and layers of other code."""
 LONG = {
     "write_report": "hooked-transformer",
     "info_document": "bridge",

@@ -13,7 +13,7 @@ import mechinterp
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICK = "tests/test_task_doubt.py"
+QUICK = "tests/claims/test_plateaus.py"
 """The tests, fast and slow, that `make test` runs here in place of all."""
 
 

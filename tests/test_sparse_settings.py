@@ -1,4 +1,4 @@
-"""The plan of sparse settings, its learners, and its measures on a model with known answers."""
+"""Learners of sparse settings, the claims judged by their measures, and the measures' errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +22,16 @@ from analyses.sparse.fairness import (
 )
 from analyses.sparse.questions import Numbers, of_row, verdicts
 from analyses.sparse.setting import typical_ratio, unseen
-from analyses.sparse.settings import one_model, shorter_of
-from analyses.sparse.settings_table import RESULTS, several, table_of
 from analyses.sparse.start import config_of, start_of, step_sizes
 from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.icl.sparse_predictors import (
     excess_risk,
     gradient_descent,
     preprocess_then_optimise,
 )
-from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
 
 ANALYSES = Path(__file__).parents[1] / "analyses"
@@ -158,73 +155,6 @@ def test_the_error_of_effective_heads_is_that_of_repeated_samples():
     found = [ask.effective_heads(draw) for draw in draws]
     numbers, sems = ([getattr(one, name) for one in found] for name in ("number", "sem"))
     assert np.mean(sems) == pytest.approx(np.std(numbers), rel=0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("n_heads", [2, 4, 8])
-def test_the_error_of_effective_heads_covers_equal_heads(n_heads: int):
-    # The largest number there is, where its slope is zero. It falls short of it by s chi^2 of k = n_heads - 1 degrees of
-    # freedom, a resample of prompts by s times a noncentral one: the variances are 2 k s^2 and, in the mean, 6 k s^2.
-    draws = 1 + 2 * np.random.default_rng(1).standard_normal((300, 400, 1, n_heads))
-    found = [ask.effective_heads(draw) for draw in draws]
-    numbers, sems = np.array([(one.number[0], one.sem[0]) for one in found]).T
-    assert numbers.max() < n_heads
-    size = np.sqrt(np.square(sems).mean())
-    # 300 samples of a chi^2 of 1 degree of freedom know its standard deviation to a tenth.
-    assert numbers.std() / size == pytest.approx(3**-0.5, rel=0.3)
-    short = np.sqrt(np.square(n_heads - numbers).mean())
-    assert short / size == pytest.approx(((n_heads + 1) / 6) ** 0.5, rel=0.3)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_measures_of_a_model_that_is_algorithm_1(tmp_path: Path):
-    model = ModelConfig(
-        n_layers=4, n_heads=4, d_head=4, d_model=9, score="linear/L", context_only=True
-    )
-    config = ExperimentConfig(task=TASK, model=model, train=TrainConfig(steps=20))
-    weights = preprocess_then_optimise_model([0.3] * 3, d_x=4).to(torch.float32)
-    for steps in (20, 10):
-        shorter = replace(config, train=replace(config.train, steps=steps))
-        save(tmp_path / f"built-{steps}", shorter, weights, step=steps)
-    shorter, longer = found = [load(folder) for folder in sorted(tmp_path.iterdir())]
-    assert shorter_of(longer.config, found) is shorter
-    assert shorter_of(shorter.config, found) is None
-    row, _ = one_model(longer, None, shorter, 1024)
-    assert row["to_fewer_steps"] == 1
-    # Any of the four coordinates may be the live one, so that the four heads count alike.
-    assert abs(row["n_eff_1"] - 4) <= 4 * row["n_eff_1_sem"]
-    assert [row[f"n_eff_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
-    assert [row[f"top_share_{layer}"] for layer in (2, 3, 4)] == [1, 1, 1]
-    assert row["later"] == row["pairs"] == 1
-    assert row["first"] > 2
-    assert all(row[claim] for claim in ("C10", "C11", "C12"))
-    assert row["r2_R x"] == pytest.approx(1, abs=1e-6)
-    assert row["to_algorithm_fixed"] >= 1 - 2 * row["to_algorithm_fixed_sem"]
-
-
-def test_committed_verdicts_follow_from_the_numbers_beside_them():
-    table = several(table_of(RESULTS))
-    judged = table.dropna(subset=["C9"])
-    # The single heads of two models, with which C9 compares them, were not trained.
-    assert set(table.model) - set(judged.model) == {
-        "d16s4-softmax-block128-h8x16-l4-noise0.1-warm-s0",
-        "d24s1-softmax-block-h8x25-l3-noise0.4-lr0.001-s0",
-    }
-    bound = judged.to_single_2d + 1.96 * judged.to_single_2d_sem
-    assert ((bound <= 0.9) == judged.C9).all()
-    refitted, medians = judged.later_refit <= 1.25, judged.later_median <= 2
-    assert ((refitted & medians) == judged.C11).all()
-    needed = (1.5 * judged.later_refit).clip(lower=2)
-    assert ((judged.first_refit >= needed) == judged.C12).all()
-    refitted = judged.later_refit * judged.to_single
-    assert refitted.tolist() == pytest.approx(judged.later_refit_to_single.tolist(), rel=1e-5)
-    assert ((refitted <= 0.95) == judged.C13).all()
-    for _, row in judged[judged.C10].iterrows():
-        later = [row[f"n_eff_{layer}_median"] for layer in range(2, row.n_layers + 1)]
-        assert row.n_eff_1_median >= max(2, 1.5 * max(later))
-        assert row.top_share_1 <= 0.6
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,18 +22,13 @@ from mechinterp.analysis.patching.edges import (
 )
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.layers import interleaved
-from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
-from tests.deep_models import WIDE, first_prediction, random_gpt2, random_model
-from tests.models.test_layered_models import GargModel, garg
+from tests.deep_models import WIDE, first_prediction, random_model
 
 TASK = TaskConfig(d_x=4)
 KINDS = {
@@ -142,17 +136,6 @@ def test_integrated_gradients_are_those_along_the_way():
 
 
 @pytest.mark.slow
-def test_a_model_of_somebody_else_has_edges_too():
-    found = attribute_edges(random_gpt2(), drawn(1), drawn(2), metric=first_prediction)
-    assert np.isfinite(found.patched).sum() == 3 * 3 * 4
-    assert found.rank_correlation > 0.5
-    # Three MLPs: 3 * 2 * (1 + 2) edges to heads, 3 to later MLPs and 3 to the output, beside 3 * 5 to MLPs.
-    whole = attribute_edges(random_gpt2(), drawn(1), drawn(2), nodes="all", metric=first_prediction)
-    assert np.isfinite(whole.patched).sum() == 3 * 2 * (1 + 3 + 5) + 7 + 15 + 18 + 3 + 3
-    assert effect(whole, "L0H1", "L2H0.k") == pytest.approx(effect(found, "L0H1", "L2H0.k"))
-
-
-@pytest.mark.slow
 def test_estimates_rank_edges_as_patches_do():
     """Where the second layer is linear in its values, those edges are estimated without error."""
     model, clean, corrupted = random_model(2, 3, **WIDE, score="linear/L"), drawn(1), drawn(2)
@@ -162,33 +145,6 @@ def test_estimates_rank_edges_as_patches_do():
     np.testing.assert_allclose(found.estimate[:, values], found.patched[:, values], rtol=1e-8)
     assert 0.5 < found.rank_correlation <= 1
     assert 0 <= found.rank_correlation_sem < 0.5
-
-
-class Plain(nn.Module):
-    """A GPT-2 of prompts as a plain module."""
-
-    def __init__(self, model: GargModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        stream = self.model._backbone(inputs_embeds=self.model._read_in(tokens)).last_hidden_state
-        return self.model._read_out(stream)[:, -1]
-
-
-@pytest.mark.slow
-def test_edges_of_a_plain_module_are_those_of_its_weights():
-    module = garg().double()
-    hints = Hints(n_heads=4, task={"d_x": 3, "context_length": 6, "noise_var": 0.0})
-    weights = read_foreign([Stored(Path("x.pt"), module.state_dict(), {})], hints)
-    hooked = hook_module(Plain(module), heads=4, task=weights.task, embed=interleaved)
-    prompts = evaluation_prompts(weights, n_prompts=3)
-    expected, found = (attribute_edges(each, prompts) for each in (weights, hooked))
-    edges = np.isfinite(expected.patched)
-    assert edges.sum() == 3 * 3 * 16
-    for name in ("estimate", "patched", "patched_sem"):
-        values, own = getattr(expected, name)[edges], getattr(found, name)[edges]
-        np.testing.assert_allclose(own, values, atol=1e-9 * np.abs(values).max())
 
 
 class Layers(nn.Module):

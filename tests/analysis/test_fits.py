@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import scipy.optimize
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
@@ -16,7 +15,6 @@ from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.analysis.learners.compare import (
     FITTED,
     PENALTIES,
-    _through_omega,
     baselines,
     fit_learners,
 )
@@ -108,32 +106,6 @@ def test_rounding_of_the_predictions_does_not_reach_the_standard_errors():
     expected, *others = (fit_learners(m, TASK, **asked) for m in (model, *[rounded] * 4))
     for found in others:
         np.testing.assert_allclose(found.factor_sem, expected.factor_sem, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_factor_of_a_kernel_head_moves_with_a_prompts_weight_as_its_standard_error_says():
-    prompts = sample_prompts(TASK, 200, seed=3, dtype=torch.float64)
-    prediction = debiased_gd(prompts, eta=0.8).numpy()
-
-    def errors(factors: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """0 where omega and mu are best, each prompt having its share."""
-        omega, mu = factors
-        below, at, above = (
-            nadaraya_watson(prompts, omega=omega + step, mu=1.0).numpy()
-            for step in (-1e-5, 0, 1e-5)
-        )
-        left = (share * (prediction - mu * at)[:, 0])[:, None]
-        return np.array([(left * at).sum(), (left * (above - below)).sum() / 2e-5])
-
-    even = np.full(200, 1 / 200)
-    best = scipy.optimize.root(errors, (0.5, 1.5), args=even, tol=1e-12).x
-    through_omega = _through_omega(prompts, prediction, *best)
-    for index in range(5):
-        heavier = even + 1e-6 * (np.arange(200) == index)
-        omega = scipy.optimize.root(errors, best, args=heavier, tol=1e-12).x[0]
-        shape = nadaraya_watson(prompts, omega=omega, mu=1.0).numpy()
-        moved = (shape * prediction).mean() / np.square(shape).mean()
-        assert (moved - best[1]) / 1e-6 == pytest.approx(through_omega[index], rel=1e-3)
 
 
 def test_without_lengths_a_model_takes_those_that_it_has_positions_for():

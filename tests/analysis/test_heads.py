@@ -235,24 +235,6 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
         assert replace(found, ratio=np.array(ratios, dtype=float)).needed == needed
 
 
-@pytest.mark.slow
-def test_roles_of_heads_that_help_do_nothing_and_harm(prompts):
-    prompts = prompts[:128]
-    # A kernel smoother; a zero head; and a head that takes away a share of the first one's prediction.
-    weights = diagonal_heads([0.5, 0.0, 0.5], [1.5, 0.0, -0.8], d_x=5)
-    model = ICLTransformer.from_weights(weights, task=TaskConfig())
-    found = learn_gates(model, prompts, steps=50, learning_rate=0.3)
-    assert found.roles == ["facilitating", "irrelevant", "interfering"]
-    np.testing.assert_allclose(found.scores.sum(0), 1, rtol=1e-12)
-    assert found.closed[0, 0] > 0.8
-    assert found.opened[0, 2] < 0.2
-    assert (found.opened[0, 1], found.closed[0, 1]) == pytest.approx((0.982, 0.018), abs=1e-3)
-    alone = ablate_heads(model, prompts[64:])
-    assert np.array_equal(found.rise, alone.rise)
-    assert found.risks[0] < found.full_risk
-    assert found.plot().data[0].z.shape == (1, 3)
-
-
 @pytest.mark.parametrize("make", [random_model, random_gpt2])
 def test_a_gate_of_zero_is_a_mask(make, few):
     predictor = predictor_of(make())

@@ -1,40 +1,55 @@
-"""Jumps foretold from a config: against the flow of the same config, and what is refused or noted."""
+"""Jumps foretold from a config: against the flow of the same config and of the shipped models, and what is refused."""
 
 import numpy as np
 import pytest
 
+from analyses.lib.plateaus import crossings
 from mechinterp.analysis.training.jumps import jump_forecast
-from mechinterp.config import ExperimentConfig, override
+from mechinterp.checkpoints.checkpoint import load
+from mechinterp.config import override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
-from mechinterp.training.linear import task_moments, train_linear
-from tests.conftest import refused, sampled
+from mechinterp.training.linear import flow, initial_heads, task_moments, train_linear
+from tests.conftest import CHECKPOINTS, refused
 
 CONFIG = preset("linear-separate")
-SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=50")
+SMALL = override(CONFIG, "train.init_std=0.001", "train.steps=400000", "train.log_every=500")
 
 
-def crossing_steps(config: ExperimentConfig, levels: np.ndarray) -> np.ndarray:
-    """Logged steps at which the trained loss has fallen below the middle of two levels."""
-    history = train_linear(config).history.drop_duplicates("step")
-    middles = (levels[:-1] + levels[1:]) / 2
-    return np.array([history["step"][history["loss"] < m].iloc[0] for m in middles])
-
-
-@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled([0, 1], keep=lambda seed: seed == 0))
-def test_foretold_jumps_are_those_of_training(seed: int):
-    config = override(SMALL, f"seed={seed}")
-    forecast = jump_forecast(config)
-    assert forecast.direction.tolist() == [0, 1, 2, 3]
-    actual = crossing_steps(config, forecast.levels)
-    assert np.abs(forecast.step / actual - 1).max() < 0.02
-    # The head that is foretold holds the direction in the end.
-    heads = train_linear(config).weights
-    omega = (heads.mu * heads.omega).numpy()
-    assert omega.argmax(0).tolist() == forecast.head.tolist()
+@pytest.mark.parametrize(
+    ("seed", "foretold", "came"),
+    [
+        (0, [851, 1334, 1598, 9714], [851, 1336, 1608, 9604]),
+        (1, [585, 951, 2606, 10789], [585, 944, 2619, 11041]),
+        # The last one does not hold: the earlier drops push the foretold head through zero.
+        (2, [381, 565, 4572, 13252], [381, 550, 4594, 26924]),
+    ],
+)
+def test_jumps_foretold_and_come(seed: int, foretold: list[int], came: list[int]):
+    config = load(CHECKPOINTS / f"linear-separate-s{seed}").config
+    moments, per_step = task_moments(config.task), 2 * config.train.learning_rate
+    run = flow(initial_heads(config), moments, duration=per_step * 40_000)
+    found = crossings(run, modes(moments).levels) / per_step
+    forecast, holding = jump_forecast(config), 3 if seed == 2 else 4
+    assert forecast.step == pytest.approx(foretold, abs=1)
+    assert found == pytest.approx(came, rel=1e-3)
+    assert np.abs(np.array(foretold) / came - 1)[:holding].max() < 0.03
+    # The head that is foretold holds its direction in the end; the eigenvectors are the axes.
+    held = np.abs(run.heads.v[-1][:, None] * run.heads.K[-1, :, 0] * run.heads.Q[-1, :, 0])
+    assert held.argmax(0)[forecast.direction][:holding].tolist() == forecast.head[:holding].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "miss"), [(10, 0.07), (100, 0.003)])
+def test_the_miss_shrinks_with_the_initial_weights(factor: int, miss: float):
+    config = load(CHECKPOINTS / "linear-separate-s2").config
+    config = override(config, f"train.init_std={config.train.init_std / factor}")
+    moments = task_moments(config.task)
+    run = flow(initial_heads(config), moments, duration=12_000.0 * factor)
+    came = crossings(run, modes(moments).levels)
+    assert jump_forecast(config).time[-1] / came[-1] - 1 == pytest.approx(-miss, rel=0.1)
 
 
 @pytest.mark.slow

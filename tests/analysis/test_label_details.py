@@ -334,10 +334,8 @@ def test_p_values_of_a_pattern_are_the_least_possible_and_the_best_head_stands_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "law", [{"score": "1+tanh"}, {"attend_to_self": True}, {"score": "1+Cx", "score_slope": 5.0}]
-)
-def test_random_models_are_drawn_with_the_law_of_the_model(law: dict):
+def test_random_models_are_drawn_with_the_law_of_the_model():
+    law = {"score": "1+Cx", "score_slope": 5.0, "attend_to_self": True}
     found = classify(random_head(3).with_model(**law))
     r2, p = found.substitution.r2, found.p_values["substitution_r2"]
     same = null_of(TaskConfig(), replace(ONE_HEAD, **law), form=found.form.kind)
@@ -350,29 +348,8 @@ def test_random_models_are_drawn_with_the_law_of_the_model(law: dict):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "model"),
-    [
-        (TaskConfig(), ModelConfig(n_heads=4)),
-        (TaskConfig(d_x=1), ModelConfig(n_heads=2)),
-        (TaskConfig(d_x=20), ModelConfig(n_heads=2, d_head=4)),
-        (TaskConfig(d_x=6, d_y=2), ModelConfig(n_heads=3)),
-        (TaskConfig(), ModelConfig(n_heads=2, score="1+tanh")),
-        (TaskConfig(), ModelConfig(n_heads=2, score="linear", score_slope=0.025)),
-    ],
-)
-def test_random_weights_earn_no_pattern(task: TaskConfig, model: ModelConfig):
-    config = ExperimentConfig(task=task, model=model)
-    drawn = (initial_weights(replace(config, seed=seed)) for seed in range(10_000, 10_020))
-    patterns = [classify(weights, task).pattern for weights in drawn]
-    assert set(patterns) <= {"unstructured", "undetermined"}
-    assert patterns.count("unstructured") >= 0.85 * len(patterns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear-separate", "linear-merged", "linear-rank-2"])
-def test_linear_presets_are_held_against_random_weights_of_their_kind(name: str):
-    config, tasks = preset(name), []
+def test_a_linear_preset_is_held_against_random_weights_of_its_kind():
+    config, tasks = preset("linear-merged"), []
     for seed in range(10_000, 10_015):
         heads = initial_heads(replace(config, seed=seed))
         found = classify(linear_attention(heads), config.task)

@@ -511,9 +511,9 @@ def linear_step(M: Tensor, noise: float = 0.0) -> Weights:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-5])
+@pytest.mark.parametrize("noise", [0.0, 1e-5])
 def test_a_step_is_linear_gd_if_its_matrix_descends_however_its_weights_are_rounded(noise: float):
-    for seed in range(6):
+    for seed in range(2):
         random = drawn(5, 5, seed=seed)
         found = classify(linear_step(0.9 * (EYE + 0.2 * random), noise))
         assert found.pattern == "linear_gd"

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import dmmse, hook_module, load, sample_prompts, task_pool
+from mechinterp import dmmse, load, sample_prompts, task_pool
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.result import meanings, unit_of
-from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
@@ -22,17 +21,9 @@ from mechinterp.models.run import general, hooks, one_layer
 from mechinterp.models.run import linear as token_map
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import refused
-from tests.deep_models import GPT2, WIDE, random_gpt2, random_model
+from tests.deep_models import GPT2, random_gpt2, random_model
 
 MASKS = [[], [(0, 1)], [(1, 3)], [(0, 0), (1, 1), (2, 3)], [(0, 2), (2, 2)], [(2, 1), (2, 2)]]
-LAWS = [
-    {},
-    {"biases": True},
-    {"attend_to_self": True, "biases": True},
-    {"score": "linear", "merged_qk": True, "biases": True},
-    {"score": "1+tanh", "d_head": 2},
-    *({"score": score, **WIDE} for score in ("softmax", "linear/L", "relu/L")),
-]
 
 
 def by_hooks(predictor, prompts, heads, values=None):
@@ -68,16 +59,6 @@ def assert_as_by_hooks(model, prompts, masks, method):
     assert (found[1:] - found[0]).abs().amax((1, 2)).min() > 1e-4
 
 
-def test_hooks_of_the_caller_count(few):
-    model = random_model()
-    halve = ("blocks.2.attn.hook_pattern", lambda pattern, hook: pattern / 2)
-    with model.hooks(fwd_hooks=[halve]):
-        found = predictor_of(model).run(few, [[(0, 1)]])[0]
-        expected = by_hooks(hooked_predictor(model), few, [(0, 1)])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(found, predictor_of(model).run(few, [[(0, 1)]])[0])
-
-
 def test_errors_are_those_of_independent_units(few):
     model = random_model()
     masks = [[], [(1, 1)]]
@@ -90,26 +71,9 @@ def test_errors_are_those_of_independent_units(few):
     assert errors[3, 0] == pytest.approx(squares[0, 6:8].mean().item(), rel=1e-12)
 
 
-def test_the_context_masks_and_leaves_nothing_behind(few):
-    model = random_model()
-    before = model.predict(few)
-    with masked(model, [(0, 1), (2, 3)]):
-        inside = model.predict(few)
-    torch.testing.assert_close(inside, by_hooks(hooked_predictor(model), few, [(0, 1), (2, 3)]))
-    assert torch.equal(model.predict(few), before)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_many_masks_equal_runs_with_hooks(law, method, few):
-    assert_as_by_hooks(random_model(**law), few, MASKS, method)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("law", [{}, {"attend_to_self": True, "biases": True}, None], ids=str)
+@pytest.mark.parametrize("law", [{}, None], ids=str)
 def test_masks_of_shallow_models_and_of_a_bridge_equal_runs_with_hooks(law, method, few):
     if law is None:
         masks = [[(layer, head % 2) for layer, head in heads] for heads in MASKS]
@@ -121,18 +85,6 @@ def test_masks_of_shallow_models_and_of_a_bridge_equal_runs_with_hooks(law, meth
         assert_as_by_hooks(random_model(n_layers, **law), few, masks, method)
 
 
-@pytest.mark.parametrize("head", [(3, 0), (0, 4), (-1, 0), (0, -1)])
-def test_heads_that_do_not_exist_are_refused(head, few):
-    name = f"L{head[0]}H{head[1]}"
-    with refused("3 layers of 4 heads", name), masked(random_model(), [(0, 0), head]):
-        raise AssertionError("the block must not run")
-    with refused("3 layers of 4 heads", name):
-        predictor_of(random_model()).run(few, [[(0, 0)], [head]])
-    if min(head) < 0:
-        with refused("counted from 0", name):
-            mask_heads([(0, 0), head])
-
-
 def test_masks_that_cannot_run_are_refused(few):
     model = random_model()
     with refused("blocks.1.attn.hook_z", 3, 9):
@@ -141,6 +93,10 @@ def test_masks_that_cannot_run_are_refused(few):
         model(few.tokens, stop_at_layer=2)
     with pytest.raises(RuntimeError, match="own"), masked(model, [(0, 0)]):
         raise RuntimeError("own")
+    with refused("3 layers of 4 heads", "L0H4"), masked(model, [(0, 0), (0, 4)]):
+        raise AssertionError("the block must not run")
+    with refused("counted from 0", "L0H-1"):
+        mask_heads([(0, 0), (0, -1)])
     with refused("even", 29):
         predictor_of(model).run(few[:29], method="resample")
     with refused("model", "Linear", "hook_module"):
@@ -154,17 +110,14 @@ def own_gpt2() -> ICLTransformer:
     return random_model(3, 2, **GPT2)
 
 
-def task_of(prompts: Prompts) -> TaskConfig:
-    return TaskConfig(d_x=prompts.x.shape[2], context_length=prompts.x.shape[1])
-
-
 def square_errors(predictions: Tensor, prompts: Prompts) -> Tensor:
     return (predictions - prompts.y_query_clean).square().mean(1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", [random_model, own_gpt2])
+@pytest.mark.parametrize(
+    ("make", "method"), [*((random_model, method) for method in METHODS), (own_gpt2, "mean")]
+)
 def test_a_head_is_masked_at_one_position(make, method, few):
     model, even = make(), few[:8].prefix(4)
     found = ablate_heads(model, even, positions="all", method=method)
@@ -199,21 +152,6 @@ def test_in_one_layer_the_query_alone_counts(few):
     by_position = ablate_heads(model, few, positions="all")
     np.testing.assert_allclose(by_position.rise[..., -1], ablate_heads(model, few).rise, rtol=1e-9)
     np.testing.assert_array_equal(by_position.rise.sum(2), by_position.rise[..., -1])
-
-
-def test_positions_of_a_plain_module(few):
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    read = torch.nn.Sequential(
-        torch.nn.Linear(5, 8),
-        torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        torch.nn.Linear(8, 1),
-    ).double()
-    hooked = hook_module(read, task=task_of(few))
-    found = ablate_heads(hooked, few, positions="all")
-    assert found.rise.shape == (2, 2, few.x.shape[1] + 1)
-    assert found.rise[0].all()  # every position is read by the next layer
-    np.testing.assert_allclose(found.rise[1, :, :-1], 0, atol=1e-15)
 
 
 def test_a_metric_of_ones_own(few):
@@ -276,9 +214,7 @@ def test_a_position_or_an_mlp_that_is_not_there_is_refused(few):
     assert not torch.equal(both, model.predict(few))
 
 
-@pytest.mark.parametrize(
-    ("make", "method"), [(own_gpt2, "zero"), (own_gpt2, "mean"), (random_gpt2, "zero")]
-)
+@pytest.mark.parametrize(("make", "method"), [(own_gpt2, "mean"), (random_gpt2, "zero")])
 def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
     source = make()
     hooked = hooked_predictor(source)

@@ -28,7 +28,7 @@ from mechinterp.icl.predictors import ridge
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
-from tests.conftest import CHECKPOINTS, python, refused
+from tests.conftest import CHECKPOINTS, refused
 
 
 @pytest.fixture
@@ -260,18 +260,3 @@ def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert names["run"].steps == [0, 100, 200, 300]
     assert losses[300] < losses[0]
     assert (tmp_path / "reports" / "training" / "index.html").is_file()
-
-
-@pytest.mark.exhaustive
-def test_it_logs_to_wandb(tmp_path: Path):
-    """Offline, in a process of its own, as wandb starts one and warns."""
-    pytest.importorskip("wandb")
-    code = """
-import sys, wandb
-from tests.analysis.test_over_steps import *
-run = wandb.init(project="x", mode="offline", dir=sys.argv[1])
-trained(Monitor(task=TASK, read=last, every=5, n_prompts=32, log=wandb.log))
-print(run.summary["icl/step"], "icl/L0H1/rise" in run.summary.keys())
-"""
-    ran = python("-W", "ignore", "-c", code, tmp_path, cwd=ROOT).done()
-    assert "10 True" in ran.out

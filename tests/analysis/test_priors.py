@@ -100,7 +100,7 @@ def test_a_model_two_percent_from_ridge_generalises_whatever_the_size_of_the_poo
         best = ridge(prompts, penalty=task.posterior_penalty)
         return best + 0.1 * prompts.x[:, 0, :1].sign()
 
-    found = compare_priors(model, task, context_lengths=[4], n_prompts=4000)
+    found = compare_priors(model, task, context_lengths=[4], n_prompts=2000)
     assert found.trimmed.risk[1] / found.trimmed.risk_ridge[1] == pytest.approx(1.02, abs=0.01)
     assert found.trimmed.unexplained[0] > 0.5
     assert found.strategy == "generalises"
@@ -244,15 +244,6 @@ def test_a_mask_does_what_comparing_the_masked_model_says():
         assert found.memory_excess[0, head] == pytest.approx(rise[0] - to_ridge[0])
 
 
-def test_a_head_of_zeros_has_no_effect_and_no_error():
-    found = prior_heads(without(layer(), 1), TWO_TASKS, n_prompts=100, method="zero")
-    for name in EFFECTS:
-        assert getattr(found, name)[0, 1] == 0
-        assert getattr(found, f"{name}_sem")[0, 1] == 0
-        assert getattr(found, f"{name}_sem")[0, 0] > 0
-    assert (0, 1) not in found.memorises + found.generalises
-
-
 @pytest.mark.slow
 def test_standard_errors_of_heads_are_those_of_repeated_samples():
     runs = [prior_heads(layer(), TWO_TASKS, n_prompts=200, seed=seed) for seed in range(40)]
@@ -328,8 +319,8 @@ def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
 @pytest.mark.slow
 def test_priors_of_one_pass_are_those_of_a_run_per_length():
     checkpoint = load("checkpoints/pool-gpt2-m16")
-    one_pass = compare_priors(checkpoint, n_prompts=2048)
-    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=2048)
+    one_pass = compare_priors(checkpoint, n_prompts=512)
+    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=512)
     for name in ("relative", "risk", "weight_dmmse"):
         one, other = (getattr(each.trimmed, name) for each in (one_pass, runs))
         sems = [getattr(each.trimmed, f"{name}_sem") for each in (one_pass, runs)]

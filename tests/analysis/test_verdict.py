@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
+from analyses.algorithms import task_doubt as doubts
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Z95,
@@ -173,3 +174,31 @@ def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():
     alone = nearby(2 * line, {"ridge": line[None], "vanilla_gd": other[None]})
     assert alone.learners[0] == "ridge"
     np.testing.assert_allclose(alone.lead, [0, alone.r2[0] - alone.r2[1]])
+
+
+# How often an assumed task is doubted: prompts of the script behind the table in docs/trust.md.
+
+
+def test_prompts_are_changed_by_the_factors_and_by_nothing_else():
+    task = TaskConfig(d_x=3, d_y=2, context_length=6)
+    own = sample_prompts(task, 16, seed=1, dtype=torch.float64)
+    same = doubts.changed(task, 16, 1)
+    for name in ("x", "y", "x_query", "y_query", "y_query_clean", "beta"):
+        torch.testing.assert_close(getattr(same, name), getattr(own, name), rtol=0, atol=1e-12)
+    found = doubts.changed(task, 16, 1, noise_var=4, beta_var=9, covariance=16)
+    clean = torch.einsum("blx,bxn->bln", found.x, found.beta)
+    own_clean = torch.einsum("blx,bxn->bln", own.x, own.beta)
+    torch.testing.assert_close(found.x, 4 * own.x)
+    torch.testing.assert_close(clean, 12 * own_clean)
+    torch.testing.assert_close(found.y - clean, 2 * (own.y - own_clean))
+    noise = found.y_query - found.y_query_clean
+    torch.testing.assert_close(noise, 2 * (own.y_query - own.y_query_clean))
+    assert doubts.changed(task, 16, 1, context_length=0.5).x.shape[1] == 3
+
+
+@pytest.mark.slow
+def test_covariates_of_another_size_are_seen_and_the_own_task_is_not_doubted():
+    rows = pd.DataFrame(doubts.rows_of(CHECKPOINTS / "linear-h1-s0"))
+    doubted = rows.groupby("change")["doubted"].mean()
+    assert doubted["own task"] == 0
+    assert doubted[[name for name in doubted.index if "covariance" in name]].tolist() == [1, 1]

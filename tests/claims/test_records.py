@@ -20,17 +20,6 @@ HASHES = {
     "linear": "ef20d5b4a7b3481eaebdba3125417e4b9eea9d4337eaaa37cfa2bf873248cedc",
     "sparse": "e24bca975e89d56c81281a7fe676d7cfba8fba3854832421fe87e31c964e4f83",
 }
-# The claims of each paper by their names; each has one clause or more.
-NAMES = (
-    *(f"softmax-{name}" for name in ("O1a", "O1b", "O1c", "O1d", "O1e", "O2a", "O2b", "O2c")),
-    *(f"softmax-{name}" for name in ("O3a", "O3b", "O3c", "O3d", "O3e")),
-    *(f"softmax-{name}" for name in ("O4a", "O4b", "O4c", "O4d")),
-    *(f"softmax-{name}" for name in ("S1", "L1", "A1", "A2", "N1", "N2", "N3")),
-    *(f"softmax-{name}" for name in ("M-I", "M-II", "M-III", "M-IV", "M-loss")),
-    *(f"softmax-T{number}" for number in range(1, 8)),
-    *(f"linear-{number}" for number in range(1, 21)),
-    *(f"sparse-C{number}" for number in range(1, 17)),
-)
 
 
 @cache
@@ -68,12 +57,11 @@ def test_places_in_a_paper_are_those_of_claims_that_it_makes():
     assert bounds == {"ours"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_claim_has_clauses_and_each_says_what_was_measured(name: str):
-    clauses = [one for id, one in measured().items() if id == name or id.startswith(f"{name}-")]
-    assert clauses
-    for record in clauses:
-        assert record.verdict == "not tested" or record.measured
+def test_every_record_says_what_was_measured():
+    silent = [
+        id for id, one in measured().items() if one.verdict != "not tested" and not one.measured
+    ]
+    assert not silent
 
 
 def test_trained_models_of_sparse_regression_say_how_many_seeds_they_have():

@@ -15,7 +15,7 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.config.experiment import from_dict
 from mechinterp.training.one_layer.step import Pack, initial_weights
 from mechinterp.training.sweep_file import load_sweep
-from tests.conftest import CHECKPOINTS, assert_close_to_rounding, sampled
+from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 
 SWEEPS = CHECKPOINTS.parent / "analyses" / "sweeps"
 FILES = {file.parent.name: file for file in CHECKPOINTS.glob("*/config.json")}
@@ -60,11 +60,8 @@ def test_a_shipped_model_starts_from_the_weights_its_config_says(name: str):
         assert_close_to_rounding(getattr(start, part), getattr(expected, part))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    sampled(["softmax-h1-s0", "softmax-h2-s9", "softmax-h3-s1"], keep="softmax-h2-s9".__eq__),
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["softmax-h1-s0", "softmax-h2-s9", "softmax-h3-s1"])
 def test_a_shipped_model_is_made_again_from_its_config_alone(name: str):
     # It was trained in the company of others; alone the sums round differently, and nothing else does.
     alone = Pack({name: override(checkpoint(name).config, "train.steps=1000")})

@@ -1,5 +1,6 @@
 """Scores: the truth has the best ones, a random order those of chance, the reversed order the worst."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from analyses.known.methods import components, edge_frame, patches, random_order
 from mechinterp.known import Entry, Suite, judge_sampler, score, suite
 from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
-from tests.conftest import Run, python, refused
+from tests.conftest import Run, refused
 
 HAND = suite(trained="none")
 LARGE = suite()["sparse-h4-noise0.1-s0"]
@@ -44,7 +45,7 @@ def test_the_truth_has_the_best_scores():
 
 @pytest.mark.slow
 def test_a_random_order_has_the_scores_of_chance():
-    entry = HAND["preprocess-2-rotated"]
+    entry = HAND["gd-2-dead-heads"]
     orders = [random_order(entry, seed=seed)["edges"] for seed in range(6)]
     found = pd.DataFrame([score_edges(entry, order) for order in orders])
     for name in ("spearman", "kendall", "auroc"):
@@ -147,10 +148,13 @@ def by_output(entry):
 
 
 @pytest.mark.slow
-def test_a_method_of_ones_own_is_scored_from_another_folder(tmp_path: Path):
+def test_a_method_of_ones_own_is_scored_from_another_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "mine.py").write_text(METHOD)
-    command = ("-m", "mechinterp", "score", "mine:by_output", "--trained", "none", "--json")
-    document = python(*command, cwd=tmp_path).done().document
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    document = run("score", "mine:by_output", "--trained", "none", "--json").done().document
     scores = {row["score"]: row for row in document["scores"]}
     assert scores["heads spearman"]["mean"] > 0
     assert document["suite"]["sha256"] == HAND.hash

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 ALL = suite(trained="all")
 FEW = {
     *("gd-2", "gd-2-dead-heads", "gd-plus-plus-2", "preconditioned-2", "debiased-pair", "kernel"),
-    *("minimum-2", "softmax-h2-s0", "pool-linear-m4-s0", "pool-gpt2-m16-s0"),
+    *("minimum-2", "softmax-h2-s0", "pool-gpt2-m16-s0"),
 }
 """Entries whose effects `make test` computes again; of the others `make test-all`."""
 

@@ -60,7 +60,7 @@ def test_the_formulas_of_the_facts(n_tasks: int):
 @pytest.mark.parametrize("new_tasks", [False, True])
 def test_risks_are_those_of_monte_carlo(task: TaskConfig, new_tasks: bool):
     best = optimum_of(task)
-    prompts = sample_prompts(task, 100_000, new_tasks=new_tasks, dtype=torch.float64)
+    prompts = sample_prompts(task, 40_000, new_tasks=new_tasks, dtype=torch.float64)
     b = (prompts.x * prompts.y).mean(1)
     prediction = torch.einsum("bi,ij,bj->b", b, torch.from_numpy(best.M), prompts.x_query)
     mean, sem = mean_and_sem((prediction - prompts.y_query_clean[:, 0]).square().numpy())

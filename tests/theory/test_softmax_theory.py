@@ -1,4 +1,5 @@
-"""The softmax paper's closed forms and approximate loss, against Monte Carlo, each other and the paper's numbers."""
+"""The softmax paper's closed forms, approximate loss and flow of two heads, against Monte Carlo, each other and the
+paper's numbers."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,6 @@ import torch
 
 from analyses.lib.theory.approximate_loss import (
     approximate_loss,
-    corrected_loss,
     loss_gradients,
     manifold_loss,
     optimal_mu,
@@ -27,10 +27,8 @@ from analyses.lib.theory.softmax import (
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.icl.prompts import prompt_chunks, sample_prompts
-from mechinterp.models.constructions.one_layer import diagonal_heads
-from mechinterp.models.heads import predict
-from mechinterp.theory.softmax import debiased_step_size
+from mechinterp.icl.prompts import sample_prompts
+from mechinterp.theory.softmax import debiased_step_size, two_head_flow
 from tests.conftest import sampled
 
 SETTINGS = [
@@ -52,7 +50,7 @@ KINDS = {
 def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, kind):
     learner, risk, _ = KINDS[kind]
     task = TaskConfig(**setting)
-    prompts = sample_prompts(task, 200_000, seed=1)
+    prompts = sample_prompts(task, 50_000, seed=1)
     squares = (learner(prompts, eta=eta) - prompts.y_query).square()[:, 0].double().numpy()
     mean, sem = mean_and_sem(squares)
     assert abs(mean - risk(eta, **setting)) < 4 * sem
@@ -98,13 +96,6 @@ def test_linear_attention_turns_up_beyond_its_length():
 def heads() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     return random.normal(size=4) * 0.3, random.normal(size=4)
-
-
-def true_loss(omega: list[float], mu: list[float], n_prompts: int) -> tuple[float, float]:
-    weights = diagonal_heads(omega, mu, d_x=5).to(torch.float32)
-    chunks = prompt_chunks(TaskConfig(), n_prompts, seed=1)
-    errors = [(predict(weights, chunk) - chunk.y_query).square()[:, 0].numpy() for chunk in chunks]
-    return mean_and_sem(np.concatenate(errors).astype(float))
 
 
 def test_gradients_are_those_of_the_loss(heads):
@@ -160,15 +151,42 @@ def test_the_single_head_is_a_minimum():
     assert loss == pytest.approx(0.37207, abs=1e-5)
 
 
-@pytest.mark.slow
+# Two opposite heads under gradient flow; what becomes of them late is measured by softmax/figure_22_flow.
+
+
+def two_heads(*times: float):
+    return two_head_flow(np.array(times), start=1e-3, **SETTING)
+
+
+def test_the_flow_descends_half_the_approximate_loss():
+    time = np.linspace(0, 12, 2401)
+    run = two_heads(*time)
+    rates = np.gradient(run.omega, time), np.gradient(run.mu, time)
+    for at in (800, 1500, 1700, 2300):
+        pair = [np.array([value, -value]) for value in (run.omega[at], run.mu[at])]
+        d_omega, d_mu = loss_gradients(*pair, **SETTING)
+        assert rates[0][at] == pytest.approx(-d_omega[0] / 2, rel=1e-3, abs=1e-5)
+        assert rates[1][at] == pytest.approx(-d_mu[0] / 2, rel=1e-3, abs=1e-5)
+        half = approximate_loss(*pair, **SETTING) / 2
+        assert run.half_loss[at] == pytest.approx(half, rel=1e-10)
+    assert (np.diff(run.half_loss) < 0).all()
+
+
+def test_the_peak_is_where_omega_stops_growing():
+    run = two_heads(0.0, 30.0)
+    at = two_heads(run.peak_time)
+    assert run.peak_omega == pytest.approx(at.omega[0], rel=1e-6)
+    product = 2 * at.mu[0] * at.omega[0]
+    balance = product * (1 + 5 * 1.1 / 40 * np.cosh(5 * at.omega[0] ** 2))
+    assert balance == pytest.approx(1, rel=1e-6)
+    assert np.isnan(two_heads(0.0, 3.0).peak_time)
+
+
 @pytest.mark.parametrize(
-    ("omega", "mu"),
-    sampled([(0.05, 8.0), (0.1, 4.0), (0.13, 3.39), (0.15, 2.0)], keep=(0.13, 3.39).__eq__),
+    ("d_x", "length", "peak", "when"), [(25, 200, 0.3701, 6.47), (100, 800, 0.2179, 5.71)]
 )
-def test_the_corrected_loss_is_within_a_hundredth_of_the_true_one(omega: float, mu: float):
-    heads = np.array([omega, -omega]), np.array([mu, -mu])
-    true, sem = true_loss([omega, -omega], [mu, -mu], 400_000)
-    corrected = corrected_loss(*heads, **SETTING)
-    plain = approximate_loss(*heads, **SETTING)
-    assert abs(corrected - true) < 0.003 + 4 * sem
-    assert abs(plain - true) > 3 * abs(corrected - true)
+def test_peaks_at_other_sizes(d_x: int, length: int, peak: float, when: float):
+    setting = {"d_x": d_x, "context_length": length, "noise_var": 0.1}
+    run = two_head_flow(np.array([0.0, 12.0]), start=1e-3, **setting)
+    assert run.peak_omega == pytest.approx(peak, rel=2e-3)
+    assert run.peak_time == pytest.approx(when, rel=7e-3)

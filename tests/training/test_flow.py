@@ -105,6 +105,7 @@ def test_a_head_on_an_eigenvector_is_the_scalar_equation(mode):
     heads = SeparateHeads(v=np.array([0.02]), K=one, Q=one)
     run = flow(heads, MOMENTS, duration=3 * duration, tau=3.0, times=3 * times)
     v = jumping.growth_value(times, 0.02, rate=MODES.rates[mode], target=MODES.targets[mode])
+    np.testing.assert_allclose(run.time, 3 * times)
     np.testing.assert_allclose(run.heads.v[:, 0], v, rtol=1e-6)
 
 
