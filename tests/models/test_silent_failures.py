@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests import deep_models
-from tests.conformance.model import sample_inputs
+from tests.conformance.conftest import sample_inputs
 from tests.conftest import refused
 
 

@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp import Prompts, load, sample_prompts
 from mechinterp.models.hooked.hooks import PROCESSING, HookError
 from mechinterp.models.hooked.transformer import ICLTransformer
-from tests.conformance.requirements import switched_on
+from tests.conformance.conftest import switched_on
 from tests.conftest import refused
 
 MODELS = {

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.run.general import predict_deep
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
@@ -63,21 +62,3 @@ def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_warm_up_
         adam.param_groups[0]["lr"] = 1e-3 * (0.5, 1, 1)[step] * (1 + np.cos(np.pi * step / 20)) / 2
         adam.step()
     torch.testing.assert_close(run.flat, flat, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_contexts_of_all_lengths_are_seen(monkeypatch: pytest.MonkeyPatch):
-    seen: list[int | None] = []
-
-    def record(*arguments: object, context_length: int | None = None, **rest: object):
-        seen.append(context_length)
-        return sample_prompts(*arguments, context_length=context_length, **rest)
-
-    monkeypatch.setattr("mechinterp.training.run.sample_prompts", record)
-    run = DeepRun({"m": CONFIG})
-    for step in range(200):
-        run.update(step)
-    assert set(seen) - {None} == set(range(2, 9))
-    seen.clear()
-    DeepRun({"m": override(CONFIG, "train.shortest_context=null")}).update(0)
-    assert set(seen) - {None} == {8}

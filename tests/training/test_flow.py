@@ -81,17 +81,6 @@ def test_merged_heads_follow_the_course_of_five_numbers():
 # Separate heads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_heads", "rank"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 2), (1, 4), (3, 4)]
-)
-def test_heads_end_at_the_level_of_their_number(n_heads, rank):
-    heads = separate_heads(n_heads, 4, std=0.1, seed=0, rank=rank)
-    run = flow(heads, MOMENTS, duration=2e4)
-    level = MODES.levels[min(4, n_heads * rank)]
-    assert abs(run.loss[-1] - level) < 1e-8
-
-
 @pytest.mark.parametrize("mode", [0, 3])
 def test_a_head_on_an_eigenvector_is_the_scalar_equation(mode):
     one = 0.02 * np.eye(4)[mode].reshape(1, 1, 4)
@@ -236,14 +225,6 @@ def test_descent_with_small_steps_is_the_flow():
     exact = flow(heads, MOMENTS, duration=30.0, times=run.time)
     assert exact.loss[-1] < 0.8
     np.testing.assert_allclose(run.loss, exact.loss, atol=2e-3)
-
-
-def test_a_training_set_rests_near_the_levels():
-    moments = sample_moments(training_set(TASK, 5000, seed=0), basis=MODES.vectors)
-    heads = separate_heads(3, 4, std=0.3, seed=0, rank=4)
-    run = full_batch_descent(heads, moments, MODES, learning_rate=0.2, steps=1500, every=100)
-    assert abs(run.loss[-1] - MODES.levels[-1]) < 0.01
-    assert run.loss[-1] >= moments.loss(moments.minimiser()) - 1e-12
 
 
 def descend(*, std: float = 0.1, **options: object):

@@ -68,19 +68,6 @@ def test_the_flow_runs_two_learning_rates_of_tau_per_step(config: ExperimentConf
     assert trained.weights.W_Q.dtype == torch.float32
 
 
-@pytest.mark.slow
-@EACH
-def test_a_small_step_of_descent_follows_the_flow(config: ExperimentConfig):
-    # Ten times as many steps of a tenth, so that both end at one time.
-    rate = config.train.learning_rate / 100
-    fine = override(config, f"train.learning_rate={rate}", "train.steps=4000")
-    by_step = train_linear(override(fine, "train.optimizer=gradient_descent"))
-    exact = train_linear(override(config, f"train.learning_rate={rate * 10}"))
-    moved = step_matrix(exact.weights) - step_matrix(exact.snapshots[0])
-    gap = step_matrix(by_step.weights) - step_matrix(exact.weights)
-    assert np.abs(gap).max() < 0.02 * np.abs(moved).max()
-
-
 def test_descent_on_a_training_set_descends_its_own_loss():
     config = override(SEPARATE, "train.optimizer=gradient_descent", "task.n_sequences=64")
     trained = train_linear(config)
