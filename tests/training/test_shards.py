@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,14 +11,11 @@ import pytest
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.training.shards import PLAN, merge_shards, shard_named, shard_of
 from mechinterp.training.sweep_file import load_sweep
-from tests.conftest import Run
+from tests.conftest import Run, python
 
 TRAIN = {
-    "steps": 400,
-    "batch_size": 8,
-    "log_every": 40,
-    "snapshot_every": 100,
-    "n_eval_prompts": 64,
+    **{"steps": 40, "batch_size": 8, "log_every": 10},
+    **{"snapshot_every": 10, "n_eval_prompts": 64},
 }
 CONFIG = {"task": {"d_x": 2, "context_length": 4}, "train": TRAIN}
 GRID = {"train.learning_rate": [1e-3, 2e-3, 3e-3, 4e-3, 1e30], "seed": [0, 1]}
@@ -46,7 +41,7 @@ def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
 
 
 KILLED = """
-import os, signal, sys
+import os, signal
 from mechinterp.training import run
 from mechinterp import cli
 
@@ -54,7 +49,7 @@ run.SAVE_SECONDS = 0.0
 saved = run.Run.save
 def dies(self, file):
     saved(self, file)
-    if self.step >= 200:
+    if self.step >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
 run.Run.save = dies
 cli.main()
@@ -64,25 +59,19 @@ cli.main()
 @pytest.mark.slow
 def test_a_killed_and_resumed_array_of_two_shards_is_one_run(run: Run, grid: Path, tmp_path: Path):
     whole, out = tmp_path / "whole", tmp_path / "out"
-    run("sweep", grid, "--out", whole, "--device", "cpu", "-q")
-    for number in range(2):
-        command = ["sweep", str(grid), "--out", str(out), "--device", "cpu", "-q"]
-        environment = os.environ | {
-            "SLURM_ARRAY_TASK_ID": f"{number + 7}",
-            "SLURM_ARRAY_TASK_MIN": "7",
-            "SLURM_ARRAY_TASK_COUNT": "2",
-        }
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLED, *command], env=environment, check=False
-        )
-        assert killed.returncode == -signal.SIGKILL
-        assert list((out / f"shard-{number}").glob("training-*.safetensors"))
-        if number == 0:
-            run("sweep", "--merge", out).assert_refused("not finished")
-            other = run("sweep", grid, "--out", out, "--shard", "0/3", "--resume", "-q")
-            other.assert_refused(out, "2 shards", "3")
-        ran = run("sweep", grid, "--out", out, "--shard", f"{number}/2", "--resume", "-q")
-        assert (ran.code, "did not" in ran.err) == ((2, True) if number == 0 else (0, False))
+    asked = ("sweep", grid, "--device", "cpu", "-q", "--out")
+    run(*asked, whole)
+    array = {"ID": "7", "MIN": "7", "COUNT": "2"}  # the first of two
+    slurm = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+    killed = python("-c", KILLED, *asked, out, env=os.environ | slurm)
+    assert killed.code == -signal.SIGKILL
+    assert list((out / "shard-0").glob("training-*.safetensors"))
+    run("sweep", "--merge", out).assert_refused("not finished")
+    other = run(*asked, out, "--shard", "0/3", "--resume")
+    other.assert_refused(out, "2 shards", "3")
+    for number, code in ((0, 2), (1, 0)):
+        ran = run(*asked, out, "--shard", f"{number}/2", "--resume")
+        assert (ran.code, "did not" in ran.err) == (code, code == 2)
     run("sweep", "--merge", out).done()
     assert files_of(out) == files_of(whole)
     assert sorted(path.name for path in out.iterdir()) == sorted(p.name for p in whole.iterdir())
