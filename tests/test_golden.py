@@ -52,12 +52,13 @@ def given(subject: str, n_prompts: int | None = None) -> tuple[subjects.Hints, d
     return each["hints"], stored_prompts(each["prompts"], n_prompts)
 
 
-FIRST = {name for name in SUBJECTS if not re.search(r"-s[1-9]\d*$", name) or "-rank" in name}
-"""The first seed of each setting, and every file."""
+FURTHER = r"-s[1-9]\d*$|other-names|unpacked|prefix|one-file|first-norm|\.safetensors$"
+FIRST = {name for name in SUBJECTS if not re.search(FURTHER, name) or "-rank" in name}
+"""The first seed of each setting, and a file of every layout, not in other containers or under other names too."""
 
 
 def kept(case: tuple[str, torch.dtype]) -> bool:
-    """Float64 for a model of each setting and every file; float32 for a model of each kind."""
+    """Float64 for a model of each setting and a file of each layout; float32 for a model of each kind."""
     subject, dtype = case
     if dtype == torch.float32:
         return subject in {*KINDS.values(), WIDE}
@@ -150,7 +151,7 @@ RUNS = sampled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", RUNS)
-def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str, tmp_path: Path):
+def test_presets_train_to_what_is_stored(preset: str, tmp_path: Path):
     steps = SLOW_STEPS.get(preset, STEPS)
     found = subjects.trained(preset, steps, tmp_path / "whole")
     prefix = f"{preset}/"
@@ -166,6 +167,3 @@ def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str
         # processor another way. A step more or less moves every weight so far.
         allowed = TRAINED * np.linalg.norm(expected) + subjects.learning_rate(preset)
         assert off <= allowed, key
-    if subjects.resumes(preset):
-        resumed = subjects.trained_with_a_stop(preset, steps, tmp_path / "stopped")
-        assert all(torch.equal(resumed[name], weight) for name, weight in found.items())

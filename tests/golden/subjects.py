@@ -27,8 +27,6 @@ from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
-from mechinterp.training import run as training_run
-from mechinterp.training.run import Progress
 from mechinterp.training.train import train_models
 from tests.checkpoints.files import read as load
 
@@ -127,32 +125,10 @@ def trained(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
-def trained_with_a_stop(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
-    """The same, stopped at half of the steps and resumed."""
-    models = {"model": _short(preset, steps)}
-
-    def stop(progress: Progress) -> None:
-        # The row before this one is the last that was saved: what comes after it is made again.
-        if progress.step > steps // 2:
-            raise KeyboardInterrupt
-
-    with patch.object(training_run, "SAVE_SECONDS", 0.0):
-        try:
-            train_models(models, folder, on_log=stop)
-        except KeyboardInterrupt:
-            assert not (folder / "model" / "config.json").exists()
-    train_models(models, folder, resume=True)
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def resumes(preset: str) -> bool:
-    """Whether training of a preset can be stopped halfway; flows on moments are one call."""
-    return PRESETS[preset].train.optimizer == "adam"
-
-
 def learning_rate(preset: str) -> float:
-    """How far Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
-    return PRESETS[preset].train.learning_rate if resumes(preset) else 0.0
+    """Distance that Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
+    train = PRESETS[preset].train
+    return train.learning_rate if train.optimizer == "adam" else 0.0
 
 
 def _short(preset: str, steps: int) -> ExperimentConfig:

@@ -60,7 +60,7 @@ def assert_same_folders(actual: Path, expected: Path):
             assert (actual / name).read_bytes() == (expected / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster):
     def engine(jobs, on_log):
         (tmp_path / "flow").write_text("in the way")  # it came after the run had begun
@@ -71,7 +71,6 @@ def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
     local, spread = tmp_path / "local", tmp_path / "spread"
     lost = cluster.add_node(num_cpus=1)
@@ -121,7 +120,6 @@ def test_a_pack_waits_for_a_machine_that_still_writes_it(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["flow"]
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
     ray = pytest.importorskip("ray")

@@ -18,12 +18,12 @@ TRAIN = {
     **{"snapshot_every": 10, "n_eval_prompts": 64},
 }
 CONFIG = {"task": {"d_x": 2, "context_length": 4}, "train": TRAIN}
-GRID = {"train.learning_rate": [1e-3, 2e-3, 3e-3, 4e-3, 1e30], "seed": [0, 1]}
+GRID = {"train.learning_rate": [1e-3, 2e-3, 1e30], "seed": [0, 1]}
 
 
 @pytest.fixture
 def grid(tmp_path: Path) -> Path:
-    """Five packs of two models; those of the last diverge."""
+    """Three packs of two models; those of the last diverge."""
     file = tmp_path / "grid.json"
     name = "lr{train.learning_rate}-s{seed}"
     file.write_text(json.dumps({"config": CONFIG, "grid": GRID, "name": name}))
@@ -83,9 +83,9 @@ def test_a_killed_and_resumed_array_of_two_shards_is_one_run(run: Run, grid: Pat
 
 def test_every_model_is_in_one_shard_and_packs_stay_whole(grid: Path):
     models = load_sweep(grid)
-    shards = [shard_of(models, (number, 3)) for number in range(3)]
+    shards = [shard_of(models, (number, 2)) for number in range(2)]
     assert sorted(name for shard in shards for name in shard) == sorted(models)
-    assert [len(shard) for shard in shards] == [4, 4, 2]
+    assert [len(shard) for shard in shards] == [4, 2]
 
 
 def test_a_shard_by_text_and_by_slurm():
