@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -17,6 +16,7 @@ from mechinterp.presets import preset
 from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.train import train_models
 from tests.conftest import refused
+from tests.training.test_sweep import assert_same_folders
 
 BASE = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=8),
@@ -46,18 +46,6 @@ def cluster() -> Iterator:
         yield made
         ray.shutdown()
         made.shutdown()
-
-
-def assert_same_folders(actual: Path, expected: Path):
-    """The same files, of equal numbers."""
-    names = sorted(str(file.relative_to(expected)) for file in expected.rglob("*"))
-    assert sorted(str(file.relative_to(actual)) for file in actual.rglob("*")) == names
-    for name in names:
-        if name.endswith(".parquet"):
-            tables = (pd.read_parquet(folder / name) for folder in (actual, expected))
-            pd.testing.assert_frame_equal(*tables, check_exact=True)
-        elif (expected / name).is_file():
-            assert (actual / name).read_bytes() == (expected / name).read_bytes()
 
 
 @pytest.mark.exhaustive

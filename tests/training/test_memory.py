@@ -1,9 +1,6 @@
 """Memory: large batches are used in chunks, a limit is kept, and finished models leave nothing behind."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from mechinterp.training import run as running
 from mechinterp.training import train as training
 from mechinterp.training.one_layer.step import Pack, loss_and_gradients, membership, pack_bytes
 from mechinterp.training.run import batch_chunks
+from tests.conftest import python
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8),
@@ -57,42 +55,24 @@ def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.Mon
     assert pack.rows["eval_loss"][0, 0] == pytest.approx(torch.cat(squares).mean().item(), rel=1e-6)
 
 
-# What a process measures of itself.
 PEAK = """
-import json, sys, torch
-from pathlib import Path
+import sys, torch
 from mechinterp.config import from_dict
-from mechinterp.training.one_layer import kernel
-from mechinterp.training.one_layer import step as pack_module
 from mechinterp.memory import peak_memory
+from mechinterp.training.one_layer import kernel, step
 from mechinterp.training.train import train_models
 torch.set_num_threads(1)
-models = {name: from_dict(d) for name, d in json.loads(Path(sys.argv[1]).read_text()).items()}
-seen = [peak_memory()]
-train_models(models, sys.argv[2], on_log=lambda progress: seen.append(peak_memory()))
-print(json.dumps([*seen, peak_memory()]))
+before = peak_memory()
+train_models({"many": from_dict(eval(sys.argv[1]))}, sys.argv[2])
+print(peak_memory() - before)
 """
 
 
-@pytest.fixture
-def peaks(tmp_path: Path) -> Callable[[dict[str, ExperimentConfig]], list[int]]:
-    """Peak memory of a process before, at every row of, and after the training of these models."""
-
-    def measure(models: dict[str, ExperimentConfig]) -> list[int]:
-        file = tmp_path / "models.json"
-        file.write_text(json.dumps({n: json.loads(c.to_json()) for n, c in models.items()}))
-        command = [sys.executable, "-c", PEAK, str(file), str(tmp_path / "run")]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-        return json.loads(ran.stdout)
-
-    return measure
-
-
 @pytest.mark.exhaustive
-def test_a_batch_of_half_a_million_prompts_needs_little_memory(peaks):
+def test_a_batch_of_half_a_million_prompts_needs_little_memory(tmp_path: Path):
     many = override(CONFIG, "train.batch_size=500000", "task.context_length=40", "train.steps=2")
     batch = 500_000 * prompt_bytes(many.task)
     assert batch > 300e6
-    before, *_, after = peaks({"many": many})
-    assert after - before < training.FIRST_USE_BYTES + pack_bytes({"many": many})
+    rise = int(python("-c", PEAK, asdict(many), tmp_path / "run").done().out)
+    assert rise < training.FIRST_USE_BYTES + pack_bytes({"many": many})
     assert pack_bytes({"many": many}) < 0.25 * batch

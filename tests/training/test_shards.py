@@ -5,13 +5,13 @@ import os
 import signal
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.training.shards import PLAN, merge_shards, shard_named, shard_of
 from mechinterp.training.sweep_file import load_sweep
 from tests.conftest import Run, python
+from tests.training.test_sweep import assert_same_folders
 
 TRAIN = {
     **{"steps": 40, "batch_size": 8, "log_every": 10},
@@ -28,16 +28,6 @@ def grid(tmp_path: Path) -> Path:
     name = "lr{train.learning_rate}-s{seed}"
     file.write_text(json.dumps({"config": CONFIG, "grid": GRID, "name": name}))
     return file
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Content of all files but the table, whose container may differ."""
-    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".parquet")
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
-
-
-def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
-    return {f.relative_to(folder).as_posix(): pd.read_parquet(f) for f in folder.rglob("*.parquet")}
 
 
 KILLED = """
@@ -73,12 +63,7 @@ def test_a_killed_and_resumed_array_of_two_shards_is_one_run(run: Run, grid: Pat
         ran = run(*asked, out, "--shard", f"{number}/2", "--resume")
         assert (ran.code, "did not" in ran.err) == (code, code == 2)
     run("sweep", "--merge", out).done()
-    assert files_of(out) == files_of(whole)
-    assert sorted(path.name for path in out.iterdir()) == sorted(p.name for p in whole.iterdir())
-    there, expected = tables_of(out), tables_of(whole)
-    assert there.keys() == expected.keys()
-    for name, table in expected.items():
-        pd.testing.assert_frame_equal(there[name], table)
+    assert_same_folders(out, whole)
 
 
 def test_every_model_is_in_one_shard_and_packs_stay_whole(grid: Path):

@@ -211,7 +211,7 @@ def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
         flip(place)
         with refused("checksum", error=CheckpointError):
             Pack.restore(file)
-    for place in torch.randint(0, start, (200,), generator=generator).tolist():
+    for place in torch.randint(0, start, (100,), generator=generator).tolist():
         flip(place)
         with suppress(CheckpointError):
             again = Pack.restore(file)
