@@ -110,7 +110,7 @@ $(BESIDE)/transformer-lens-%/.installed: $(STAMP)
 	@touch $@
 
 test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks
-	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
+	OMP_NUM_THREADS=1 REQUIRED=1 PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
 
 # Not editable: the tests take the package from the checkout they run in.
 $(PEERS)/.installed: $(STAMP)
@@ -119,7 +119,7 @@ $(PEERS)/.installed: $(STAMP)
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed ## run the callbacks in Hugging Face's and Lightning's own trainers
-	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest $(UNCHECKED) tests/trainers
+	OMP_NUM_THREADS=1 REQUIRED=1 PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest $(UNCHECKED) tests/trainers
 
 $(TRAINERS)/.installed: $(STAMP)
 	$(beside)

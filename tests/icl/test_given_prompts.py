@@ -122,8 +122,9 @@ def test_covariances_of_another_scale_and_of_any_matrix():
     torch.testing.assert_close(sample_prompts(task, 8, dtype=torch.float64).x, 2 * plain.x)
     assert task.signal_var == 4
     # x times 2 and beta over 2 are the same y: the best step is a quarter.
-    scaled = classify(debiased_gradient_step(0.5, 0.01, d_x=2), replace(task, beta_var=0.125))
-    unit = classify(debiased_gradient_step(0.5, 0.01, d_x=2), TaskConfig(d_x=2))
+    model = debiased_gradient_step(0.5, 0.01, d_x=2)
+    laws = replace(task, beta_var=0.125), TaskConfig(d_x=2)
+    scaled, unit = (classify(model, law, n_prompts=16) for law in laws)
     assert scaled.scales.eta_optimal == pytest.approx(unit.scales.eta_optimal / 4, rel=1e-12)
     Sigma = ((2.0, 0.6), (0.6, 1.0))
     full = TaskConfig(d_x=2, covariance=CovarianceConfig("matrix", matrix=Sigma))
