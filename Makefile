@@ -83,7 +83,7 @@ test-portable: install ## run the fast numeric tests under other instruction set
 
 # Tests that compare two ways of computing one thing most closely.
 test-portable-short: TESTS := $(addprefix tests/,models/test_transformer.py models/test_linear_attention.py \
-	icl/test_sparse_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
+	icl/test_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
 test-portable-short: install ## the same with a few tests
 	@$(RUNS) export $(GENERIC); \
 	run "default, one thread" env $(DEFAULT) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
