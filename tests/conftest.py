@@ -61,7 +61,6 @@ def assert_same(actual: Weights, expected: Weights):
 
 def with_sizes(weights: Weights) -> Weights:
     """Weights by name, with d_head filled in where the architecture leaves it open."""
-    weights = weights
     d_head = weights.model.head_width(weights.d_x, weights.d_y)
     return replace(weights, model=replace(weights.model, d_head=d_head))
 

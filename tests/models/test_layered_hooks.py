@@ -222,15 +222,7 @@ AS_LINEAR = {
     "attention alone": {},
     "linear scores": {"score": "linear/L", "context_only": True},
     "merged": {"score": "linear/L", "merged_qk": True, "d_model": 4},
-    "norm before, MLP, biases": {
-        "norm": "before",
-        "final_norm": True,
-        "d_mlp": 7,
-        "biases": True,
-        "d_model": 8,
-    },
-    "norm after, MLP": {"norm": "after", "d_mlp": 7, "d_model": 8},
-    "x and y in turn, positions": {"layout": "in_turn", "n_positions": 30, "d_model": 8},
+    **LAYERED,
     "rotary": {"layout": "in_turn", "rotary_dim": 4, "d_model": 8},
     "read-in of two layers": {"d_read_in": 5, "d_model": 8},
 }
@@ -240,7 +232,7 @@ AS_LINEAR = {
 def test_the_model_as_linear_modules_predicts_the_same(kind: str):
     model = random_model(**AS_LINEAR[kind])
     module = model.as_linear_module()
-    prompts = sample_prompts(TaskConfig(d_x=3, d_y=2, context_length=9), 7, dtype=torch.float64)
+    prompts = sample_prompts(TaskConfig(d_x=3, d_y=2, context_length=6), 7, dtype=torch.float64)
     with torch.no_grad():
         assert_close_to_rounding(module(prompts), model(model.tokens(prompts)))
     names = {

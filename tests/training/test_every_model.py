@@ -170,17 +170,10 @@ def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
 CONTEXT_ONLY = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=8, sparsity=1, nonzeros="signs"),
     model=ModelConfig(n_layers=2, n_heads=2, d_model=6, score="linear/L", context_only=True),
-    train=TrainConfig(
-        steps=20,
-        batch_size=16,
-        log_every=10,
-        snapshot_every=5,
-        n_eval_prompts=40,
-        data_seed=3,
-        shortest_context=2,
-        schedule="cosine",
-        clip_norm=1.0,
-        warm_up=2,
+    train=replace(
+        TRAIN,
+        **{"steps": 20, "log_every": 10, "snapshot_every": 5, "n_eval_prompts": 40},
+        **{"shortest_context": 2, "schedule": "cosine", "clip_norm": 1.0, "warm_up": 2},
     ),
     seed=2,
 )
