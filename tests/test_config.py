@@ -93,6 +93,9 @@ def test_a_task_in_words_has_every_field_with_the_number_of_its_default():
     # Without noise it does not matter whether the query has some.
     free = TaskConfig(noise_var=0, query_noise=False).assuming(["covariance", "query_noise"])
     assert free.in_words.endswith("noise_var 0; assumed: covariance")
+    kms = CovarianceConfig("kms", rho=0.5)
+    words = TaskConfig(d_x=16, sparsity=4, nonzeros="signs", covariance=kms).fields_in_words
+    assert (words["beta_var"], words["covariance"]) == ("0.25 (1/sparsity)", "kms with rho 0.5")
 
 
 def test_snapshot_steps():
