@@ -160,7 +160,8 @@ def test_biases_and_attention_to_oneself_agree(score: str, attend_to_self: bool)
     results = cache.stack_head_results(layer=1, incl_remainder=True)[:, :, -1] @ model.W_U
     torch.testing.assert_close(results.sum(0), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.accumulated_bias(0), torch.zeros(5).double())
-    assert torch.equal(model.accumulated_bias(1)[3:], weights.output_bias)
+    for at, mlp_input in ((0, True), (1, False)):
+        assert torch.equal(model.accumulated_bias(at, mlp_input)[3:], weights.output_bias)
     assert_same(model.weights, weights)
 
 
