@@ -21,6 +21,7 @@ from mechinterp.config import (
     override,
 )
 from mechinterp.presets import PRESETS, preset
+from tests.conftest import refused
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -250,13 +251,12 @@ def test_a_refusal_is_one_line_that_names_field_rule_and_value(
     ],
 )
 def test_an_unknown_field_is_refused_with_the_known_ones(assignment: str, words: list[str]):
-    with pytest.raises(ValueError, match=r"^[^\n]+\.$") as error:
+    with refused(*words):
         override(ExperimentConfig(), assignment)
-    assert all(word in str(error.value) for word in words)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"softmax-h2.*, got 'softmax-h5'\.$"):
+    with refused("softmax-h2", "'softmax-h5'"):
         preset("softmax-h5")
 
 
@@ -268,19 +268,19 @@ def test_a_training_set_is_for_descent():
 def test_the_shortest_context_is_no_longer_than_the_longest():
     several = override(ExperimentConfig(), "model.context_only=true")
     assert override(several, "train.shortest_context=40").train.shortest_context == 40
-    with pytest.raises(ValueError, match=r"^train\.shortest_context .*40, got 41\.$"):
+    with refused("train.shortest_context", 40, 41):
         override(several, "train.shortest_context=41")
 
 
 @pytest.mark.parametrize("noise_var", [math.nan, math.inf])
 def test_fields_are_checked_when_a_config_is_made_in_python(noise_var: float):
-    with pytest.raises(ValueError, match=r"^task\.noise_var "):
+    with refused("task.noise_var", noise_var):
         TaskConfig(noise_var=noise_var)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "softmax"])
 def test_text_that_is_no_json_object_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+    with refused():
         ExperimentConfig.from_json(text)
 
 

@@ -20,7 +20,7 @@ from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.step import packs
 from mechinterp.training.run import Progress, views
 from mechinterp.training.train import train_models
-from tests.conftest import assert_close_to_rounding, assert_same, sampled
+from tests.conftest import assert_close_to_rounding, assert_same, refused, sampled
 from tests.deep_models import GPT2
 from tests.training.test_sweep import assert_same_run
 
@@ -157,7 +157,7 @@ def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
 
     with pytest.raises(InterruptedError):
         mechinterp.train(config, out=out, on_log=stop)
-    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
+    with refused(out, "already exists", error=CheckpointError):
         mechinterp.train(config, out=out)
     checkpoint = mechinterp.train(config, out=out, resume=True)
     assert (checkpoint.config, checkpoint.step) == (config, 12)
