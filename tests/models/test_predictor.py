@@ -215,7 +215,6 @@ def with_hook(weights: Weights) -> ICLTransformer:
     return model
 
 
-@pytest.mark.slow
 @FEW
 def test_somebodys_hooks_are_not_missed(architecture: dict):
     weights, prompts = random_weights(architecture), drawn()
@@ -228,6 +227,7 @@ def test_somebodys_hooks_are_not_missed(architecture: dict):
     assert (expected - plain).abs().max() > 1e-3 * expected.abs().max()
     n_layers, doubling = weights.n_layers, predictor_of(as_if)
     uses = [
+        lambda each: each.run(prompts, masks, method="mean"),
         lambda each: each.streams(prompts),
         lambda each: each.query_streams(prompts, n_layers),
         lambda each: each.stream(prompts, n_layers),
