@@ -82,8 +82,8 @@ test-portable: install ## run the fast numeric tests under other instruction set
 	summary
 
 # Tests that compare two ways of computing one thing most closely.
-test-portable-short: TESTS := $(addprefix tests/,models/test_functional.py models/test_linear_attention.py \
-	icl/test_sparse_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
+test-portable-short: TESTS := $(addprefix tests/,models/test_transformer.py models/test_linear_attention.py \
+	icl/test_predictors.py analysis/test_probes.py analysis/test_masking.py training/test_step.py)
 test-portable-short: install ## the same with a few tests
 	@$(RUNS) export $(GENERIC); \
 	run "default, one thread" env $(DEFAULT) OMP_NUM_THREADS=1 $(NUMERIC) -n 2; \
@@ -110,7 +110,7 @@ $(BESIDE)/transformer-lens-%/.installed: $(STAMP)
 	@touch $@
 
 test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks
-	OMP_NUM_THREADS=1 PEERS=required PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
+	OMP_NUM_THREADS=1 REQUIRED=1 PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
 
 # Not editable: the tests take the package from the checkout they run in.
 $(PEERS)/.installed: $(STAMP)
@@ -119,7 +119,7 @@ $(PEERS)/.installed: $(STAMP)
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed ## run the callbacks in Hugging Face's and Lightning's own trainers
-	OMP_NUM_THREADS=1 TRAINERS=required PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest $(UNCHECKED) tests/trainers
+	OMP_NUM_THREADS=1 REQUIRED=1 PYTHONPATH=$(CURDIR) $(TRAINERS)/bin/python -m pytest $(UNCHECKED) tests/trainers
 
 $(TRAINERS)/.installed: $(STAMP)
 	$(beside)

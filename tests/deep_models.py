@@ -28,13 +28,14 @@ def random_model(
     n_layers: int = 3,
     n_heads: int = 4,
     *,
-    kind: type[ICLTransformer] = ICLTransformer,
     sizes: Mapping[str, int] = MappingProxyType({"d_x": 4, "d_y": 1}),
     std: float = 0.3,
     **architecture: object,
 ) -> ICLTransformer:
     """A model, of d_x = 4 if nothing is said, whose every weight is N(0, std^2), in float64."""
-    model = kind(ModelConfig(n_layers=n_layers, n_heads=n_heads, **architecture), **sizes).double()
+    model = ICLTransformer(
+        ModelConfig(n_layers=n_layers, n_heads=n_heads, **architecture), **sizes
+    ).double()
     generator = torch.Generator().manual_seed(n_layers)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std, generator=generator)

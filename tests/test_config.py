@@ -9,11 +9,8 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mechinterp.config import (
-    SCORES,
     CovarianceConfig,
     ExperimentConfig,
     ModelConfig,
@@ -23,58 +20,14 @@ from mechinterp.config import (
     from_dict,
     override,
 )
-from mechinterp.presets import preset
-
-positive = st.floats(min_value=1e-6, max_value=1e6)
-count = st.integers(min_value=1, max_value=10**6)
-seed = st.integers(min_value=0, max_value=2**63)
+from mechinterp.presets import PRESETS, preset
+from tests.conftest import refused
 
 
-@st.composite
-def experiments(draw: st.DrawFn) -> dict:
-    """Values of a config, as `from_dict` takes them."""
-    d_x = draw(st.integers(1, 6))
-    eigenvalues = st.lists(positive, min_size=d_x, max_size=d_x)
-    covariance = st.one_of(
-        st.just({}),
-        st.fixed_dictionaries({"kind": st.just("kms"), "rho": st.floats(-0.99, 0.99)}),
-        st.fixed_dictionaries({"kind": st.just("eigenvalues"), "eigenvalues": eigenvalues}),
-    )
-    task = {
-        "d_x": st.just(d_x),
-        "d_y": st.integers(1, 3),
-        "context_length": count,
-        "covariance": covariance,
-        "beta_var": st.none() | positive,
-        "noise_var": st.floats(0, 10) | st.integers(0, 10),
-        "query_noise": st.booleans(),
-    }
-    model = {
-        "n_heads": count,
-        "d_head": st.none() | count,
-        "score": st.sampled_from(SCORES),
-        "score_slope": st.floats(-2, 2),
-    }
-    train = {
-        "steps": count,
-        "batch_size": count,
-        "learning_rate": positive,
-        "data_seed": seed,
-        "snapshot_every": st.none() | count,
-    }
-    groups = {
-        "task": st.fixed_dictionaries(task),
-        "model": st.fixed_dictionaries({}, optional=model),
-        "train": st.fixed_dictionaries({}, optional=train),
-    }
-    return draw(st.fixed_dictionaries(groups, optional={"seed": seed}))
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
-@given(experiments())
-def test_a_trip_through_json_changes_nothing(values: dict):
-    config = from_dict(values)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_trip_through_json_changes_nothing(name: str):
+    uneven = {"model.score_slope": 0.1 + 0.2, "train.learning_rate": 1e-7 / 3, "seed": 2**63}
+    config = override(preset(name), *(f"{field}={value!r}" for field, value in uneven.items()))
     back = ExperimentConfig.from_json(config.to_json())
     assert back == config
     assert back.to_json() == config.to_json()
@@ -138,13 +91,12 @@ def test_a_task_in_words_has_every_field_with_the_number_of_its_default():
     assert TaskConfig().assuming(()).in_words == (
         "d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes"
     )
-    kms = TaskConfig(covariance=CovarianceConfig("kms", rho=0.5), noise_var=0, query_noise=False)
     # Without noise it does not matter whether the query has some.
-    assert kms.assuming(["covariance", "query_noise"]).in_words.endswith(
-        "covariance kms with rho 0.5, beta_var 0.2 (1/d_x), noise_var 0; assumed: covariance"
-    )
-    signs = TaskConfig(d_x=16, sparsity=4, nonzeros="signs")
-    assert signs.fields_in_words["beta_var"] == "0.25 (1/sparsity)"
+    free = TaskConfig(noise_var=0, query_noise=False).assuming(["covariance", "query_noise"])
+    assert free.in_words.endswith("noise_var 0; assumed: covariance")
+    kms = CovarianceConfig("kms", rho=0.5)
+    words = TaskConfig(d_x=16, sparsity=4, nonzeros="signs", covariance=kms).fields_in_words
+    assert (words["beta_var"], words["covariance"]) == ("0.25 (1/sparsity)", "kms with rho 0.5")
 
 
 def test_snapshot_steps():
@@ -299,13 +251,12 @@ def test_a_refusal_is_one_line_that_names_field_rule_and_value(
     ],
 )
 def test_an_unknown_field_is_refused_with_the_known_ones(assignment: str, words: list[str]):
-    with pytest.raises(ValueError, match=r"^[^\n]+\.$") as error:
+    with refused(*words):
         override(ExperimentConfig(), assignment)
-    assert all(word in str(error.value) for word in words)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"softmax-h2.*, got 'softmax-h5'\.$"):
+    with refused("softmax-h2", "'softmax-h5'"):
         preset("softmax-h5")
 
 
@@ -317,19 +268,19 @@ def test_a_training_set_is_for_descent():
 def test_the_shortest_context_is_no_longer_than_the_longest():
     several = override(ExperimentConfig(), "model.context_only=true")
     assert override(several, "train.shortest_context=40").train.shortest_context == 40
-    with pytest.raises(ValueError, match=r"^train\.shortest_context .*40, got 41\.$"):
+    with refused("train.shortest_context", 40, 41):
         override(several, "train.shortest_context=41")
 
 
 @pytest.mark.parametrize("noise_var", [math.nan, math.inf])
 def test_fields_are_checked_when_a_config_is_made_in_python(noise_var: float):
-    with pytest.raises(ValueError, match=r"^task\.noise_var "):
+    with refused("task.noise_var", noise_var):
         TaskConfig(noise_var=noise_var)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "softmax"])
 def test_text_that_is_no_json_object_is_refused(text: str):
-    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+    with refused():
         ExperimentConfig.from_json(text)
 
 

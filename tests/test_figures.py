@@ -1,12 +1,21 @@
-"""Figures carry the numbers they were given, in colours and on axes that can be compared."""
+"""Figures carry the numbers they were given, in colours and on axes that can be compared; their copies for print, and how results show."""
 
 import re
+import shutil
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from mechinterp import figures, heatmaps
+from mechinterp import figures, heatmaps, load, paper, write_report
+from mechinterp.display import ROWS, Result
+from mechinterp.paper import for_print, save_figure
+from mechinterp.progress import progress, show_progress
+from tests.conftest import CHECKPOINTS, refused
 
 
 def qk_heatmaps(n_heads: int = 2) -> go.Figure:
@@ -151,3 +160,96 @@ def test_an_unsigned_heatmap_starts_at_zero():
     assert signed.colorscale != unsigned.colorscale
     wide = heatmaps.heatmap(np.array([[1.0, 3.0]]), limit=5.0, **options).data[0]
     assert (wide.zmin, wide.zmax) == (-5, 5)
+
+
+# Figures for print.
+
+LINES = figures.lines(
+    np.arange(5.0), {"one": np.arange(5.0)}, title="A title", x_title="x", y_title="y"
+)
+draws = pytest.mark.skipif(
+    util.find_spec("kaleido") is None or shutil.which("chromium") is None,
+    reason="drawing needs kaleido and chromium",
+)
+
+
+def test_the_copy_is_in_sizes_of_print_and_the_figure_is_left_alone():
+    before = LINES.to_dict()
+    printed = for_print(LINES, width=3.3)
+    assert printed.layout.width == round(3.3 * 96)
+    assert printed.layout.font.size == pytest.approx(8 * 96 / 72)  # 8 points
+    assert printed.layout.title.text == ""
+    assert for_print(LINES, width=3.3, height=2.5, title="T").layout.height == 240
+    assert for_print(LINES, title="T").layout.title.text == "T"
+    assert LINES.to_dict() == before
+
+
+class Found(Result):
+    def plot(self):
+        return LINES
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with refused("figure.doc", ".pdf, .svg or .png"):
+        save_figure(LINES, tmp_path / "figure.doc")
+    monkeypatch.setattr(paper, "find_spec", lambda name: None)
+    with refused("kaleido", "pip install 'mechinterp-icl[figures]'"):
+        Found().save_figure(tmp_path / "figure.pdf")
+    monkeypatch.setattr(paper, "find_spec", lambda name: object())
+    with refused("width", "> 0 inches", 0):
+        save_figure(LINES, tmp_path / "figure.pdf", width=0)
+    with refused("a result with a plot", "Result"):
+        save_figure(Result(), tmp_path / "figure.pdf")
+    assert not list(tmp_path.iterdir())
+
+
+@draws
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_report_has_its_figures_as_files(tmp_path: Path):
+    checkpoint = load(CHECKPOINTS / "softmax-h1-s0")
+    asked = {"n_prompts": 64, "analyses": ["circuits", "attention"], "figures": "svg"}
+    write_report(checkpoint, tmp_path / "page", **asked)
+    names = {file.name for file in (tmp_path / "page").glob("*.svg")}
+    assert names == {"circuits.svg", "attention.svg", "similarity.svg"}
+    # The page knows them as its own, so that it can be written anew.
+    write_report(checkpoint, tmp_path / "page", overwrite=True, **asked)
+
+
+# Results in a notebook, and the progress of slow loops.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Count(Result):
+    n: int
+    name: str = "rows"
+
+    def __repr__(self) -> str:
+        return f"Count({self.n} {self.name})"
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"row": range(self.n)})
+
+
+def test_a_result_shows_its_sentence_and_the_first_rows_of_its_table():
+    for n, shown in ((2, 2), (ROWS, ROWS), (ROWS + 3, ROWS)):
+        html = Count(n)._repr_html_()
+        assert f"Count({n} rows)" in html
+        assert html.count("<tr") == 1 + shown
+        assert ("3 more rows" in html) == (n > ROWS)
+    assert "<img" not in Count(1, name="<img src=x onerror=alert(1)>")._repr_html_()
+
+
+def test_a_loop_inside_a_shown_loop_is_not_shown():
+    shown = []
+
+    def noted(items, text):
+        shown.append(text)
+        yield from items
+
+    with show_progress(noted):
+        assert [n for n in progress([1, 2], "outer") for _ in progress([3], "inner")] == [1, 2]
+        assert list(progress([4], "next")) == [4]
+    assert list(progress([5], "after")) == [5]
+    assert shown == ["outer", "next"]

@@ -4,14 +4,12 @@ tests/golden/README.md says what is stored, and how it is written again where a 
 """
 
 import re
-import shutil
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.presets import PRESETS
@@ -52,12 +50,13 @@ def given(subject: str, n_prompts: int | None = None) -> tuple[subjects.Hints, d
     return each["hints"], stored_prompts(each["prompts"], n_prompts)
 
 
-FIRST = {name for name in SUBJECTS if not re.search(r"-s[1-9]\d*$", name) or "-rank" in name}
-"""The first seed of each setting, and every file."""
+FURTHER = r"-s[1-9]\d*$|other-names|unpacked|prefix|one-file|first-norm|\.safetensors$"
+FIRST = {name for name in SUBJECTS if not re.search(FURTHER, name) or "-rank" in name}
+"""The first seed of each setting, and a file of every layout, not in other containers or under other names too."""
 
 
 def kept(case: tuple[str, torch.dtype]) -> bool:
-    """Float64 for a model of each setting and every file; float32 for a model of each kind."""
+    """Float64 for a model of each setting and a file of each layout; float32 for a model of each kind."""
     subject, dtype = case
     if dtype == torch.float32:
         return subject in {*KINDS.values(), WIDE}
@@ -76,21 +75,6 @@ def test_predictions_are_those_stored(subject: str, dtype: torch.dtype):
     assert distance(found, expected, largest) <= TOLERANCE[dtype]
     (found,) = subjects.masked_at_once(subject, hints, prompts, dtype, [[]])
     assert distance(found, expected, largest) <= TOLERANCE[dtype]
-
-
-def test_a_changed_weight_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    subject = KINDS["softmax"]
-    shutil.copytree(subjects.path_of(subject), tmp_path / subject)
-    file = tmp_path / subject / "model.safetensors"
-    tensors = load_file(file)
-    first = tensors["blocks.0.attn.W_V"]
-    first.view(-1)[-1] = torch.nextafter(first.view(-1)[-1], torch.tensor(1e9))
-    save_file(tensors, file)
-    hints, prompts = given(subject)
-    monkeypatch.setattr(subjects, "ROOT", tmp_path)
-    expected = stored("predictions", subject)
-    found = subjects.predictions(subject, hints, prompts, torch.float64)
-    assert distance(found, expected, np.abs(expected).max()) > TOLERANCE[torch.float64]
 
 
 @pytest.mark.slow
@@ -150,7 +134,7 @@ RUNS = sampled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", RUNS)
-def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str, tmp_path: Path):
+def test_presets_train_to_what_is_stored(preset: str, tmp_path: Path):
     steps = SLOW_STEPS.get(preset, STEPS)
     found = subjects.trained(preset, steps, tmp_path / "whole")
     prefix = f"{preset}/"
@@ -166,6 +150,3 @@ def test_presets_train_to_what_is_stored_and_resume_to_the_same_bits(preset: str
         # processor another way. A step more or less moves every weight so far.
         allowed = TRAINED * np.linalg.norm(expected) + subjects.learning_rate(preset)
         assert off <= allowed, key
-    if subjects.resumes(preset):
-        resumed = subjects.trained_with_a_stop(preset, steps, tmp_path / "stopped")
-        assert all(torch.equal(resumed[name], weight) for name, weight in found.items())

@@ -164,11 +164,3 @@ def test_what_computes_nothing_loads_nothing_heavy(arguments: list[str], allowed
     _, loaded = loaded_by(*arguments)
     assert (heavy & loaded) <= allowed
     assert "mechinterp.analysis.one_layer.classify" not in loaded
-
-
-@pytest.mark.parametrize("module", ["mechinterp", "mechinterp.cli"])
-def test_start_up_is_light(module: str):
-    heavy = [*HEAVY, "torch", "numba", "plotly", "scipy"]
-    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    # Without the import hook of the tests, as a user starts it.
-    assert python("-c", code).done().out.strip() == "[]"

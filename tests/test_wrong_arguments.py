@@ -148,37 +148,15 @@ def test_a_checkpoint_is_masked_as_its_model_is(path):
     torch.testing.assert_close(checkpoint.predictor.predict(prompts), full, rtol=1e-5, atol=1e-6)
 
 
-class PerPosition(nn.Module):
-    """A prediction for each position, [batch, pos]."""
+class Tupled(nn.Module):
+    """A prediction for each position, and something else."""
 
     def __init__(self):
         super().__init__()
         self.inner = encoder()
 
     def forward(self, tokens):
-        return self.inner(tokens)[..., 0]
-
-
-class Tupled(PerPosition):
-    """A prediction for each position, and something else."""
-
-    def forward(self, tokens):
         return self.inner(tokens), tokens
-
-
-def test_a_module_with_a_number_for_each_position_is_fitted_and_patched():
-    flat, usual = hooked(PerPosition(), read=lambda output: output[:, -1:]), hooked()
-    prompts = drawn(TASK)
-    torch.testing.assert_close(hooked(PerPosition()).predict(prompts), flat.predict(prompts))
-    fits = [fit_learners(each, context_lengths=[6, 9], n_prompts=64) for each in (flat, usual)]
-    torch.testing.assert_close(*(torch.from_numpy(each.r2) for each in fits))
-    clean, corrupted = drawn(TASK)[:4], drawn(TASK)[4:]
-    effects = [
-        patch_positions(each, clean, corrupted, metric=lambda out: out.flatten(1)[:, -1]).effect
-        for each in (flat, usual)
-    ]
-    assert effects[0].shape == (2, TASK.context_length + 1)
-    torch.testing.assert_close(*map(torch.from_numpy, effects))
 
 
 class Learned(nn.Module):

@@ -1,4 +1,4 @@
-"""Linear attention followed to its last plateau: exact flow, and descent on moments, against full-batch descent.
+"""Linear attention followed to its last plateau: exact flow against full-batch descent.
 
 The plain loop is full-batch gradient descent on whole token matrices of P = 5000 sequences, with the paper's
 learning rate and, as in its code, without the factor 1/N. It is timed for STEPS steps, and the ratio is for the
@@ -12,7 +12,7 @@ import pytest
 from analyses.lib.theory.linear_dynamics import learning_rate_time
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import SeparateHeads, modes, population_moments, separate_heads
-from mechinterp.training.linear import flow, full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear import flow, training_set
 
 EIGENVALUES, LENGTH, SEQUENCES = (0.4, 0.3, 0.2, 0.1), 31, 5000
 LEARNING_RATE, STEPS, ROUNDS = 0.02, 40, 3
@@ -48,15 +48,3 @@ def test_exact_flow(versus, loop):
     steps = round(followed().time[-1])
     name = f"exact flow as long as {steps} steps (plain: {STEPS} of them timed)"
     versus(name, followed, lambda: loop(STEPS), work=steps / STEPS, rounds=ROUNDS)
-
-
-def test_descent_on_moments(versus, loop, prompts):
-    steps, directions = round(followed().time[-1]), modes(MOMENTS)
-
-    def ours() -> None:
-        sampled = sample_moments([prompts], basis=directions.vectors)
-        schedule = {"learning_rate": 1 / (2 * TAU), "steps": steps, "every": 50}
-        full_batch_descent(heads(), sampled, directions, **schedule)
-
-    name = f"descent on moments for {steps} steps (plain: {STEPS} of them timed)"
-    versus(name, ours, lambda: loop(STEPS), work=steps / STEPS, rounds=ROUNDS)

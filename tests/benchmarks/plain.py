@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -146,19 +145,6 @@ def linear_descent(
             optimizer.step()
 
     return run
-
-
-def subset_risks(model: Attention, batch: Batch) -> np.ndarray:
-    """Risk of every subset of heads, each by a forward pass with the others' output weights zero."""
-    query, context, target = batch
-    whole, risks = model.o.weight.clone(), []
-    for subset in range(2**model.n_heads):
-        kept = [bool(subset >> head & 1) for head in range(model.n_heads)]
-        mask = torch.tensor(kept).repeat_interleave(model.d_model)
-        model.o.weight.copy_(whole * mask)
-        risks.append((model(query, context) - target).square().mean().item())
-    model.o.weight.copy_(whole)
-    return np.array(risks)
 
 
 def gpt2_training(config: ExperimentConfig, steps: int) -> Callable[[], None]:

@@ -6,14 +6,10 @@ here, so that after a change of the package's functions this file changes and th
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from functools import lru_cache
-from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,14 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mechinterp
-from mechinterp import cli
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
-from mechinterp.training import run as training_run
-from mechinterp.training.run import Progress
 from mechinterp.training.train import train_models
 from tests.checkpoints.files import read as load
 
@@ -104,18 +97,6 @@ def snapshot_predictions(subject: str, prompts: PromptArrays, dtype: torch.dtype
     return _float64(torch.stack(found), dtype)
 
 
-def answer(*arguments: object) -> object:
-    """The JSON that a command prints, or None if it refuses."""
-    command = ["mechinterp", *map(str, arguments), "--json"]
-    out = StringIO()
-    with patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(StringIO()):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return json.loads(out.getvalue()) if ended.code == 0 else None
-    raise AssertionError("a command ends with an exit code")
-
-
 def presets() -> list[str]:
     """Presets without three larger ones, which train as `garg-tiny` and `pool-gpt2` do."""
     return [name for name in PRESETS if not name.startswith(("garg-small", "raventos-"))]
@@ -127,32 +108,10 @@ def trained(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
-def trained_with_a_stop(preset: str, steps: int, folder: Path) -> dict[str, Tensor]:
-    """The same, stopped at half of the steps and resumed."""
-    models = {"model": _short(preset, steps)}
-
-    def stop(progress: Progress) -> None:
-        # The row before this one is the last that was saved: what comes after it is made again.
-        if progress.step > steps // 2:
-            raise KeyboardInterrupt
-
-    with patch.object(training_run, "SAVE_SECONDS", 0.0):
-        try:
-            train_models(models, folder, on_log=stop)
-        except KeyboardInterrupt:
-            assert not (folder / "model" / "config.json").exists()
-    train_models(models, folder, resume=True)
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def resumes(preset: str) -> bool:
-    """Whether training of a preset can be stopped halfway; flows on moments are one call."""
-    return PRESETS[preset].train.optimizer == "adam"
-
-
 def learning_rate(preset: str) -> float:
-    """How far Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
-    return PRESETS[preset].train.learning_rate if resumes(preset) else 0.0
+    """Distance that Adam moves a weight in a step; 0 for flows, which move it by its gradient."""
+    train = PRESETS[preset].train
+    return train.learning_rate if train.optimizer == "adam" else 0.0
 
 
 def _short(preset: str, steps: int) -> ExperimentConfig:

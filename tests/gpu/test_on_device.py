@@ -1,9 +1,5 @@
 """All that depends on the device, held against the processor: sampling in law, the rest to rounding."""
 
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -13,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import (
     SCORES,
     ExperimentConfig,
@@ -55,9 +50,6 @@ AFTER_STEPS = 1e-3
 """Relative distance after STEPS updates by Adam, which divides by gradients that are nearly 0 at first."""
 STANDARD_ERRORS = 5.0
 """Of several dozen means at most one in ten thousand draws goes further."""
-SLOW_SAVES = (
-    "import mechinterp.training.run as r; r.SAVE_SECONDS = 0; import mechinterp.cli as c; c.main()"
-)
 
 
 def deep_experiment(kind: str, shortest: int | None = None) -> ExperimentConfig:
@@ -186,31 +178,6 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, device: str, tmp_path:
     resumed = build.restore(tmp_path / "state.safetensors", device=device)
     assert (resumed.step, resumed.flat.device.type) == (10, device)
     assert torch.equal(trained(resumed), expected)
-
-
-@pytest.mark.exhaustive
-def test_a_killed_run_goes_on_to_the_same_bits(device: str, tmp_path: Path):
-    def command(out: Path, *more: str) -> list[str]:
-        values = {"steps": 600, "log_every": 10, "n_eval_prompts": 64, "batch_size": 64}
-        settings = [w for name, n in values.items() for w in ("--set", f"train.{name}={n}")]
-        asked = ["train", "softmax-h2", *settings, "--out", str(out), "--device", device, "--quiet"]
-        return [sys.executable, "-c", SLOW_SAVES, *asked, *more]
-
-    killed = tmp_path / "killed"
-    with subprocess.Popen(command(killed), stderr=subprocess.PIPE) as process:
-        until = time.monotonic() + 120
-        while not list(killed.glob("training-*.safetensors")) and time.monotonic() < until:
-            assert process.poll() is None, process.stderr.read().decode()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert not (killed / "config.json").exists()
-    subprocess.run(command(killed, "--resume"), check=True)
-    subprocess.run(command(tmp_path / "whole"), check=True)
-    resumed, expected = load(killed), load(tmp_path / "whole")
-    assert resumed.step == expected.step == 600
-    for name, tensor in expected.weights.tensors.items():
-        assert torch.equal(resumed.weights.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize(

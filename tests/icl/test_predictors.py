@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.lib.theory.learners import one_step_pcr, pcr
+from analyses.lib.theory.learners import lasso, one_step_pcr, pcr
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import (
     debiased_gd,
@@ -14,7 +14,12 @@ from mechinterp.icl.predictors import (
     ridge,
     vanilla_gd,
 )
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.sparse_predictors import (
+    descend,
+    gradient_descent,
+    preprocess_then_optimise,
+)
 from tests.conftest import refused
 
 
@@ -69,16 +74,10 @@ def test_ridge_solves_the_normal_equations(small_prompts, penalty):
     )
 
 
-@pytest.mark.parametrize(
-    "covariance",
-    [CovarianceConfig(), CovarianceConfig(kind="kms", rho=0.8)],
-    ids=["identity", "kms"],
-)
-def test_the_bayes_penalty_beats_its_neighbours(covariance):
-    task = TaskConfig(context_length=12, noise_var=0.4, covariance=covariance)
-    prompts = sample_prompts(
-        task, 50_000, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
+def test_the_bayes_penalty_beats_its_neighbours():
+    kms = CovarianceConfig(kind="kms", rho=0.8)
+    task = TaskConfig(context_length=12, noise_var=0.4, covariance=kms)
+    prompts = sample_prompts(task, 20_000, dtype=torch.float64)
     bayes = task.noise_var / task.beta_variance
 
     def squares(penalty):
@@ -133,7 +132,7 @@ def test_pcr_on_population_components(components):
 
 @pytest.mark.parametrize("components", [0, 1, 2, 3])
 def test_one_step_pcr_has_the_loss_of_its_level(components):
-    prompts = skewed_prompts(100_000, 10)
+    prompts = skewed_prompts(20_000, 10)
     square = (
         one_step_pcr(prompts, components=components, covariance=SKEWED) - prompts.y_query
     ).square()[:, 0]
@@ -141,6 +140,89 @@ def test_one_step_pcr_has_the_loss_of_its_level(components):
     ratio = 1 + (1 + values.sum() / values) / 10
     level = values.sum() - (values / ratio)[:components].sum()
     assert abs(square.mean() - level) < 3 * square.std() / len(prompts) ** 0.5
+
+
+# Learners of sparse regression, and the laws of the prompts they meet.
+
+TASK = TaskConfig(d_x=6, d_y=2, context_length=20, sparsity=2, nonzeros="signs", noise_var=0.2)
+
+
+@pytest.fixture
+def sparse() -> Prompts:
+    return sample_prompts(TASK, 32, generator=generator_for(4, "eval", 0), dtype=torch.float64)
+
+
+def test_supports_are_random_and_of_one_size():
+    task = replace(TASK, d_y=1)
+    beta = sample_prompts(task, 6000, generator=generator_for(0, "eval", 0)).beta[..., 0]
+    live = beta != 0
+    assert (live.sum(1) == 2).all()
+    share = live.double().mean(0)
+    assert ((share - 1 / 3).abs() < 4 * (2 / 9 / 6000) ** 0.5).all()
+    assert beta.abs().unique().tolist() == pytest.approx([0, 2**-0.5])
+    assert abs((beta[live] > 0).double().mean() - 0.5) < 4 * 0.5 / 12_000**0.5
+
+
+@pytest.mark.parametrize("nonzeros", ["signs", "gaussian"])
+def test_signal_variance_is_that_of_the_prompts(nonzeros: str):
+    covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=(3.0, 1.0, 1.0, 0.5))
+    task = TaskConfig(d_x=4, sparsity=2, nonzeros=nonzeros, covariance=covariance)
+    prompts = sample_prompts(task, 40_000, generator=generator_for(0, "eval", 0))
+    squares = prompts.y_query_clean.square()
+    sem = squares.std().item() / 200
+    assert abs(squares.mean().item() - task.signal_var) < 4 * sem
+
+
+def test_descent_step_by_step_as_it_is_written(sparse: Prompts):
+    features, query = sparse.x[:, :, :, None].expand(-1, -1, -1, 2) * 0.5, sparse.x_query * 0.5
+    found = descend(features, sparse.y, query[..., None].expand(-1, -1, 2), steps=4, eta=0.9)
+    for prompt in range(4):
+        for response in range(2):
+            X, y = features[prompt, :, :, response], sparse.y[prompt, :, response]
+            u = torch.zeros(6, dtype=torch.float64)
+            for step in range(5):
+                assert found[step, prompt, response].item() == pytest.approx(
+                    (u @ query[prompt]).item(), abs=1e-12
+                )
+                u = u + 0.9 * X.T @ (y - X @ u) / len(y)
+
+
+def test_own_step_sizes_are_the_inverse_of_the_largest_curvature(sparse: Prompts):
+    own = gradient_descent(sparse, steps=5)
+    for prompt in range(3):
+        x = sparse.x[prompt]
+        eta = 1 / torch.linalg.eigvalsh(x.T @ x / 20)[-1].item()
+        alone = gradient_descent(sparse[prompt : prompt + 1], steps=5, eta=eta)
+        torch.testing.assert_close(own[:, prompt], alone[:, 0], rtol=1e-10, atol=1e-12)
+
+
+def test_preprocessing_reweights_by_the_correlations(sparse: Prompts):
+    for response in range(2):
+        r = (sparse.x * sparse.y[..., response, None]).mean(1)
+        reweighted = replace(
+            sparse, x=sparse.x * r[:, None], x_query=sparse.x_query * r, y=sparse.y
+        )
+        for eta in (None, 2.5):
+            expected = gradient_descent(reweighted, steps=6, eta=eta)[..., response]
+            found = preprocess_then_optimise(sparse, steps=6, eta=eta)[..., response]
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
+    alpha = 0.05
+    # Queries at the unit vectors read out the solution.
+    for prompt in range(3):
+        one = sparse[prompt : prompt + 1]
+        copies = Prompts(
+            **{name: value.repeat_interleave(6, 0) for name, value in vars(one).items()}
+        )
+        repeated = replace(copies, x_query=torch.eye(6, dtype=torch.float64))
+        u = lasso(repeated, alpha=alpha)
+        gradient = one.x[0].T @ (one.y[0] - one.x[0] @ u) / 20
+        assert (gradient.abs() <= alpha + 1e-4).all()
+        live = u != 0
+        assert live.any()
+        torch.testing.assert_close(gradient[live], alpha * u[live].sign(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +235,12 @@ def test_one_step_pcr_has_the_loss_of_its_level(components):
             lambda: one_step_pcr(skewed_prompts(2, 5), components=4, covariance=SKEWED),
             ("components", "d_x = 3", 4),
         ),
+        (lambda: gradient_descent(skewed_prompts(2, 5), steps=-1), ("steps", ">= 0", -1)),
+        (
+            lambda: preprocess_then_optimise(skewed_prompts(2, 5), steps=1, eta=0.0),
+            ("eta", "> 0", 0.0),
+        ),
+        (lambda: lasso(skewed_prompts(2, 5), alpha=-1.0), ("alpha", "> 0", -1.0)),
     ],
 )
 def test_settings_out_of_range_are_refused(call, words: tuple):

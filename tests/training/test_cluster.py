@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -17,6 +16,7 @@ from mechinterp.presets import preset
 from mechinterp.training.ray import train_anywhere, train_on_ray
 from mechinterp.training.train import train_models
 from tests.conftest import refused
+from tests.training.test_sweep import assert_same_folders
 
 BASE = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=8),
@@ -48,19 +48,7 @@ def cluster() -> Iterator:
         made.shutdown()
 
 
-def assert_same_folders(actual: Path, expected: Path):
-    """The same files, of equal numbers."""
-    names = sorted(str(file.relative_to(expected)) for file in expected.rglob("*"))
-    assert sorted(str(file.relative_to(actual)) for file in actual.rglob("*")) == names
-    for name in names:
-        if name.endswith(".parquet"):
-            tables = (pd.read_parquet(folder / name) for folder in (actual, expected))
-            pd.testing.assert_frame_equal(*tables, check_exact=True)
-        elif (expected / name).is_file():
-            assert (actual / name).read_bytes() == (expected / name).read_bytes()
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster):
     def engine(jobs, on_log):
         (tmp_path / "flow").write_text("in the way")  # it came after the run had begun
@@ -71,7 +59,6 @@ def test_a_worker_s_error_reaches_the_caller_on_one_line(tmp_path: Path, cluster
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
     local, spread = tmp_path / "local", tmp_path / "spread"
     lost = cluster.add_node(num_cpus=1)
@@ -104,7 +91,7 @@ def test_a_sweep_loses_nothing_when_a_node_is_killed(tmp_path: Path, cluster):
 
 def test_a_machine_that_does_not_see_the_run_folder_says_so(tmp_path: Path):
     file = tmp_path / "elsewhere" / "training-0.safetensors"
-    with pytest.raises(CheckpointError, match=r"/elsewhere: not there on every machine; a run fo"):
+    with refused("elsewhere", "every machine", error=CheckpointError):
         train_anywhere(file, FLOW, "cpu")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -121,7 +108,6 @@ def test_a_pack_waits_for_a_machine_that_still_writes_it(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["flow"]
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
     ray = pytest.importorskip("ray")
@@ -149,8 +135,8 @@ def test_locks_that_killed_workers_left_are_deleted(tmp_path: Path):
 
 def test_a_worker_that_outlives_its_run_is_not_written_over(tmp_path: Path):
     models = {"flow": MODELS["flow"]}
-    refused = pytest.raises(CheckpointError, match=f"{tmp_path}: another process is training here")
-    with locked(tmp_path / ".training-0.lock"), refused:
+    busy = refused(tmp_path, "another process is training here", error=CheckpointError)
+    with locked(tmp_path / ".training-0.lock"), busy:
         train_models(models, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert train_models(models, tmp_path).steps == 400

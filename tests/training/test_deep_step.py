@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig
+from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import predict_deep
@@ -13,9 +13,10 @@ from mechinterp.models.weights import Weights
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.trainer import loss_and_gradients
 from mechinterp.training.lanes import LANES
-from tests.models.test_deep_models import TASK, random_weights
+from tests.deep_models import random_model
 
 SCORES = ("linear", *CONTEXT_ONLY_SCORES)
+TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
 
 
 def some_prompts(n_prompts: int = LANES + 5) -> Prompts:
@@ -25,8 +26,9 @@ def some_prompts(n_prompts: int = LANES + 5) -> Prompts:
 
 def some_weights(score: str, n_layers: int, d_model: int | None) -> Weights:
     """Weights whose loss stays in the range of float32."""
-    weights = random_weights(score=score, n_layers=n_layers, d_model=d_model)
-    return weights.with_tensors({name: 0.7 * t for name, t in weights.tensors.items()})
+    settings = {"score": score, "score_slope": 0.2, "context_only": True, "d_model": d_model}
+    sizes = {"d_x": 3, "d_y": 2}
+    return random_model(n_layers, 3, sizes=sizes, std=0.28, d_head=4, **settings).weights
 
 
 def automatic(weights: Weights, prompts: Prompts) -> tuple[torch.Tensor, Weights]:

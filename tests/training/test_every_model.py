@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,12 +14,13 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run.general import predict_deep
 from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.step import packs
 from mechinterp.training.run import Progress, views
 from mechinterp.training.train import train_models
-from tests.conftest import assert_close_to_rounding, sampled
+from tests.conftest import assert_close_to_rounding, assert_same, refused, sampled
 from tests.deep_models import GPT2
 from tests.training.test_sweep import assert_same_run
 
@@ -155,9 +157,57 @@ def test_train_gives_the_checkpoint_and_goes_on_with_resume(tmp_path: Path):
 
     with pytest.raises(InterruptedError):
         mechinterp.train(config, out=out, on_log=stop)
-    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
+    with refused(out, "already exists", error=CheckpointError):
         mechinterp.train(config, out=out)
     checkpoint = mechinterp.train(config, out=out, resume=True)
     assert (checkpoint.config, checkpoint.step) == (config, 12)
     assert_same_run(checkpoint, mechinterp.train(config, out=tmp_path / "again"))
     assert_same_run(mechinterp.train(config, out=str(out), resume=True), checkpoint)
+
+
+# The initial weights, and what a schedule makes of the step.
+
+CONTEXT_ONLY = ExperimentConfig(
+    task=TaskConfig(d_x=3, context_length=8, sparsity=1, nonzeros="signs"),
+    model=ModelConfig(n_layers=2, n_heads=2, d_model=6, score="linear/L", context_only=True),
+    train=replace(
+        TRAIN,
+        **{"steps": 20, "log_every": 10, "snapshot_every": 5, "n_eval_prompts": 40},
+        **{"shortest_context": 2, "schedule": "cosine", "clip_norm": 1.0, "warm_up": 2},
+    ),
+    seed=2,
+)
+
+
+def test_initial_weights_are_a_function_of_config_and_seed():
+    first, again = (initial_deep_weights(CONTEXT_ONLY) for _ in range(2))
+    assert_same(first, again)
+    other = initial_deep_weights(replace(CONTEXT_ONLY, seed=3))
+    assert not torch.equal(first.W_Q, other.W_Q)
+    assert (first.model, first.d_x, first.d_y) == (CONTEXT_ONLY.model, 3, 1)
+    assert first.scale == 3**-0.5
+    # Uniform in +-1/sqrt(fan_in), W_in of fan_in d_x + d_y, the others of 6.
+    tensors = dict(first.tensors)
+    assert 0.45 < tensors.pop("W_in").abs().max() <= 0.5
+    assert all(0.37 < tensor.abs().max() <= 6**-0.5 for tensor in tensors.values())
+
+
+def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_warm_up_and_cosine():
+    run, before = DeepRun({"m": CONTEXT_ONLY}), initial_deep_weights(CONTEXT_ONLY)
+    for step in range(3):
+        run.update(step)
+    flat = torch.cat([t.flatten() for t in before.tensors.values()]).requires_grad_()
+    adam = torch.optim.Adam([flat], lr=1e-3)
+    for step in range(3):
+        generator = generator_for(3, "train", step)
+        length = int(torch.randint(2, 9, (), generator=generator))
+        prompts = sample_prompts(CONTEXT_ONLY.task, 16, generator=generator, context_length=length)
+        cut = flat.split([t.numel() for t in before.tensors.values()])
+        named = zip(before.tensors.items(), cut, strict=True)
+        weights = before.with_tensors({name: part.view(t.shape) for (name, t), part in named})
+        loss = (predict_deep(weights, prompts) - prompts.y_query).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [flat])
+        flat.grad = gradient / max(1.0, gradient.norm().item())
+        adam.param_groups[0]["lr"] = 1e-3 * (0.5, 1, 1)[step] * (1 + np.cos(np.pi * step / 20)) / 2
+        adam.step()
+    torch.testing.assert_close(run.flat, flat, rtol=1e-4, atol=1e-7)

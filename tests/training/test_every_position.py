@@ -1,7 +1,9 @@
 """Loss at every position: one pass gives the mean of the losses at each length, and its gradient."""
 
 from dataclasses import replace
+from itertools import product
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights, loss_and_gradients
 from mechinterp.training.run import narrowed
 from tests.conftest import refused
+from tests.training.test_trainer import finished
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, context_length=5, noise_var=0.25, n_tasks=4),
@@ -58,11 +61,9 @@ def test_the_history_has_the_loss_after_each_number_of_pairs():
     assert history[columns].iloc[-1].tolist() == pytest.approx(each.tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "warm_up", "share"), [("one_cycle", None, 0.3), ("one_cycle", 20, 0.2)]
-)
-def test_one_cycle_is_that_of_torch(schedule: str, warm_up: int | None, share: float):
-    train = TrainConfig(steps=100, learning_rate=0.5, schedule=schedule, warm_up=warm_up)
+@pytest.mark.parametrize(("warm_up", "share"), [(None, 0.3), (20, 0.2)])
+def test_one_cycle_is_that_of_torch(warm_up: int | None, share: float):
+    train = TrainConfig(steps=100, learning_rate=0.5, schedule="one_cycle", warm_up=warm_up)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     torchs = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 0.5, total_steps=100, pct_start=share, cycle_momentum=False
@@ -132,27 +133,14 @@ def test_what_does_not_fit_is_refused(settings: tuple[str, ...], words: tuple):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), ("train.loss=query", "train.clip_norm=1.0")])
-def test_models_of_a_pack_learn_as_they_do_alone(settings: tuple[str, ...]):
+def test_models_of_a_pack_learn_as_they_do_alone():
     models = {
-        f"{n_tasks}-{seed}": override(CONFIG, f"seed={seed}", f"task.n_tasks={n_tasks}", *settings)
-        for n_tasks in (2, 4)
-        for seed in (0, 1)
+        f"{n_tasks}-{seed}": override(CONFIG, f"seed={seed}", f"task.n_tasks={n_tasks}")
+        for n_tasks, seed in product((2, 4), (0, 1))
     }
-    pack = DeepPack(models)
-    while not pack.finished:
-        pack.advance()
-    together = pack.results()
+    together = finished(DeepPack(models)).results()
     for name, config in models.items():
-        run = DeepRun({name: config})
-        while not run.finished:
-            run.advance()
-        alone = run.results()[name]
-        torch.testing.assert_close(
-            torch.from_numpy(together[name].history.to_numpy(float)),
-            torch.from_numpy(alone.history.to_numpy(float)),
-            rtol=1e-4,
-            atol=1e-5,
-            equal_nan=True,
-        )
+        alone = finished(DeepRun({name: config})).results()[name]
+        frames = together[name].history, alone.history
+        pd.testing.assert_frame_equal(*frames, check_dtype=False, rtol=1e-4, atol=1e-5)
         assert together[name].snapshots.keys() == alone.snapshots.keys()

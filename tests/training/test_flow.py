@@ -33,10 +33,6 @@ TASK = TaskConfig(
 )
 
 
-def to_the_end(heads, *, moments=MOMENTS, gap=1e-9):
-    return flow(heads, moments, duration=1e7, until_loss=modes(moments).levels[-1] + gap)
-
-
 def white(scale):
     moments = population_moments(np.full(4, scale), context_length=31)
     return moments, modes(moments)
@@ -57,19 +53,18 @@ def test_aligned_merged_heads_follow_the_white_time_course(scale):
     assert np.abs(run.M[:, 0, 0] - sigma).max() < 1e-8 * sigma[-1]
 
 
-@pytest.mark.parametrize(("std", "tolerance"), [(1e-3, 1e-3)])
-def test_random_merged_heads_follow_it_with_their_effective_scale(std, tolerance):
+def test_random_merged_heads_follow_it_with_their_effective_scale():
     moments, directions = white(1.0)
     for seed in range(3):
-        heads = merged_heads(8, 4, std=std, seed=seed)
+        heads = merged_heads(8, 4, std=1e-3, seed=seed)
         scale = dynamics.effective_scale(heads, directions)
         half = dynamics.white_half_time(directions, scale=scale)
         run = flow(heads, moments, duration=4 * half, times=np.linspace(0, 4 * half, 2001))
         _, loss = dynamics.white_time_course(run.time, directions, scale=scale)
-        assert np.abs(run.loss - loss).max() < tolerance * loss[0]
+        assert np.abs(run.loss - loss).max() < 1e-3 * loss[0]
         sigma = np.trace(run.M, axis1=1, axis2=2) / 4
         measured = np.interp(directions.targets[0] / 2, sigma, run.time)
-        assert abs(measured / half - 1) < tolerance
+        assert abs(measured / half - 1) < 1e-3
 
 
 @pytest.mark.slow
@@ -84,17 +79,6 @@ def test_merged_heads_follow_the_course_of_five_numbers():
 
 
 # Separate heads
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_heads", "rank"), [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (1, 2), (1, 4), (3, 4)]
-)
-def test_heads_end_at_the_level_of_their_number(n_heads, rank):
-    heads = separate_heads(n_heads, 4, std=0.1, seed=0, rank=rank)
-    run = flow(heads, MOMENTS, duration=2e4)
-    level = MODES.levels[min(4, n_heads * rank)]
-    assert abs(run.loss[-1] - level) < 1e-8
 
 
 @pytest.mark.parametrize("mode", [0, 3])
@@ -114,7 +98,8 @@ def test_repeated_eigenvalues_keep_the_levels():
     moments = population_moments(np.array([0.3, 0.3, 0.3, 0.1]), context_length=31)
     levels, targets = modes(moments).levels, modes(moments).targets
     np.testing.assert_allclose(levels, [1, 0.7368, 0.4736, 0.2104, 0.1366], atol=6e-5)
-    run = to_the_end(separate_heads(5, 4, std=1e-3, seed=0), moments=moments)
+    heads = separate_heads(5, 4, std=1e-3, seed=0)
+    run = flow(heads, moments, duration=1e7, until_loss=levels[-1] + 1e-9)
     for level in levels:
         assert np.abs(run.loss - level).min() < 1e-3
     first = run.M[np.abs(run.loss - levels[1]).argmin()]
@@ -242,14 +227,6 @@ def test_descent_with_small_steps_is_the_flow():
     exact = flow(heads, MOMENTS, duration=30.0, times=run.time)
     assert exact.loss[-1] < 0.8
     np.testing.assert_allclose(run.loss, exact.loss, atol=2e-3)
-
-
-def test_a_training_set_rests_near_the_levels():
-    moments = sample_moments(training_set(TASK, 5000, seed=0), basis=MODES.vectors)
-    heads = separate_heads(3, 4, std=0.3, seed=0, rank=4)
-    run = full_batch_descent(heads, moments, MODES, learning_rate=0.2, steps=1500, every=100)
-    assert abs(run.loss[-1] - MODES.levels[-1]) < 0.01
-    assert run.loss[-1] >= moments.loss(moments.minimiser()) - 1e-12
 
 
 def descend(*, std: float = 0.1, **options: object):

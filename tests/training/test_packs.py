@@ -1,6 +1,9 @@
-"""Packs: what trains together is decided by the configs and a constant, pools of tasks among it; jobs can be run again."""
+"""Packs: what trains together is decided by the configs and a constant, pools of tasks among it; jobs can be run again.
 
-from dataclasses import replace
+Large batches are used in chunks, and a limit of memory is kept.
+"""
+
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -9,10 +12,21 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.memory import prompt_bytes
+from mechinterp.models.heads import predict
 from mechinterp.presets import preset
-from mechinterp.training.one_layer.step import Pack, packs
-from mechinterp.training.train import pack_jobs, train_models
-from tests.conftest import assert_same
+from mechinterp.training import run as running
+from mechinterp.training.one_layer.step import (
+    Pack,
+    loss_and_gradients,
+    membership,
+    pack_bytes,
+    packs,
+)
+from mechinterp.training.run import batch_chunks
+from mechinterp.training.train import FIRST_USE_BYTES, pack_jobs, train_models
+from tests.conftest import assert_same, python
 from tests.training.test_sweep import SMALL
 from tests.training.test_trainer import finished
 
@@ -67,28 +81,12 @@ TASK = TaskConfig(d_x=2, context_length=4, beta_var=1.0, noise_var=0.1)
 TRAIN = TrainConfig(steps=40, batch_size=32, n_eval_prompts=64, log_every=20, learning_rate=0.02)
 
 
-def of_pools(model: ModelConfig) -> dict[str, ExperimentConfig]:
-    config = ExperimentConfig(task=TASK, model=model, train=TRAIN)
-    return {f"m{n}": replace(config, task=replace(TASK, n_tasks=n)) for n in (1, 3, None)}
-
-
-@pytest.mark.slow
-def test_a_run_holds_several_pools_and_each_model_is_what_it_is_alone(tmp_path: Path):
-    configs = of_pools(ModelConfig(n_layers=2, n_heads=2, d_model=8, d_mlp=8, norm="before"))
-    train_models(configs, tmp_path / "together")
-    train_models({"m3": configs["m3"]}, tmp_path / "alone")
-    weights = {name: load(tmp_path / "together" / name).weights for name in configs}
-    assert_same(weights["m3"], load(tmp_path / "alone" / "m3").weights)
-    assert not torch.equal(weights["m1"].W_O, weights["m3"].W_O)
-    assert not torch.equal(weights["m3"].W_O, weights["mNone"].W_O)
-
-
 @pytest.mark.slow
 def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_their_own(tmp_path: Path):
     mixed = {
-        f"{name}-s{seed}": override(config, f"seed={seed}", f"model.n_heads={heads}")
-        for seed, heads in ((0, 1), (1, 3))
-        for name, config in of_pools(ModelConfig(n_heads=2)).items()
+        f"m{n}-s{seed}": ExperimentConfig(replace(TASK, n_tasks=n), model, TRAIN, seed)
+        for seed, model in enumerate((ModelConfig(n_heads=1), ModelConfig(n_heads=3)))
+        for n in (1, 3, None)
     }
     other = replace(TASK, n_tasks=3, task_seed=1)
     mixed["other pool"] = replace(mixed["m3-s0"], task=other)
@@ -108,3 +106,67 @@ def test_models_of_several_pools_share_a_pack_and_have_the_bits_of_their_own(tmp
         pd.testing.assert_frame_equal(results[name].history, expected.history, check_exact=True)
     first, second = (results[name].history["eval_loss"] for name in ("m3-s0", "other pool"))
     assert (first != second).all()
+
+
+# Large batches are used in chunks.
+
+LARGE = ExperimentConfig(
+    task=TaskConfig(d_x=3, context_length=8),
+    model=ModelConfig(n_heads=2),
+    train=TrainConfig(steps=4, batch_size=70, log_every=2, n_eval_prompts=50),
+)
+
+
+def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pytest.MonkeyPatch):
+    task = LARGE.task
+    assert prompt_bytes(task) == 4 * (9 * 4 + 3)
+    monkeypatch.setattr(running, "CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
+    chunks = list(batch_chunks(task, 70, generator=generator_for(0, "train", 0)))
+    assert [len(chunk) for chunk in chunks] == [32, 32, 6]
+    generator = generator_for(0, "train", 0)
+    for chunk in chunks:
+        expected = sample_prompts(task, len(chunk), generator=generator)
+        assert all(torch.equal(part, vars(chunk)[name]) for name, part in vars(expected).items())
+    monkeypatch.setattr(running, "CHUNK_BYTES", 1)
+    assert len(list(batch_chunks(task, 3, generator=generator))) == 3
+
+
+def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(running, "CHUNK_BYTES", 32 * prompt_bytes(LARGE.task))
+    pack = Pack({"model": LARGE})
+    start = pack.results()["model"].weights
+    pack._set_gradient(0)
+    chunks = list(batch_chunks(LARGE.task, 70, generator=generator_for(0, "train", 0)))
+    parts = {name: [getattr(chunk, name) for chunk in chunks] for name in vars(chunks[0])}
+    whole = Prompts(**{name: torch.cat(rows) for name, rows in parts.items()})
+    loss, gradients = loss_and_gradients(start, whole, membership([2]))
+    expected = torch.cat([tensor.flatten() for tensor in gradients.tensors.values()])
+    torch.testing.assert_close(pack.gradient, expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(pack.loss_sum, loss, rtol=1e-6, atol=0)
+
+    parts = list(batch_chunks(LARGE.task, 50, generator=generator_for(0, "eval", 0)))
+    squares = [(predict(start, part) - part.y_query).square() for part in parts]
+    assert pack.rows["eval_loss"][0, 0] == pytest.approx(torch.cat(squares).mean().item(), rel=1e-6)
+
+
+PEAK = """
+import sys, torch
+from mechinterp.config import from_dict
+from mechinterp.memory import peak_memory
+from mechinterp.training.one_layer import kernel, step
+from mechinterp.training.train import train_models
+torch.set_num_threads(1)
+before = peak_memory()
+train_models({"many": from_dict(eval(sys.argv[1]))}, sys.argv[2])
+print(peak_memory() - before)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_batch_of_half_a_million_prompts_needs_little_memory(tmp_path: Path):
+    many = override(LARGE, "train.batch_size=500000", "task.context_length=40", "train.steps=2")
+    batch = 500_000 * prompt_bytes(many.task)
+    assert batch > 300e6
+    rise = int(python("-c", PEAK, asdict(many), tmp_path / "run").done().out)
+    assert rise < FIRST_USE_BYTES + pack_bytes({"many": many})
+    assert pack_bytes({"many": many}) < 0.25 * batch

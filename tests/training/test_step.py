@@ -192,13 +192,6 @@ def test_initial_weights_are_uniform_within_one_over_root_fan_in():
         assert abs(squares.mean() - bound**2 / 3) < error
 
 
-def test_initial_weights_of_the_four_matrices_are_independent():
-    weights = initial_weights(ExperimentConfig(model=ModelConfig(n_heads=8)))
-    matrices = torch.stack([weights.W_Q, weights.W_K, weights.W_V]).flatten(1)
-    correlation = torch.corrcoef(matrices) - torch.eye(3)
-    assert correlation.abs().max() < 4 / matrices.shape[1] ** 0.5
-
-
 def test_initial_weights_depend_on_the_seed_and_the_shapes_only():
     config = ExperimentConfig(seed=3)
     others = ["train.data_seed=9", "train.steps=5", "train.learning_rate=1", "task.noise_var=2"]

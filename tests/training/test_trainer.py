@@ -171,18 +171,10 @@ def cut_short(file: Path):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def of_another_shape(file: Path):
-    pack = Pack(MODELS)
-    pack.flat = torch.zeros(3)
-    pack.save(file)
-
-
 BAD_FILES = {
     "nothing": lambda file: None,
     "cut short": cut_short,
-    "text": lambda file: file.write_text("not tensors\nat all\n"),
     "other tensors": lambda file: save_file({"flat": torch.zeros(3)}, file),
-    "another shape": of_another_shape,
 }
 
 
@@ -211,7 +203,7 @@ def test_a_flipped_bit_in_a_state_is_refused(tmp_path: Path):
         flip(place)
         with refused("checksum", error=CheckpointError):
             Pack.restore(file)
-    for place in torch.randint(0, start, (200,), generator=generator).tolist():
+    for place in torch.randint(0, start, (100,), generator=generator).tolist():
         flip(place)
         with suppress(CheckpointError):
             again = Pack.restore(file)
