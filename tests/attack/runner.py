@@ -78,7 +78,7 @@ class _Worker:
     def _start(self) -> None:
         self.pipe, theirs = self.context.Pipe()
         self.process = self.context.Process(
-            target=TARGET, args=(theirs, self.seed, list(self.left)), daemon=True
+            target=_work, args=(theirs, self.seed, list(self.left)), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -143,7 +143,3 @@ def _tried(subject: Subject, place: Path) -> tuple[str, str]:
         memory = isinstance(error, MemoryError) or "allocate" in str(error)
         return "memory" if memory else "fault", f"{type(error).__name__}: {error}"
     return "answered", ""
-
-
-TARGET = _work
-"""What a worker process runs."""

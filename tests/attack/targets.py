@@ -70,33 +70,25 @@ def subjects(folder: Path) -> dict[str, Subject]:
     return readers | _writers(folder / "writers", load(native.folder))
 
 
-def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
-    """A valid file of each format: the path to load, and what `load` needs."""
-    torch.manual_seed(0)
-    files = write_valid_files(folder)
-    checkpoint = load(files["transformer-lens"][0])
-    for target in ("native", "transformer-lens"):
-        convert(checkpoint, target, folder / f"folder-{target}")
-        files[f"folder-{target}"] = (folder / f"folder-{target}", {})
-    convert(checkpoint, "npz", folder / "stated.npz")
-    files["stated-arrays"] = (folder / "stated.npz", {})
-    torch.save(garg().state_dict(), folder / "gpt2.pt")
-    torch.save(encoder(6).state_dict(), folder / "encoder.pt")
-    files["gpt2"] = (folder / "gpt2.pt", {"n_heads": 4})
-    files["torch-encoder"] = (folder / "encoder.pt", {"n_heads": 2})
-    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
-    sharded = hugging_face(folder / "hugging-face", {"num_heads": 2}, state, shards=2)
-    files["hugging-face"] = (sharded, {})
-    return files
-
-
 def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
-    """The same, each in a folder of its own."""
+    """A valid file of each format, in a folder of its own: the path to load, and what `load` needs."""
+    torch.manual_seed(0)
     together = folder / "together"
     together.mkdir(parents=True)
-    originals = write_originals(together)
+    files = write_valid_files(together)
+    checkpoint = load(files["transformer-lens"][0])
+    for target in TARGETS:
+        name = "stated.npz" if target == "npz" else f"folder-{target}"
+        convert(checkpoint, target, together / name)
+        files[name] = (together / name, {})
+    for name, model, n_heads in (("gpt2", garg(), 4), ("torch-encoder", encoder(6), 2)):
+        torch.save(model.state_dict(), together / f"{name}.pt")
+        files[name] = (together / f"{name}.pt", {"n_heads": n_heads})
+    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
+    sharded = hugging_face(together / "hugging-face", {"num_heads": 2}, state, shards=2)
+    files["hugging-face"] = (sharded, {})
     moved = {}
-    for name, (path, hints) in originals.items():
+    for name, (path, hints) in files.items():
         (folder / name).mkdir()
         moved[name] = (path.rename(folder / name / path.name), hints)
     return moved

@@ -188,13 +188,7 @@ def one(**changes: torch.Tensor) -> tuple[ExperimentConfig, Weights]:
     return CONFIG, changed(ONE, **changes)
 
 
-def two(config: dict[str, object], **changes: object) -> tuple[ExperimentConfig, Weights]:
-    model = replace(TWO.model, **changes)
-    return replace(DEEP, model=replace(DEEP.model, **config)), replace(TWO, model=model)
-
-
 BIASES = {"b_O": torch.zeros(2), **{f"b_{x}": torch.zeros(2, 4) for x in "QKV"}}
-SOFTMAX = {"context_only": False, "score": "softmax", "d_head": 3}
 NARROW = replace(DEEP, model=replace(DEEP.model, d_model=None, d_head=3))
 NOT_SAVED: dict[str, tuple[ExperimentConfig, Weights]] = {
     "W_K must hold finite numbers, got 40 NaN": one(W_K=torch.full((2, 5, 4), torch.nan)),
@@ -203,9 +197,7 @@ NOT_SAVED: dict[str, tuple[ExperimentConfig, Weights]] = {
     "score must be the config's '1+Cx', got 'softmax'": (CONFIG, ONE.with_model(score="softmax")),
     "biases must be the config's False, got True": one(**BIASES),
     "n_heads must be the config's 2, got 1": (CONFIG, ONE[:1]),
-    "context_only must be the config's False, got True": two(SOFTMAX, score="softmax"),
     "d_model must be the config's 6, got None": (DEEP, initial_deep_weights(NARROW)),
-    "n_layers must be the config's 1, got 2": two({"n_layers": 1}),
 }
 
 

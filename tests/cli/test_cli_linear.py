@@ -2,51 +2,21 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.config import override
-from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.weights import identity_keys
 from mechinterp.presets import preset
-from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding, assert_same, by_head
+from tests.conftest import CHECKPOINTS, Run, assert_close_to_rounding
 
 MERGED = CHECKPOINTS / "linear-merged-s0"
 JUMPS = ("predict-jumps", "linear-separate")
 
 
 # Merged heads as checkpoints.
-
-
-def test_a_merged_checkpoint_holds_the_matrix_and_comes_back(tmp_path: Path):
-    before = load(MERGED)
-    shapes = {name: tuple(t.shape) for name, t in load_file(MERGED / "model.safetensors").items()}
-    assert shapes == {f"blocks.0.attn.{name}": (8, 5, 5) for name in ("W_QK", "W_V", "W_O")}
-    for target, out in (("native", tmp_path / "native"), ("npz", tmp_path / "plain.npz")):
-        convert(before, target, out)
-        back = load(out)
-        assert_same(back.weights, before.weights)
-        assert back.config == before.config
-    model = tmp_path / "native" / "model.safetensors"
-    assert model.read_bytes() == (MERGED / "model.safetensors").read_bytes()
-    with np.load(tmp_path / "plain.npz") as arrays:
-        assert sorted(arrays) == ["W_O", "W_QK", "W_V", "config"]
-
-
-def test_merged_and_separate_are_not_taken_for_each_other(tmp_path: Path):
-    checkpoint = load(MERGED)
-    of = by_head(checkpoint.weights)
-    keys = identity_keys(of["W_QK"])
-    separate = one_layer(of["W_QK"], keys, of["W_V"], of["W_O"], score="linear/L")
-    with pytest.raises(CheckpointError, match="merged_qk must be the config's True, got False"):
-        save(tmp_path / "new", checkpoint.config, separate, step=0)
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_tokens(

@@ -6,12 +6,9 @@ here, so that after a change of the package's functions this file changes and th
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from functools import lru_cache
-from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mechinterp
-from mechinterp import cli
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
@@ -102,18 +98,6 @@ def snapshot_predictions(subject: str, prompts: PromptArrays, dtype: torch.dtype
     snapshots, given = load(path_of(subject)).snapshots, _prompts(prompts, dtype)
     found = [predictor_of(snapshots[step].to(dtype)).predict(given) for step in sorted(snapshots)]
     return _float64(torch.stack(found), dtype)
-
-
-def answer(*arguments: object) -> object:
-    """The JSON that a command prints, or None if it refuses."""
-    command = ["mechinterp", *map(str, arguments), "--json"]
-    out = StringIO()
-    with patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(StringIO()):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return json.loads(out.getvalue()) if ended.code == 0 else None
-    raise AssertionError("a command ends with an exit code")
 
 
 def presets() -> list[str]:

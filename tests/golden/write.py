@@ -1,12 +1,9 @@
 """Writes the golden files: `python -m tests.golden.write [PART...]`, all parts if none is named.
 
-Run it only where a difference is meant, and read the difference before it is committed. Files of
-weights in `files/`
-are written once (`python -m tests.golden.write files`): they stand for what other people have.
+Run it only where a difference is meant, and read the difference before it is committed. Files of weights in `files/` are
+not written again: they stand for what other people have.
 """
 
-import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,15 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.training.train import train_models
-from tests.attack.targets import write_originals
-from tests.checkpoints.foreign_files import (
-    LAYOUTS,
-    attention_module,
-    random_heads,
-    softmax_paper_state,
-)
+from mechinterp.config import TaskConfig
 from tests.golden import subjects
 from tests.golden.store import (
     DATA,
@@ -39,7 +28,6 @@ from tests.golden.store import (
     stored_prompts,
     write_json,
 )
-from tests.models.test_layered_models import encoder, garg
 
 N_PROMPTS = 64
 FIXTURES = (
@@ -48,16 +36,6 @@ FIXTURES = (
     "linear_merged_h8",
     "linear_separate_h5_r1",
 )
-
-
-def write_files() -> None:
-    """A file of every layout that is read, and folders of kinds that no checkpoint is of."""
-    shutil.rmtree(subjects.FILES, ignore_errors=True)
-    subjects.FILES.mkdir()
-    listed = {name: given for name, given in _layouts(subjects.FILES).items()}
-    write_json(
-        "files", {str(path.relative_to(subjects.ROOT)): hints for path, hints in listed.values()}
-    )
 
 
 def write_predictions() -> None:
@@ -118,66 +96,6 @@ def write_training() -> None:
     _write_tensors("training", found)
 
 
-def _layouts(folder: Path) -> dict[str, tuple[Path, dict]]:
-    files = write_originals(folder)
-    (folder / "gpt2.pt").unlink()
-    bare = {n: t for n, t in garg().state_dict().items() if not n.endswith("wte.weight")}
-    del files["gpt2"]
-    own = [
-        (name.replace("_backbone.", "transformer.").replace("_read", "read"), tensor)
-        for name, tensor in bare.items()
-    ]
-    module = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
-    parts = dict(zip("qkv", module.pop("in_proj_weight").chunk(3), strict=True))
-    unpacked = module | {f"{x}_proj_weight": part.clone() for x, part in parts.items()}
-    ours = random_heads()
-    more: dict[str, tuple[dict[str, Tensor], dict]] = {
-        "garg.pt": (bare, {"n_heads": 4}),
-        "garg-other-names.pt": (dict(own), {"n_heads": 4}),
-        "encoder-layer.pt": (encoder(6).layers[0].state_dict(), {"n_heads": 2}),
-        "torch-unpacked.pt": (unpacked, {"n_heads": 2}),
-        "layers-other-names.pt": (LAYOUTS["modules {x}_proj"](ours), {"n_heads": 2}),
-        "paper-state.pt": (softmax_paper_state(ours), {}),
-        "paper-prefix.pt": ({f"module.{n}": t for n, t in softmax_paper_state(ours).items()}, {}),
-    }
-    for name, (state, hints) in more.items():
-        torch.save(state, folder / name)
-        files[name] = (folder / name, hints)
-    config = folder / "hugging-face-one-file"
-    config.mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in bare.items()}, config / "model.safetensors"
-    )
-    (config / "config.json").write_text(json.dumps({"n_head": 4, "activation_function": "relu"}))
-    files[config.name] = (config, {})
-    first_norm = folder / "encoder-first-norm"
-    first_norm.mkdir()
-    save_file(encoder(6, norm_first=True).state_dict(), first_norm / "model.safetensors")
-    settings = {"nhead": 2, "norm_first": True, "attend_to_self": False}
-    (first_norm / "config.json").write_text(json.dumps(settings))
-    files[first_norm.name] = (first_norm, {})
-    for name, config in _configs().items():
-        train_models({name: config}, folder)
-        files[name] = (folder / name, {})
-    pruned = folder / "pruned"
-    arguments = (folder / "deep-softmax", "--out", pruned, "--n-prompts", 64)
-    assert subjects.answer("prune", *arguments) is not None
-    files["pruned"] = (pruned, {})
-    return files
-
-
-def _configs() -> dict[str, ExperimentConfig]:
-    """Kinds of our own models that no checkpoint is of."""
-    task = TaskConfig(d_x=3, context_length=8)
-    train = TrainConfig(steps=20, batch_size=16, n_eval_prompts=64)
-    models = {
-        "deep-softmax": ModelConfig(n_layers=3, n_heads=2, context_only=True),
-        "deep-wide": ModelConfig(n_layers=2, n_heads=2, d_model=8, d_head=3, context_only=True),
-        "narrow-heads": ModelConfig(n_heads=2, d_head=2),
-    }
-    return {name: ExperimentConfig(task, model, train) for name, model in models.items()}
-
-
 def _checkpoints() -> list[Path]:
     return sorted(f.parent for f in (subjects.ROOT / "checkpoints").glob("*/config.json"))
 
@@ -200,4 +118,4 @@ if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     for part in sys.argv[1:] or PARTS:
-        (PARTS | {"files": write_files})[part]()
+        PARTS[part]()
