@@ -142,16 +142,6 @@ def test_queries_keys_values_and_scores_are_the_products_of_the_weights(kind, pr
             assert (hooked.predict(prompts) - full).abs().max() > 1e-4, point
 
 
-def test_entropies_of_grouped_heads_are_those_of_all_heads(prompts):
-    stack, hooked = hooked_stack("grouped")
-    entropy = attention_entropy(hooked, prompts).entropy
-    for layer, (block, x) in enumerate(zip(stack.blocks, streams_of(stack, prompts), strict=True)):
-        for head in range(HEADS):
-            p = block.attention.pattern(block.norm(x), head)[:, -1]
-            expected = -(p * p.log()).sum(-1).mean()
-            assert entropy[layer, head] == pytest.approx(expected.item(), rel=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["grouped", "grouped, fused"])
 @pytest.mark.parametrize("point", ["hook_k", "hook_v"])
 def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, point, prompts):
@@ -178,29 +168,6 @@ def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, poin
     x = x + sum(written)
     expected = stack.read_out(x + block.mlp(x))[:, -1]
     torch.testing.assert_close(changed, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_edges_of_grouped_heads_are_those_of_heads_of_their_own(prompts):
-    grouped, own = (random(Stack(*(strange.Grouped() for _ in TWO), norm=True)) for _ in TWO)
-    own.load_state_dict(grouped.state_dict())
-    for layer in own.blocks:
-        layer.attention.groups = HEADS
-        for name in ("k_proj", "v_proj"):
-            weight = getattr(layer.attention, name).weight
-            repeated = weight.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
-            setattr(layer.attention, name, strange.linear().double())
-            getattr(layer.attention, name).weight.data = repeated
-    for layer in (*grouped.blocks, *own.blocks):
-        layer.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-        nn.init.eye_(layer.mlp[1].weight)
-        nn.init.zeros_(layer.mlp[1].bias)
-    one, other = (
-        attribute_edges(hook_module(each, task=TASK), prompts[:4], prompts[4:8])
-        for each in (grouped, own)
-    )
-    np.testing.assert_allclose(one.patched, other.patched, rtol=1e-7, atol=1e-10)
-    np.testing.assert_allclose(one.estimate, other.estimate, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.slow

@@ -16,9 +16,6 @@ from mechinterp.checkpoints.io.files import CheckpointError, write_atomically
 from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import tensor_shapes
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.icl.sparse_predictors import preprocess_then_optimise
-from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import Pack, initial_weights
@@ -263,20 +260,6 @@ def test_files_carry_the_names_and_shapes_of_the_hooked_model(deep: Path):
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
     parameters = dict(load(deep).model.named_parameters())
     assert {name: tuple(t.shape) for name, t in parameters.items()} == expected
-
-
-def test_the_construction_is_a_checkpoint(tmp_path: Path):
-    task = TaskConfig(d_x=5, context_length=12, sparsity=2, nonzeros="signs")
-    model = ModelConfig(
-        n_layers=3, n_heads=5, d_head=5, d_model=11, score="linear/L", context_only=True
-    )
-    weights = preprocess_then_optimise_model([0.8, 0.8], d_x=5)
-    save(tmp_path / "model", ExperimentConfig(task=task, model=model), weights, step=0)
-    checkpoint = load(tmp_path / "model")
-    prompts = sample_prompts(task, 16, seed=0, dtype=torch.float64)
-    expected = preprocess_then_optimise(prompts, steps=2, eta=0.8)[2]
-    assert (checkpoint.predictor.predict(prompts) - expected).abs().max() <= 1e-12
-    assert (checkpoint.model.predict(prompts) - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize(
