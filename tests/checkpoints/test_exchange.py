@@ -14,10 +14,12 @@ from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.heads import predict
+from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.presets import preset
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
@@ -194,3 +196,21 @@ def test_a_side_car_of_another_model_is_refused(exchange: Path, field: str, valu
         load(exchange)
     assert str(error.value).startswith(f"{file}: {field} must be ")
     assert str(error.value).endswith(f", got {value!r}.")
+
+
+def test_a_merged_softmax_model_goes_to_transformer_lens_with_keys_that_are_the_tokens(
+    tmp_path: Path,
+):
+    config = override(preset("softmax-h2"), "model.merged_qk=true")
+    generator = torch.Generator().manual_seed(0)
+    model = ICLTransformer(config.model, d_x=5, d_y=1, n_ctx=42)
+    for name in ("W_QK", "W_V", "W_O"):
+        torch.nn.init.normal_(getattr(model.blocks[0].attn, name), std=0.3, generator=generator)
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[..., :5] = 0
+    save(tmp_path / "model", config, model.weights, step=0)
+    convert(load(tmp_path / "model"), "transformer-lens", tmp_path / "lens")
+    there = load(tmp_path / "lens")
+    assert not there.config.model.merged_qk
+    assert torch.equal(there.weights.W_K[0], torch.eye(6).expand(2, 6, 6))
+    assert_close_to_rounding(there.weights.QK, model.weights.QK)

@@ -506,7 +506,7 @@ def test_threads_get_the_numbers_of_one(prompts):
     wrong: list[object] = []
 
     def work() -> None:
-        for number in range(40):
+        for number in range(15):
             at = number % len(calls)
             try:
                 torch.testing.assert_close(calls[at](), expected[at], rtol=1e-6, atol=1e-9)

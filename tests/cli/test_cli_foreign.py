@@ -1,4 +1,4 @@
-"""The commands on other people's files: options for what a file cannot say, tables, layered models."""
+"""The commands on other people's files: options for what a file cannot say, tables of several files, conversion."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.checkpoints.foreign_files import (
     softmax_paper_state,
     whole_run,
 )
-from tests.conftest import Run, sampled
+from tests.conftest import CHECKPOINTS, Run
 
 FEW = ("--n-prompts", "64")
 
@@ -49,23 +49,16 @@ def test_classify_reads_somebody_elses_run(run: Run, pair: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", sampled(["ablate", "fit", "info", "classify"], keep="classify".__eq__)
-)
-def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
+def test_classify_takes_the_hints(run: Run, tmp_path: Path):
     file = tmp_path / "torch.pt"
     torch.save(attention_module(5, width=6, n_heads=3, bias=True).state_dict(), file)
-    options = () if command == "info" else FEW
-    options += ("--context-length", "5") if command == "fit" else ()
     words = f"{file}: n_heads is not stated in the file; give --n-heads (n_heads=).\n"
-    run(command, file, *options).assert_refused(words)
+    run("classify", file, *FEW).assert_refused(words)
     hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
     hints += ("--format", "torch-attention", "--anyway")  # random weights
-    found = run(command, file, *hints, *options, "--json").done().document
-    found = found[0] if isinstance(found, list) else found
+    (found,) = run("classify", file, *hints, *FEW, "--json").done().document
     assert (found["n_heads"], found["d_x"]) == (3, 5)
-    assert "model.attend_to_self" not in found["assumed"]
-    assert "task.d_y" not in found["assumed"]
+    assert not {"model.attend_to_self", "task.d_y"} & found["assumed"].keys()
 
 
 @pytest.mark.slow
@@ -155,3 +148,29 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_table(tmp_path / "file" / "a.csv", failed)
+
+
+# Conversion.
+
+CHECKPOINT = CHECKPOINTS / "softmax-h2-s0"
+
+
+def test_convert_there_and_back(run: Run, tmp_path: Path):
+    out, back = tmp_path / "exchange", tmp_path / "back"
+    there = ("convert", CHECKPOINT, "--to", "transformer-lens", "--out", out, "--json")
+    document = run(*there).done(silent=True).document
+    assert list(document)[:4] == ["schema_version", "path", "format", "assumed"]
+    said = [document[name] for name in ("format", "to", "n_ctx", "left_out")]
+    assert said == ["native", "transformer-lens", 1024, ["history", "snapshots"]]
+    assert sorted(map(Path, document["files"])) == sorted(out.iterdir())
+    document = run("convert", out, "--to", "native", "--out", back, "--json").document
+    said = [document[name] for name in ("format", "n_ctx", "left_out")]
+    assert said == ["transformer-lens", None, []]
+    file = "model.safetensors"
+    assert (back / file).read_bytes() == (CHECKPOINT / file).read_bytes()
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(run: Run, tmp_path: Path):
+    ran = run("convert", CHECKPOINT, "--to", "onnx", "--out", tmp_path / "new")
+    ran.assert_refused("native, transformer-lens", "'onnx'")
+    assert not list(tmp_path.iterdir())

@@ -229,7 +229,7 @@ def saying(*arguments):
 signal.signal = saying
 cli.main()"""
     listening = LISTENING.replace("cli.main()", said)
-    for delay in (0, 0.1, 0.2, 0.3, 0.6):
+    for delay in (0, 0.2, 0.6):
         with subprocess.Popen(
             [sys.executable, "-c", listening, "classify", CHECKPOINTS / "softmax-h2-s0", "-q"],
             stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ FEW = {"edges": 4, "edge-circuits": 4}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
     **{"priors": "deep-linear", "components": "linear-separate", "jumps": "linear-separate"},
-    **dict.fromkeys(("algorithm", "prune", *FEW), "descent"),
+    **dict.fromkeys(("algorithm", "composition", "prune", *FEW), "descent"),
 }
 """Kind of model that an analysis needs; softmax for the others."""
 MOST = 64
