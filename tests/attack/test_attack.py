@@ -13,7 +13,7 @@ from tests.attack import runner
 from tests.attack.runner import FAULTS, outcome_of
 from tests.attack.targets import Subject, subjects
 
-CASES = 4
+CASES = 3
 
 
 @pytest.fixture(scope="module")

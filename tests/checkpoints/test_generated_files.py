@@ -254,7 +254,7 @@ def test_a_format_is_read_as_it_was_written(layout: str, sizes: dict, choices: d
 
 
 @pytest.mark.slow
-@settings(max_examples=100, **SETTINGS)
+@settings(max_examples=50, **SETTINGS)
 @given(st.sampled_from(sorted({**LAYOUTS, **FORMATS})), SIZES, CHOICES, FILES)
 def test_one_layer_is_read_as_it_was_written(layout: str, sizes: dict, choices: dict, file: dict):
     require_read(layout, sizes, choices, file)
@@ -280,7 +280,7 @@ KINDS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=30, **SETTINGS)
 @given(KINDS, st.sampled_from(sorted(SPELLINGS)), st.sampled_from(["plain", "packed", "conv1d", "scan", "scan by heads"]), FILES)  # fmt: skip
 def test_layers_predict_as_the_module_that_was_saved(
     kind: Kind, spelling: str, form: str, file: dict

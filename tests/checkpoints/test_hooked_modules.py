@@ -19,15 +19,12 @@ from mechinterp import (
     hook_module,
     load,
     predictor_of,
-    probe_layers,
     sample_prompts,
     write_report,
 )
-from mechinterp.config import ModelConfig
-from mechinterp.config.model import tensor_shapes
 from mechinterp.models.hooked.runner import masked
-from mechinterp.models.weights import Weights
 from tests.checkpoints import strange_modules as strange
+from tests.checkpoints.files import loaded
 from tests.checkpoints.strange_modules import EACH, HEADS, WIDTH, Stack, random
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import small_gpt2
@@ -50,6 +47,8 @@ STACKS = {
     "looped blocks": lambda: Stack(strange.Grouped(), strange.Parameters(), runs=2),
 }
 WITHOUT_PATTERNS = ("heads", "two softmaxes")
+RENAMED = {".norm.": ".norm1.", "mlp.0": "norm2", "mlp.1": "mlp.0", "mlp.3": "mlp.2"}
+"""Words of a stack's names, and words for them that files are read by."""
 POINTS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern")
 HAND = ("exp over sum", "less the largest", "log_softmax", "logsumexp", "in place", "times the inverse", "normalize", "heads in the batch")  # fmt: skip
 
@@ -171,39 +170,32 @@ def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, poin
 
 
 @pytest.mark.slow
-def test_edges_between_heads_with_rotary_positions_are_those_of_the_same_model_of_ours(prompts):
-    stack, hooked = hooked_stack("rotary")
-    model = ModelConfig(
-        n_layers=2, n_heads=HEADS, d_model=WIDTH, d_head=EACH, rotary_dim=EACH, biases=True, context_only=True,
-        attend_to_self=True, norm="before", d_mlp=16, activation="gelu",
-    )  # fmt: skip
-    named = {name: torch.zeros(shape) for name, shape in tensor_shapes(model, 3, 1).items()}
-    named |= {"W_in": stack.read_in.weight.T, "b_in": stack.read_in.bias}
-    named |= {"unembed.W_U": stack.read_out.weight.T, "unembed.b_U": stack.read_out.bias}
-    for n, block in enumerate(stack.blocks):
-        block.norm = nn.LayerNorm(WIDTH).double()
-        parts = [block.attention.parts(head) for head in range(HEADS)]
-        for name, matrices in zip(
-            ("W_Q", "W_K", "W_V", "W_O"), zip(*parts, strict=True), strict=True
-        ):
-            named[f"blocks.{n}.attn.{name}"] = torch.stack(matrices)
-        norm, first, _, second = block.mlp
-        named |= {
-            f"blocks.{n}.ln1.w": block.norm.weight,
-            f"blocks.{n}.ln2.w": norm.weight,
-            f"blocks.{n}.ln2.b": norm.bias,
-        }
-        named |= {f"blocks.{n}.mlp.W_in": first.weight.T, f"blocks.{n}.mlp.b_in": first.bias}
-        named |= {f"blocks.{n}.mlp.W_out": second.weight.T, f"blocks.{n}.mlp.b_out": second.bias}
-    own = Weights.of_names(model, 3, 1, {name: t.detach().double() for name, t in named.items()})
+def test_edges_between_heads_with_rotary_positions_are_those_of_the_file_of_the_module(
+    prompts, tmp_path
+):
+    """The file is read as a model of ours, whose edges are computed by other code."""
+    stack = random(Stack(*(strange.Rotary() for _ in TWO), norm=True))
+    state = {}
+    for name, tensor in stack.state_dict().items():
+        for theirs, known in RENAMED.items():
+            name = name.replace(theirs, known)
+        state[name] = tensor
+    said = {
+        "layout": "pairs",
+        "context_only": True,
+        "residual": True,
+        "passes": 1,
+        "norm": "before",
+    }
+    said |= {"activation": "gelu", "positions": "rotary", "rotary_adjacent_pairs": False}
+    hints = {"n_heads": HEADS, "score": "softmax", "attend_to_self": True, "scale": EACH**-0.5}
+    own = loaded(tmp_path, state, task={"context_length": 6}, model=said, **hints)
     hooked = hook_module(stack, task=TASK)
-    torch.testing.assert_close(predictor_of(own).predict(prompts), hooked.predict(prompts))
-    for fields in ("patched", "estimate"):
-        one, other = (
-            getattr(attribute_edges(each, prompts[:4], prompts[4:8]), fields)
-            for each in (own, hooked)
-        )
-        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(own.predictor.predict(prompts), hooked.predict(prompts))
+    one, other = (attribute_edges(each, prompts[:4], prompts[4:8]) for each in (own, hooked))
+    for field in ("patched", "estimate"):
+        found, expected = getattr(other, field), getattr(one, field)
+        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
 
 
 def test_a_block_is_masked_in_one_run_or_in_all(prompts):
@@ -293,17 +285,6 @@ def test_patterns_of_hugging_faces_gpt2_are_those_it_returns(implementation, pro
     expected = module.backbone(inputs_embeds=inputs, output_attentions=True).attentions
     for layer in TWO:
         torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_pattern"], expected[layer])
-
-
-def test_torchs_encoder_is_hooked_under_its_fused_layer(prompts):
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
-    encoder.eval().requires_grad_(False)
-    prompts = prompts.to(torch.float32)
-    hooked = hook_module(encoder, task=TASK)
-    torch.testing.assert_close(hooked.predict(prompts), encoder(prompts.tokens)[:, -1, -1:])
-    assert np.all(ablate_heads(hooked, prompts).rise != 0)
-    assert probe_layers(hooked, prompts).to_frame().layer.nunique() == 3
 
 
 # What cannot be followed, and what would give wrong heads.

@@ -67,7 +67,7 @@ def as_layers(weights: Weights) -> State:
 
 PAIRS = (
     ("softmax-h2-s0", "modules {x}_proj"), ("linear-h1-s0", "haiku"), ("softmax-h1-s0", "circuits"),
-    ("two-tasks-h2-s0", "circuits"), ("linear-h1-s0", "layers"), ("softmax-h1-s0", "parameters [in, out]"),
+    ("linear-h1-s0", "layers"), ("softmax-h1-s0", "parameters [in, out]"),
 )  # fmt: skip
 
 

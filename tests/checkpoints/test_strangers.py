@@ -44,7 +44,7 @@ ALONE = {"score": "softmax", "scale": 0.5, "columns": "x,y", "attend_to_self": F
 
 WHOLE = {"norm": "layer", "mlp": True}
 TRAINED = (
-    Kind(2, norm="rms", mlp=True),
+    Kind(2, norm="rms", mlp=True, steps=300),
     Kind(**WHOLE, passes=2, positions="adjacent"),
     Kind(2, **WHOLE, layout="in_turn", positions="learned", steps=1500),
     Kind(2, norm="rms", mlp=True, positions="adjacent", base=100.0, steps=900, seed=5),

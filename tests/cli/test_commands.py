@@ -78,12 +78,9 @@ def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     assert list(ran.document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
     assert (ran.code, ran.document["checkpoint"], ran.document["steps"]) == (0, str(out), 30)
     assert "2 models" in ran.err
-    *folders, table = sorted(folder.name for folder in out.iterdir())
-    assert (folders, table) == (["model-model.n_heads1", "model-model.n_heads2"], "results.parquet")
-    losses = [load(out / folder).history["eval_loss"].iloc[-1] for folder in folders]
+    losses = [load(file.parent).history["eval_loss"].iloc[-1] for file in out.glob("*/config.json")]
+    assert len(losses) == 2
     assert ran.document["loss"] == pytest.approx(sum(losses) / 2)
-    ran = run("sweep", file, "--out", out, "--resume", "--device", "cpu")
-    assert ran.out.startswith(f"{out}: 2 models, mean loss ")
 
 
 @pytest.mark.slow
@@ -182,16 +179,6 @@ def test_a_refusal_to_overwrite_says_what_to_type_next(
     ran = run(command, pair, *options, "--out", out)
     ran.assert_refused(out, "it is not overwritten; choose another --out.\n")
     assert (tmp_path / "there.npz").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):
-    before = {file: file.read_bytes() for file in trained.rglob("*.*")}
-    again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
-    run(*again).assert_refused(trained, "already exists and is not overwritten", "--resume")
-    changed = run(*again, "--resume", "--set", "model.n_heads=3", "--json")
-    changed.assert_refused(trained, "model.n_heads is 2 there, 3 here")
-    assert {file: file.read_bytes() for file in trained.rglob("*.*")} == before
 
 
 def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):

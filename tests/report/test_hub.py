@@ -23,27 +23,31 @@ from tests.conftest import CHECKPOINTS, python
 
 TOKEN = "hf_of_the_stand_in"
 NAME = "someone/two-heads"
-ONLINE = f"""
+CODE = f"""
+import json
+import huggingface_hub
+from mechinterp import from_pretrained, load, push_to_hub
+from mechinterp.checkpoints.io.files import CheckpointError
+
+def pulled():
+    model = from_pretrained("{NAME}")
+    return [model.name, model.step, len(model.snapshots), model.weights.QK.sum().item()]
+
 address = push_to_hub(load("softmax-h2-s0"), "{NAME}", token="{TOKEN}")
 said = {{"pushed": address, "revision": from_pretrained("{NAME}", revision=address[-40:]).step}}
-calls = [
+said |= {{"online": pulled(), "refused": []}}
+for call in (
     lambda: from_pretrained("someone/nothing"),
     lambda: from_pretrained("{NAME}", revision="none"),
     lambda: from_pretrained("someone/else", local_files_only=True),
     lambda: push_to_hub(load("softmax-h2-s0"), "someone/one", token="hf_wrong"),
-]
-refused = []
-for call in calls:
+):
     try:
         call()
     except CheckpointError as error:
-        refused.append(str(error))
-said["refused"] = refused
-"""
-PULL = f"""
-model = from_pretrained("{NAME}")
-circuits = model.weights.QK.sum().item()
-said["model"] = [model.name, model.step, len(model.snapshots), circuits]
+        said["refused"].append(str(error))
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # from now on a request is an error
+said["offline"] = pulled()
 print(json.dumps(said))
 """
 
@@ -54,7 +58,6 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.commits: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
-        self.asked: list[str] = []
 
     @property
     def address(self) -> str:
@@ -77,7 +80,6 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         path = urlsplit(self.path).path
-        self.server.asked.append(path)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer({"error": "log in first"}, 401)
         if path == "/api/validate-yaml":
@@ -103,7 +105,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        self.server.asked.append(path)
         repository, action, rest = self.parts(path)
         revision, _, name = rest.partition("/")
         commit = self.server.files_at(repository, revision)
@@ -160,24 +161,15 @@ def stand_in() -> Iterator[Hub]:
         thread.join()
 
 
-def said_with(hub: Hub, folder: Path, code: str, **environment: str) -> dict:
-    """What Python says with the stand-in as its hub, which is settled when huggingface_hub is imported."""
-    given = {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1"}
-    refusal = "from mechinterp.checkpoints.io.files import CheckpointError"
-    imports = f"import json; from mechinterp import *; {refusal}\n"
-    every = {**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
-    return python("-W", "ignore", "-c", imports + code, env=every).done().document
-
-
 @pytest.mark.slow
 def test_a_pushed_model_comes_back_and_stays_in_the_cache(tmp_path: Path):
     with stand_in() as hub:
-        online = said_with(hub, tmp_path, ONLINE + PULL)
-        before = len(hub.asked)
-        offline = said_with(hub, tmp_path, f"said = {{}}{PULL}", HF_HUB_OFFLINE="1")
-        assert len(hub.asked) == before > 0
+        # The address of the hub is settled when huggingface_hub is imported.
+        given = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **given, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        said = python("-W", "ignore", "-c", CODE, env=environment).done().document
     sha, files = hub.commits[NAME][-1]
-    assert online["pushed"] == f"{hub.address}/{NAME}/commit/{sha}"
+    assert said["pushed"] == f"{hub.address}/{NAME}/commit/{sha}"
     assert set(files) == {
         *("README.md", "config.json", "model.safetensors"),
         *("history.parquet", "snapshots.safetensors"),
@@ -185,10 +177,10 @@ def test_a_pushed_model_comes_back_and_stays_in_the_cache(tmp_path: Path):
     assert f'from_pretrained("{NAME}")' in files["README.md"].decode()
     own = load("softmax-h2-s0")
     circuits = own.weights.QK.sum().item()
-    assert online["model"] == ["two-heads", own.step, len(own.snapshots), circuits]
-    assert offline["model"] == online["model"]
+    assert said["online"] == ["two-heads", own.step, len(own.snapshots), circuits]
+    assert (said["offline"], said["revision"]) == (said["online"], own.step)
     names = ["nothing", "two-heads", "else", "one"]
-    refused = online["refused"]
+    refused = said["refused"]
     assert [text.partition(":")[0] for text in refused] == [f"someone/{name}" for name in names]
     assert not any("\n" in text for text in refused)
 
