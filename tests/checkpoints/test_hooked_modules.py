@@ -36,7 +36,6 @@ STACKS = {
     "grouped, fused": lambda: Stack(*(strange.Grouped(sdpa=True) for _ in TWO)),
     "linear": lambda: Stack(*(strange.LinearAttention() for _ in TWO), norm=True),
     "strict linear": lambda: Stack(strange.LinearAttention(strict=True)),
-    "packed": lambda: Stack(*(strange.Packed() for _ in TWO)),
     "torch": lambda: Stack(*(strange.Torchs() for _ in TWO)),
     "positions first": lambda: Stack(*(strange.Torchs(batch_first=False) for _ in TWO)),
     "rotary": lambda: Stack(*(strange.Rotary() for _ in TWO)),
@@ -119,7 +118,7 @@ def test_a_softmax_written_by_hand_shows_its_patterns(kind, prompts):
     torch.testing.assert_close(got, stack.by_hand(prompts.tokens, [(1, h) for h in range(HEADS)]))
 
 
-@pytest.mark.parametrize("kind", ["grouped", "packed", "torch"])
+@pytest.mark.parametrize("kind", ["grouped", "torch"])
 def test_queries_keys_values_and_scores_are_the_products_of_the_weights(kind, prompts):
     stack, hooked = hooked_stack(kind)
     assert not hooked.model.unfollowed
@@ -342,7 +341,7 @@ class Outputs(nn.Module):
 
     def __init__(self, shape: str):
         super().__init__()
-        self.stack, self.shape = random(STACKS["packed"]()), shape
+        self.stack, self.shape = random(STACKS["rotary"]()), shape
 
     def forward(self, x):
         numbers = self.stack(x)[..., 0]
@@ -456,7 +455,7 @@ def test_layers_are_taken_in_the_order_in_which_they_run(prompts):
                 x = block(x)
             return self.read_out(x)
 
-    hooked = hook_module(random(Backwards(strange.Packed(), strange.Packed())), task=TASK)
+    hooked = hook_module(random(Backwards(strange.Rotary(), strange.Rotary())), task=TASK)
     assert hooked.outputs == ("blocks.1.attention.proj", "blocks.0.attention.proj")
 
 

@@ -56,10 +56,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "the state of an object": (called(ORDERED, b"") + DOUBLED + b"b" + b"K\1Ns", "must hold a state dict"),
     "the root": (DOUBLED, "must hold a state dict"),
     "a value": (in_state(DOUBLED), "must hold a state dict"),
-    "deep root": (DEEP, "must hold a state dict"),
     "deep value": (in_state(DEEP), "must hold a state dict"),
-    "deep key": (b"}" + DEEP + b"Ns", "must hold a state dict"),
-    "deep argument": (in_state(called(b"ctorch\nSize\n", DEEP)), "needs torch.Size"),
     "deep dictionaries": (b"}X\x01\0\0\0a" * 70_000 + b"N" + b"s" * 70_000, "must hold a state dict"),
     "itself": (b"}q\0X\x05\0\0\0modelh\0s", "must hold a state dict"),
     "a long name": (

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.cli import interrupts
+from mechinterp.cli.printing import about_paths
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
@@ -144,6 +146,21 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, monkeypatch, arguments,
     monkeypatch.chdir(tmp_path)
     run(*arguments.split()).assert_refused(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["classify softmax-h1-s0", "train softmax-h1 --out run"])
+def test_a_gpu_that_is_not_there_is_refused(run: Run, tmp_path: Path, monkeypatch, command: str):
+    monkeypatch.chdir(tmp_path)
+    ran = run(*command.split(), "--device", "cuda")
+    ran.assert_refused("--device cuda needs a GPU that PyTorch can use; there is none.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
+    words = r"^model: needs more memory than is available\.$"
+    with pytest.raises(ValueError, match=words), about_paths(Path("model")):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
