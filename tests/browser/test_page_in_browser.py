@@ -98,7 +98,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "both": write_report([evil, linear], folder / "both", n_prompts=128),
     }
     for name, model in (("deep", "sparse-h4-noise0.1-s0"), ("tasks", "two-tasks-h4-s0")):
-        written[name] = write_report(load(CHECKPOINTS / model), folder / name, n_prompts=256)
+        written[name] = write_report(load(CHECKPOINTS / model), folder / name, n_prompts=128)
     return {name: report.page for name, report in written.items()}
 
 

@@ -165,15 +165,6 @@ def test_the_outline_of_a_folder_is_that_of_its_checkpoint(folder: Path):
     assert outline_of(folder.parent) is None
 
 
-def test_a_bad_snapshot_or_history_is_refused_when_it_is_read(folder: Path):
-    (folder / "snapshots").mkdir()
-    (folder / "snapshots" / "5.safetensors").write_bytes(b"x")
-    (folder / "history.parquet").write_bytes(b"x\ny")
-    checkpoint = load(folder)
-    assert_refused(r"5\.safetensors: not a readable", lambda: checkpoint.snapshots)
-    assert_refused(r"history\.parquet: not a readable", lambda: checkpoint.history)
-
-
 def test_a_checkpoint_is_not_overwritten(folder: Path):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with pytest.raises(CheckpointError, match="model: already holds a checkpoint"):
@@ -203,17 +194,6 @@ def test_weights_of_another_kind_are_not_saved(tmp_path: Path, words: str):
     assert_refused(
         f"model: .*{re.escape(words)}", save, tmp_path / "model", *NOT_SAVED[words], step=0
     )
-    assert not (tmp_path / "model").exists()
-
-
-def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(self, *arguments, **options):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", fail)
-    history = pd.DataFrame({"step": [0]})
-    with pytest.raises(CheckpointError, match=r"model: cannot be written \(disk full\)"):
-        save(tmp_path / "model", CONFIG, ONE, step=0, history=history, snapshots={0: ONE})
     assert not (tmp_path / "model").exists()
 
 
