@@ -101,7 +101,7 @@ def test_the_installed_package_loads_every_bundled_model_by_its_name(
 
 def test_page_is_written_with_its_template(installed: Path, tmp_path: Path):
     out = tmp_path / "page"
-    arguments = ("report", str(CHECKPOINT), "--out", str(out), "--n-prompts", "64")
+    arguments = ("report", str(CHECKPOINT), "--out", str(out), "--analysis", "circuits")
     run(installed, tmp_path, "-m", "mechinterp", *arguments)
     assert "softmax-h2-s0" in (out / "index.html").read_text(encoding="utf-8")
 

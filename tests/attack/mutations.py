@@ -149,7 +149,7 @@ def mutate_tensors(file: Path, random: Random) -> None:
         mutate_table(file, random)
     elif file.stem.startswith("training-"):
         mutate_state(file, random)
-    elif file.suffix in (".pkl", ".msgpack"):
+    elif file.suffix in (".pickle", ".msgpack"):
         mutate_bytes(file, random)
     elif file.suffix == ".npz":
         with np.load(file) as stored:
@@ -163,7 +163,7 @@ def mutate_tensors(file: Path, random: Random) -> None:
         state = changed_state(load_file(file), random)
         save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, file)
     else:
-        root = torch.load(file, weights_only=True)
+        root = torch.load(file, weights_only=False)  # ours, with all that a run keeps
         inner = root.get("model")
         state = changed_state(inner if isinstance(inner, dict) else root, random)
         if state and random.random() < 0.1:
@@ -248,7 +248,7 @@ WORDS = (
 
 def mutate_pickle(file: Path, random: Random) -> None:
     """A torch file whose pickle is a hostile one or a random programme; any other file gets other bytes."""
-    if file.suffix == ".pkl":
+    if file.suffix == ".pickle":
         file.write_bytes(_hostile(random))
         return
     if not zipfile.is_zipfile(file) or file.suffix == ".npz":

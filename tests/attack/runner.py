@@ -2,12 +2,13 @@
 
 import multiprocessing
 import resource
+import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from itertools import pairwise
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from random import Random
 from shutil import rmtree
@@ -15,94 +16,67 @@ from shutil import rmtree
 from tests.attack.targets import Subject, copied, is_marked, subjects, users_files
 
 SECONDS, BYTES = 4.0, 500 * 2**20
-PATIENCE = 60.0
+PATIENCE = 60
 """Seconds on the clock after which a case hangs, however busy the machine."""
-START = 600.0
-"""Seconds on the clock that a worker may take to import what it needs."""
 WORKERS = 2
 FAULTS = ("hang", "crash", "memory", "fault", "lost")
 Said = tuple[str, str, str]
 """A case (subject, seed and number), what came of it, and a note."""
+SUBJECTS: dict[str, Subject] = {}
+"""Subjects of a worker process."""
 
 
 def attack(count: int, seed: int) -> Iterator[Said]:
     """What came of so many cases, all subjects in turn."""
-    context = multiprocessing.get_context("spawn")
-    numbers = [round(at * count / WORKERS) for at in range(WORKERS + 1)]
-    shares = [list(range(*ends)) for ends in pairwise(numbers)]
-    running = [_Worker(context, seed, share) for share in shares]
-    while running:
-        for worker in list(running):
-            yield from worker.news()
-            if worker.done:
-                running.remove(worker)
-        time.sleep(0.01)
+    shares = [range(first, count, WORKERS) for first in range(WORKERS)]
+    with ThreadPoolExecutor(WORKERS) as threads:
+        for said in threads.map(lambda numbers: list(_share(seed, numbers)), shares):
+            yield from said
 
 
-class _Worker:
-    """A process that works through its cases; a new one takes over after a hang or a crash."""
-
-    def __init__(self, context: multiprocessing.context.SpawnContext, seed: int, left: list[int]):
-        self.context, self.seed, self.left = context, seed, left
-        self.done = False
-        self._start()
-
-    def news(self) -> Iterator[Said]:
-        """What it has sent since the last time."""
-        while self.pipe.poll():
-            try:
-                message = self.pipe.recv()
-            except (EOFError, OSError):
-                self.process.join()
-                yield self._replaced("crash", f"exit code {self.process.exitcode}")
-                return
-            self.since = time.monotonic()
-            if message is None:
-                self.done = True
-                self.process.join()
-                return
-            if message == "ready":
-                continue
-            self.left.pop(0)
-            yield message
-        if time.monotonic() - self.since > PATIENCE:
-            self.process.kill()
-            self.process.join()
-            yield self._replaced("hang", f"no answer in {PATIENCE:.0f} s")
-
-    def _replaced(self, outcome: str, note: str) -> Said:
-        case = (f"? seed {self.seed} number {self.left.pop(0)}", outcome, note)
-        self._start()
-        return case
-
-    def _start(self) -> None:
-        self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(
-            target=TARGET, args=(theirs, self.seed, list(self.left)), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.since = time.monotonic() + START
-
-
-def _work(pipe: Connection, seed: int, numbers: list[int]) -> None:
-    warnings.simplefilter("ignore")
+def _share(seed: int, numbers: Iterable[int]) -> Iterator[Said]:
+    """The outcomes of some cases in a process that lives on; after a hang or a crash a new one takes over."""
     with tempfile.TemporaryDirectory() as folder:
-        by_name = subjects(Path(folder) / "subjects")
-        for subject in by_name.values():  # valid ones first: libraries load what they need
-            if not subject.writes:
-                subject.use(subject.folder)
-        pipe.send("ready")
-        with open("/proc/self/statm") as used:
-            limit = int(used.read().split()[0]) * resource.getpagesize() + BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        worker = _worker(Path(folder))
         for number in numbers:
-            name = list(by_name)[number % len(by_name)]
-            outcome, note = outcome_of(
-                by_name[name], Path(folder) / "case", Random(f"{name} {seed} {number}")
-            )
-            pipe.send((f"{name} seed {seed} number {number}", outcome, note))
-    pipe.send(None)
+            start = time.monotonic()
+            try:
+                yield worker.submit(_case, Path(folder), seed, number).result()
+            except BrokenProcessPool:
+                outcome = "hang" if time.monotonic() - start >= PATIENCE else "crash"
+                yield f"? seed {seed} number {number}", outcome, "its process has ended"
+                rmtree(folder, ignore_errors=True)
+                worker = _worker(Path(folder))
+        worker.shutdown()
+
+
+def _worker(folder: Path) -> ProcessPoolExecutor:
+    worker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    worker.submit(_prepare, folder).result()
+    return worker
+
+
+def _prepare(folder: Path) -> None:
+    """Make the subjects of this process, and limit its memory."""
+    warnings.simplefilter("ignore")
+    SUBJECTS.update(subjects(folder / "subjects"))
+    for subject in SUBJECTS.values():  # valid ones first: libraries load what they need
+        if not subject.writes:
+            subject.use(subject.folder)
+    with open("/proc/self/statm") as used:
+        limit = int(used.read().split()[0]) * resource.getpagesize() + BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _case(folder: Path, seed: int, number: int) -> Said:
+    name = list(SUBJECTS)[number % len(SUBJECTS)]
+    signal.alarm(PATIENCE)  # ends the process
+    try:
+        random = Random(f"{name} {seed} {number}")
+        outcome, note = outcome_of(SUBJECTS[name], folder / "case", random)
+    finally:
+        signal.alarm(0)
+    return f"{name} seed {seed} number {number}", outcome, note
 
 
 def outcome_of(subject: Subject, place: Path, random: Random) -> tuple[str, str]:
@@ -143,7 +117,3 @@ def _tried(subject: Subject, place: Path) -> tuple[str, str]:
         memory = isinstance(error, MemoryError) or "allocate" in str(error)
         return "memory" if memory else "fault", f"{type(error).__name__}: {error}"
     return "answered", ""
-
-
-TARGET = _work
-"""What a worker process runs."""

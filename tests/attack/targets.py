@@ -19,6 +19,7 @@ from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.load import TARGETS, convert
+from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
@@ -28,12 +29,22 @@ from mechinterp.training.one_layer.step import Pack
 from mechinterp.training.run import read_state
 from mechinterp.training.train import RESULTS, pack_jobs, train_models
 from tests.attack.mutations import MUTATIONS
-from tests.checkpoints.files import hugging_face
 from tests.checkpoints.files import read as load
-from tests.checkpoints.foreign_files import attention_module, write_valid_files
+from tests.checkpoints.foreign_files import (
+    LAYOUTS,
+    attention_module,
+    biased,
+    haiku,
+    merged,
+    random_heads,
+    separate,
+    softmax_paper_state,
+    three_axes,
+)
+from tests.checkpoints.test_generated_files import write
+from tests.conftest import by_head
 from tests.models.test_layered_models import encoder, garg
 
-Hints = dict[str, object]
 SHORT = ExperimentConfig(
     task=TaskConfig(d_x=2, context_length=4),
     model=ModelConfig(n_heads=2),
@@ -58,8 +69,8 @@ def subjects(folder: Path) -> dict[str, Subject]:
     """All of them, with their folders made inside this one."""
     readers = {
         # Alone in its folder.
-        name: Subject(path.parent, _mutates, partial(_loads, name=path.name, hints=hints))
-        for name, (path, hints) in _files(folder / "files").items()
+        name: Subject(path.parent, _mutates, partial(_loads, name=path.name))
+        for name, path in _files(folder / "files").items()
     }
     runs = folder / "runs"
     train_models({"model": SHORT}, runs / "done")
@@ -70,36 +81,40 @@ def subjects(folder: Path) -> dict[str, Subject]:
     return readers | _writers(folder / "writers", load(native.folder))
 
 
-def write_originals(folder: Path) -> dict[str, tuple[Path, Hints]]:
-    """A valid file of each format: the path to load, and what `load` needs."""
+def _files(folder: Path) -> dict[str, Path]:
+    """A valid file of each format, alone in its folder."""
     torch.manual_seed(0)
-    files = write_valid_files(folder)
-    checkpoint = load(files["transformer-lens"][0])
-    for target in ("native", "transformer-lens"):
-        convert(checkpoint, target, folder / f"folder-{target}")
-        files[f"folder-{target}"] = (folder / f"folder-{target}", {})
-    convert(checkpoint, "npz", folder / "stated.npz")
-    files["stated-arrays"] = (folder / "stated.npz", {})
-    torch.save(garg().state_dict(), folder / "gpt2.pt")
-    torch.save(encoder(6).state_dict(), folder / "encoder.pt")
-    files["gpt2"] = (folder / "gpt2.pt", {"n_heads": 4})
-    files["torch-encoder"] = (folder / "encoder.pt", {"n_heads": 2})
-    state = attention_module(0, width=4, n_heads=2, bias=True).state_dict()
-    sharded = hugging_face(folder / "hugging-face", {"num_heads": 2}, state, shards=2)
-    files["hugging-face"] = (sharded, {})
-    return files
-
-
-def _files(folder: Path) -> dict[str, tuple[Path, Hints]]:
-    """The same, each in a folder of its own."""
-    together = folder / "together"
-    together.mkdir(parents=True)
-    originals = write_originals(together)
-    moved = {}
-    for name, (path, hints) in originals.items():
+    square, narrow, two = random_heads(), random_heads(d_head=2, d_y=2), {"n_heads": 2}
+    lens, module = hooked_state(narrow, n_ctx=6), attention_module(0, width=4, n_heads=2, bias=True)
+    states: dict[str, tuple[dict[str, torch.Tensor], str, Mapping[str, object]]] = {
+        "softmax-paper": (softmax_paper_state(square), ".pth", {}),
+        "linear-merged": (merged(square), ".pt", {}),
+        "linear-separate": (separate(random_heads(d_head=1)), ".bin", {}),
+        "transformer-lens": (lens, ".pt", {}),
+        "transformer-lens-safetensors": (lens, ".safetensors", {}),
+        "torch-attention": (module.state_dict(), ".pt", two),
+        "hugging-face": (module.state_dict(), "shards", {"num_heads": 2}),
+        "linear-layers": (LAYOUTS["modules {word}"](square), ".pt", two),
+        "names": (LAYOUTS["modules of heads"](square), ".ckpt", {}),
+        "gpt2": (garg().state_dict(), ".pt", {"n_heads": 4}),
+        "torch-encoder": (encoder(6).state_dict(), ".pt", two),
+        "arrays": (by_head(biased(narrow)), ".npz", {}),
+        "arrays-safetensors": (by_head(narrow), ".safetensors", {}),
+        "circuits": ({"QK": square.QK, "OV": square.OV}, ".npz", {}),
+        "haiku": (haiku(square), "arrays", two),
+        "flax": (three_axes(square), ".msgpack", {}),
+    }
+    files = {}
+    for name, (state, container, stated) in states.items():
+        (folder / name).mkdir(parents=True)
+        files[name] = write(folder / name, state, container, dict(stated))
+    checkpoint = load(files["transformer-lens"])
+    for target in TARGETS:
+        name = f"folder-{target}"
         (folder / name).mkdir()
-        moved[name] = (path.rename(folder / name / path.name), hints)
-    return moved
+        files[name] = folder / name / ("x.npz" if target == "npz" else "x")
+        convert(checkpoint, target, files[name])
+    return files
 
 
 def _stopped(folder: Path) -> None:
@@ -115,8 +130,8 @@ def _mutates(folder: Path, random: Random) -> None:
     random.choice(MUTATIONS)(random.choice(files), random)
 
 
-def _loads(folder: Path, *, name: str, hints: Hints) -> None:
-    checkpoint = load(folder / name, **hints)  # type: ignore[arg-type]
+def _loads(folder: Path, *, name: str) -> None:
+    checkpoint = load(folder / name)
     model, weights = checkpoint.config.model, checkpoint.weights
     assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
     if model.one_attention:

@@ -1,6 +1,7 @@
 """The pages in a real browser: everything is drawn, the slider moves, nothing is asked of the network.
 
-Needs playwright and a chromium, named by CHROMIUM; `make test-browser` installs both.
+Needs playwright and a chromium, named by CHROMIUM; `make test-browser` installs both. Drawing a page takes seconds, so that
+each is opened once and all tests use it.
 """
 
 import os
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.page import write_report
+from mechinterp.report.page import default_names, write_report
 from tests.conftest import CHECKPOINTS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -26,14 +27,31 @@ pytestmark = pytest.mark.skipif(
 
 EVIL = "<img src=x onerror=alert(1)>"
 READY = "body[data-drawn]"
+NARROW = {"width": 400, "scheme": "dark"}
+FIGURES = {"evil": 16, "linear": 17, "both": 2, "deep": 20, "tasks": 16}
+"""Number of figures of each page."""
+STEP_BY_STEP = ("classify-over-steps", "circuits-over-steps")
 
 
 @dataclass
 class Opened:
-    """A page that is open, with what it did that it should not."""
+    """An open page, and the messages and requests that it should not make."""
 
     page: "playwright.Page"
     complaints: list[str] = field(default_factory=list)
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """From the start until text was seen, and until everything was drawn."""
+
+    def shown(self, *, width: int = 1200, scheme: str = "light") -> "Opened":
+        """The same page on a screen of this width in these colours, with all folds closed."""
+        self.complaints.clear()
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme, media="screen")
+        self.page.evaluate(
+            "document.querySelectorAll('details').forEach(one => { one.open = false; })"
+        )
+        self.page.wait_for_timeout(500)
+        return self
 
     def moved_to(self, name: str, position: int) -> None:
         """Move the sliders whose labels begin with a name, as a reader does."""
@@ -66,71 +84,78 @@ def browser() -> Iterator["playwright.Browser"]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, on a deep one, and
-    on two responses."""
+    """Reports on a model in a folder with a name that tries to be a tag, on linear attention, on both, on several layers,
+    and on two responses."""
     folder = tmp_path_factory.mktemp("reports")
     shutil.copytree(CHECKPOINTS / "softmax-h2-s0", folder / EVIL)
-    models = {"evil": load(folder / EVIL), "linear": load(CHECKPOINTS / "linear-separate-s0")}
-    files = {
-        name: write_report(model, folder / name, n_prompts=128).page
-        for name, model in models.items()
+    evil, linear = load(folder / EVIL), load(CHECKPOINTS / "linear-separate-s0")
+    # Heads and circuits step by step take long for linear attention; the first report has both.
+    names = [name for name in default_names(linear) if name not in STEP_BY_STEP]
+    written = {
+        "evil": write_report(evil, folder / "evil", n_prompts=128),
+        "linear": write_report(linear, folder / "linear", n_prompts=128, analyses=names),
+        "both": write_report([evil, linear], folder / "both", n_prompts=128),
     }
-    both = write_report(list(models.values()), folder / "both", n_prompts=128)
-    deep = load(CHECKPOINTS / "sparse-h4-noise0.1-s0")
-    several = write_report(deep, folder / "deep", n_prompts=256)
-    tasks = write_report(load(CHECKPOINTS / "two-tasks-h4-s0"), folder / "tasks", n_prompts=128)
-    return files | {"both": both.page, "deep": several.page, "tasks": tasks.page}
+    for name, model in (("deep", "sparse-h4-noise0.1-s0"), ("tasks", "two-tasks-h4-s0")):
+        written[name] = write_report(load(CHECKPOINTS / model), folder / name, n_prompts=128)
+    return {name: report.page for name, report in written.items()}
 
 
-@pytest.fixture
-def visit(browser: "playwright.Browser", pages: dict[str, Path]) -> Iterator[Visit]:
-    """Opens a page by its name; it is closed when the test ends."""
-    contexts = []
+@pytest.fixture(scope="module")
+def visit(browser: "playwright.Browser", pages: dict[str, Path]) -> Visit:
+    """Opens a page by its name, at the first visit, and shows it as if it had just been opened."""
+    there: dict[str, Opened] = {}
 
-    def opened(name: str, *, width: int = 1200, scheme: str = "light") -> Opened:
-        view = {"width": width, "height": 900}
-        context = browser.new_context(viewport=view, color_scheme=scheme, has_touch=width < 500)
-        contexts.append(context)
-        found = Opened(context.new_page())
-        complaints, page = found.complaints, found.page
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: complaints.append(request.url))
-        page.goto(pages[name].as_uri(), wait_until="commit")
-        page.wait_for_selector(READY)
-        # The page itself is all that is asked for.
-        assert complaints == [pages[name].as_uri()]
-        complaints.clear()
-        return found
+    def visited(name: str, *, width: int = 1200, scheme: str = "light") -> Opened:
+        if name not in there:
+            view = {"width": width, "height": 900}
+            context = browser.new_context(viewport=view, color_scheme=scheme, has_touch=width < 500)
+            there[name] = opened(context.new_page(), pages[name].as_uri())
+        return there[name].shown(width=width, scheme=scheme)
 
-    yield opened
-    for context in contexts:
-        context.close()
+    return visited
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (400, "dark")])
-@pytest.mark.parametrize("name", ["evil", "linear", "both", "deep", "tasks"])
-def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(
-    visit: Visit, name: str, scheme: str, width: int
-):
-    at = visit(name, width=width, scheme=scheme)
-    figures = at.page.locator(".figure")
-    assert figures.count() == {"evil": 16, "linear": 22, "both": 2, "deep": 20, "tasks": 16}[name]
-    for figure in figures.all():
-        # A trace that plotly.js could not draw leaves no mark.
-        assert figure.locator(".heatmaplayer image, .scatterlayer .trace, .barlayer .point").count()
-    assert at.page.evaluate("document.documentElement.scrollWidth") <= width
-    at.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-    at.page.wait_for_timeout(500)
-    assert at.page.evaluate("document.documentElement.scrollWidth") <= width
-    # A figure that was drawn while it was folded away is as wide as its place.
-    sizes = (
-        "found => found.map(one => [one.clientWidth, one.querySelector('.main-svg').clientWidth])"
+def opened(page: "playwright.Page", address: str) -> Opened:
+    """The page at an address, when all its figures are drawn; it asks for itself and for nothing else."""
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: complaints.append(request.url))
+    page.goto(address, wait_until="commit")
+    page.wait_for_selector(READY)
+    assert complaints == [address]
+    seconds = page.evaluate(
+        "[performance.getEntriesByName('first-contentful-paint')[0].startTime, performance.now()]"
     )
-    for place, drawn in figures.evaluate_all(sizes):
-        assert abs(place - drawn) <= 1
-    assert at.complaints == []
+    return Opened(page, complaints, tuple(seconds))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_and_nothing_is_wider_than_the_window(visit: Visit, name: str):
+    """A wide light screen and a narrow dark one; two pages are opened on the wide one, three on the narrow one."""
+    wide = {"width": 1200, "scheme": "light"}
+    screens = (wide, NARROW) if name in ("evil", "linear") else (NARROW, wide)
+    for screen in screens:
+        at, width = visit(name, **screen), screen["width"]
+        figures = at.page.locator(".figure")
+        assert figures.count() == FIGURES[name]
+        for figure in figures.all():
+            # A trace that plotly.js could not draw leaves no mark.
+            marks = ".heatmaplayer image, .scatterlayer .trace, .barlayer .point"
+            assert figure.locator(marks).count()
+        assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+        at.page.evaluate(
+            "document.querySelectorAll('details').forEach(one => { one.open = true; })"
+        )
+        at.page.wait_for_timeout(500)
+        assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+        # A figure that was drawn while it was folded away is as wide as its place.
+        sizes = "found => found.map(one => [one.clientWidth, one.querySelector('.main-svg').clientWidth])"
+        for place, drawn in figures.evaluate_all(sizes):
+            assert abs(place - drawn) <= 1
+        assert at.complaints == []
 
 
 @pytest.mark.parametrize("width", [1200, 400])
@@ -145,11 +170,8 @@ def test_the_buttons_of_a_figure_lie_above_the_names_of_its_heads(visit: Visit, 
 
 
 def test_text_is_seen_before_figures(visit: Visit):
-    at = visit("linear")
-    paint, drawn = at.page.evaluate(
-        "[performance.getEntriesByName('first-contentful-paint')[0].startTime, performance.now()]"
-    )
-    assert paint < drawn / 2
+    text, figures = visit("linear").seconds
+    assert text < figures / 2
 
 
 def test_the_slider_moves_the_heatmaps_and_their_titles(visit: Visit):
@@ -202,21 +224,27 @@ def test_the_slider_of_linear_attention_tells_the_algorithm(visit: Visit):
 def test_figures_follow_the_colours_of_the_page(visit: Visit):
     at = visit("evil")
 
-    def color() -> str:
-        return at.page.locator("#figure-loss .xtick text").first.evaluate(
-            "t => getComputedStyle(t).fill"
-        )
+    def brightness(colour: str) -> int:
+        return sum(map(int, colour[4:-1].split(",")))
 
-    def ground() -> str:
-        return at.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    def text_and_ground() -> tuple[int, int]:
+        text = at.page.locator("#figure-loss .xtick text").first
+        ground = at.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return brightness(text.evaluate("t => getComputedStyle(t).fill")), brightness(ground)
 
-    light = color(), ground()
-    at.page.emulate_media(color_scheme="dark")
-    at.page.wait_for_timeout(1000)
-    dark = color(), ground()
-    brightness = [sum(map(int, text[4:-1].split(","))) for text in (*light, *dark)]
-    assert brightness[0] < 400 < brightness[1]
-    assert brightness[2] > 400 > brightness[3]
+    def zero_and_model() -> tuple[str, str]:
+        """The colour of a heatmap at zero, and that of the model's curve."""
+        scale = "document.getElementById('figure-circuits').data[0].colorscale"
+        curve = "document.getElementById('figure-fit_loss').data.find(t => t.meta).line.color"
+        return at.page.evaluate(f"{scale}.find(c => c[0] === 0.5)[1]"), at.page.evaluate(curve)
+
+    text, ground = text_and_ground()
+    assert text < 400 < ground
+    assert zero_and_model() == ("rgb(247,247,247)", "#1c1c1c")
+    at.shown(scheme="dark")
+    text, ground = text_and_ground()
+    assert text > 400 > ground
+    assert zero_and_model() == ("#14171c", "#f1f3f5")
 
 
 def test_heads_are_switched_off_by_the_reader(visit: Visit):
@@ -268,42 +296,15 @@ def test_on_paper_everything_is_unfolded_and_nothing_is_cut(visit: Visit, pages:
     assert at.page.locator("[hidden]").count() == 0
 
 
-def test_rows_of_text_are_not_tall_on_a_narrow_page(visit: Visit):
+def test_tables_on_a_narrow_page_have_low_rows_and_say_that_they_scroll(visit: Visit):
     at = visit("evil", width=390)
     at.unfold(".table[aria-label=pattern]")
     heights = at.page.locator(".table[aria-label=pattern] tr").evaluate_all(
         "found => found.map(one => one.offsetHeight)"
     )
     assert max(heights) <= 60
-
-
-def test_wide_tables_say_that_they_scroll(visit: Visit):
-    at = visit("evil", width=400)
-    at.unfold(".table[aria-label=pattern]")
     assert at.page.locator(".table.wide[aria-label=pattern] caption").count() == 1
     assert at.page.locator(".table:not(.wide) caption").count() > 0
-
-
-def test_heatmaps_are_dark_at_zero_on_a_dark_page(visit: Visit):
-    at = visit("evil")
-
-    def ground() -> str:
-        return at.page.evaluate(
-            "document.getElementById('figure-circuits').data[0].colorscale.find(c => c[0] === 0.5)[1]"
-        )
-
-    def model() -> str:
-        return at.page.evaluate(
-            "document.getElementById('figure-fit_loss').data.find(t => t.meta).line.color"
-        )
-
-    light = ground(), model()
-    at.page.emulate_media(color_scheme="dark")
-    at.page.wait_for_timeout(500)
-    assert (light, (ground(), model())) == (
-        ("rgb(247,247,247)", "#1c1c1c"),
-        ("#14171c", "#f1f3f5"),
-    )
 
 
 def test_tables_are_sorted_by_a_click_or_by_the_keyboard(visit: Visit):

@@ -1,13 +1,9 @@
 """Files as other people's code writes them, made from known heads."""
 
-import pickle
 from collections.abc import Callable
-from pathlib import Path
 
-import msgpack
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -284,43 +280,3 @@ LAYOUTS: dict[str, Callable[[Weights], State]] = {
     "flax": three_axes,
     "haiku": haiku,
 }
-
-
-def write_valid_files(folder: Path) -> dict[str, tuple[Path, dict[str, object]]]:
-    """One small file of each one-layer format, and what `load` needs to read it."""
-    square, narrow = random_heads(), random_heads(d_head=2, d_y=2)
-    module = attention_module(0, width=4, n_heads=2, bias=True)
-    lens = hooked_state(narrow, n_ctx=6)
-    heads = LAYOUTS["modules of heads"](square)
-    words = LAYOUTS["modules {word}"](square)
-    states: dict[str, tuple[str, object, dict[str, object]]] = {
-        "softmax-paper": ("paper.pth", whole_run(softmax_paper_state(square)), {}),
-        "linear-merged": ("merged.pt", merged(square), {}),
-        "linear-separate": ("separate.bin", separate(random_heads(d_head=1)), {}),
-        "transformer-lens": ("lens.pt", lens, {}),
-        "torch-attention": ("torch.pt", module.state_dict(), {"n_heads": 2}),
-        "linear-layers": ("layers.pt", words, {"n_heads": 2}),
-        "names": ("names.ckpt", {"model": heads, "loss": 1.0}, {}),
-    }
-    files = {name: (folder / file, hints) for name, (file, _, hints) in states.items()}
-    for file, state, _ in states.values():
-        torch.save(state, folder / file)
-    others = {
-        "transformer-lens-safetensors": folder / "lens.safetensors",
-        "arrays-safetensors": folder / "arrays.safetensors",
-        "arrays": folder / "arrays.npz",
-        "circuits": folder / "circuits.npz",
-        "haiku": folder / "haiku.pkl",
-        "flax": folder / "flax.msgpack",
-    }
-    save_file(lens, others["transformer-lens-safetensors"])
-    save_file(by_head(narrow), others["arrays-safetensors"])
-    np.savez(others["arrays"], **arrays(biased(narrow)))
-    np.savez_compressed(others["circuits"], QK=square.QK.numpy(), OV=square.OV.numpy())
-    flat = {name: tensor.numpy() for name, tensor in haiku(square).items()}
-    others["haiku"].write_bytes(pickle.dumps({"params": flat, "step": 3}))
-    three = {name: t.numpy() for name, t in three_axes(square).items()}
-    packed = {x: msgpack.packb((a.shape, "float32", a.tobytes())) for x, a in three.items()}
-    tree = {x: msgpack.ExtType(1, data) for x, data in packed.items()}
-    others["flax"].write_bytes(msgpack.packb(tree))
-    return files | {n: (file, {"n_heads": 2} if n == "haiku" else {}) for n, file in others.items()}

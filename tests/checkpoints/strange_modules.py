@@ -32,7 +32,6 @@ class Attention(nn.Module):
     """Attention head by head, from the parts of a head: W_q, W_k, W_v [width, d_head] and W_o [d_head, width]."""
 
     causal, scale = False, 1 / math.sqrt(EACH)
-    out_bias: torch.Tensor | float = 0.0
 
     def pattern(self, x, head):
         W_q, W_k, *_ = self.parts(head)
@@ -96,27 +95,6 @@ class LinearAttention(Attention):
         W_q, W_k, *_ = self.parts(head)
         products = (x @ W_q) @ (x @ W_k).mT
         return (products.tril(-1) if self.strict else products) / (x.shape[1] - 1)
-
-
-class Packed(Attention):
-    """Queries, keys and values in one matrix; the output has a bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.n_heads, self.c_attn, self.proj = HEADS, linear(3 * WIDTH), linear(bias=True)
-
-    def forward(self, x):
-        return self.proj(
-            joined(attend(*(split(each, HEADS) for each in self.c_attn(x).chunk(3, -1))))
-        )
-
-    def parts(self, head):
-        reads = (W[rows(head)].T for W in self.c_attn.weight.chunk(3))
-        return (*reads, self.proj.weight[:, rows(head)].T)
-
-    @property
-    def out_bias(self):
-        return self.proj.bias
 
 
 class Torchs(Attention):
@@ -301,7 +279,6 @@ class Layer(nn.Module):
     def by_hand(self, x, masked=()):
         heads = [head for head in range(HEADS) if head not in masked]
         read = self.norm(x)
-        x = x + self.attention.out_bias
         x = x + sum((self.attention.written(read, head) for head in heads), torch.zeros_like(x))
         return x + self.mlp(x)
 

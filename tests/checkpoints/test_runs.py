@@ -136,10 +136,11 @@ def test_a_pattern_a_list_and_folders_are_one_run(tmp_path: Path):
     folder = write_run(tmp_path / "folders", name="checkpoint-{}/pytorch_model.bin")
     torch.save({}, folder / "checkpoint-0" / "optimizer.pt")
     torch.save({}, folder / "optimizer.pt")
+    said = {"columns": "x,y", "sign": "minus", "scale": 6**-0.5, "model": {"positions": "none"}}
     for path in (str(folder / "checkpoint-*"), list(folder.glob("checkpoint-*"))):
-        run = load_run(path, **HINTS)
+        run = load_run(path, **HINTS, **said)
         assert (run.steps, run.path) == (list(STEPS), folder)
-    assert load(folder, **HINTS).steps == list(STEPS)
+    assert load(folder, **HINTS, **said).steps == list(STEPS)
 
 
 def test_files_that_say_everything(tmp_path: Path):

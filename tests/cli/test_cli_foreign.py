@@ -1,5 +1,6 @@
-"""The commands on other people's files: options for what a file cannot say, tables, layered models."""
+"""The commands on other people's files and on several layers: options for what a file cannot say, tables, pruning, conversion."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
+from mechinterp.icl.prompts import generator_for, sample_prompts
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.report.to_csv import classification_frame, write_table
 from tests.checkpoints.files import read as load
@@ -19,9 +21,11 @@ from tests.checkpoints.foreign_files import (
     softmax_paper_state,
     whole_run,
 )
-from tests.conftest import Run, sampled
+from tests.conftest import CHECKPOINTS, Run
+from tests.deep_models import wide_checkpoint
+from tests.models.test_layered_models import garg
 
-FEW = ("--n-prompts", "64")
+FEW, OF_GPT2 = ("--n-prompts", "64"), ("--n-heads", 4, "--anyway")
 
 
 def pair_of_heads(file: Path) -> Path:
@@ -44,41 +48,21 @@ def test_classify_reads_somebody_elses_run(run: Run, pair: Path):
     assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in ran.err
     assert document["assumed"]["task.beta_var"] == 1 / 3
     assert ran.err.count("\n") == 1
+    given = run("classify", pair, "--json", *FEW, "--context-length", 3).document[0]["assumed"]
+    assert set(document["assumed"]) - set(given) == {"task.context_length"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", sampled(["ablate", "fit", "info", "classify"], keep="classify".__eq__)
-)
-def test_commands_take_the_hints(run: Run, tmp_path: Path, command: str):
+def test_classify_takes_the_hints(run: Run, tmp_path: Path):
     file = tmp_path / "torch.pt"
     torch.save(attention_module(5, width=6, n_heads=3, bias=True).state_dict(), file)
-    options = () if command == "info" else FEW
-    options += ("--context-length", "5") if command == "fit" else ()
     words = f"{file}: n_heads is not stated in the file; give --n-heads (n_heads=).\n"
-    run(command, file, *options).assert_refused(words)
+    run("classify", file, *FEW).assert_refused(words)
     hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
     hints += ("--format", "torch-attention", "--anyway")  # random weights
-    found = run(command, file, *hints, *options, "--json").done().document
-    found = found[0] if isinstance(found, list) else found
+    (found,) = run("classify", file, *hints, *FEW, "--json").done().document
     assert (found["n_heads"], found["d_x"]) == (3, 5)
-    assert "model.attend_to_self" not in found["assumed"]
-    assert "task.d_y" not in found["assumed"]
-
-
-@pytest.mark.slow
-def test_a_context_length_that_is_given_is_not_assumed(run: Run, tmp_path: Path, pair: Path):
-    classify = ("classify", pair, *FEW, "--json")
-    without, given = run(*classify), run(*classify, "--context-length", "3").done()
-    assert "task.context_length = " in without.err
-    assert "task.context_length" not in given.err
-    before, after = without.document[0]["assumed"], given.document[0]["assumed"]
-    assert set(before) - set(after) == {"task.context_length"}
-    task = tmp_path / "task.json"
-    task.write_text('{"context_length": 3}')
-    stated = run(*classify, "--task", task).document[0]
-    for name in ("pattern", "heads", "evidence"):
-        assert stated[name] == given.document[0][name]
+    assert not {"model.attend_to_self", "task.d_y"} & found["assumed"].keys()
 
 
 @pytest.mark.slow
@@ -110,6 +94,8 @@ def test_classify_goes_through_a_folder_of_files(run: Run, tmp_path: Path):
     ran = run("classify", folder, folder / "gone.bin", "--json", *FEW, "--out", table)
     assert ran.code == 2
     documents = ran.document
+    errors = [f"mechinterp: {each['error']}" for each in documents if "error" in each]
+    assert [line for line in ran.err.splitlines() if "assumed" not in line] == errors
     names = [Path(document["path"]).name for document in documents]
     assert names == ["bad.pt", "good.npz", "good.pth", "native", "gone.bin"]
     assert [list(document) == ["path", "error"] for document in documents] == [
@@ -166,3 +152,88 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_table(tmp_path / "file" / "a.csv", failed)
+
+
+# Several layers, ours and others'.
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    return wide_checkpoint(tmp_path / "deep").path
+
+
+@pytest.mark.slow
+def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
+    out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
+    ran = run("prune", deep, *options, "--out", out, "--json").done()
+    rows = ran.document["fine_tuning"]
+    steps = [(row["model"], row["step"]) for row in rows[::4]]
+    assert steps == [("pruned", 0), ("pruned", 8), ("full", 6)]
+    assert all(row["ratio"] > 0 for row in rows)
+    assert load(out).step == load(deep).step + 8
+    assert load(out).origin["fine_tuned_steps"] == 8
+    assert "origin     pruned from deep, kept heads [[" in run("info", out).out
+    run("train", out / "config.json").assert_refused("it was pruned from another")
+    words = "fine_tune_steps needs a model that this package trained"
+    run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    torch.save(garg().state_dict(), tmp_path / "gpt2.pt")
+    return tmp_path / "gpt2.pt"
+
+
+@pytest.mark.slow
+def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
+    out, options = tmp_path / "pruned", (*OF_GPT2, "--n-prompts", 80)
+    ran = run("prune", gpt2, *options, "--out", out, "--json").done()
+    assert ran.document["heads_per_layer"] == [4, 1, 1]
+    gone = [(row["layer"], row["head"]) for row in ran.document["heads"] if not row["kept"]]
+    before, after = load(gpt2, n_heads=4), load(out)
+    assert after.task == before.task
+    assert after.assumed == json.loads(json.dumps(dict(before.assumed)))
+    assert (after.format, after.config.model) == ("native", before.config.model)
+    assert after.origin["pruned_from"] == "gpt2.pt"
+    drawn = sample_prompts(before.task, 16, generator=generator_for(1, "eval", 0))
+    full, expected = before.predictor.run(drawn, [[], gone])
+    torch.testing.assert_close(after.model.predict(drawn), expected)
+    assert (expected - full).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_what_several_layers_refuse(run: Run, deep: Path, gpt2: Path):
+    run("prune", deep, "--rule", "all").assert_refused("--rule", "'best-later'", "'all'")
+    run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused("prune", "several layers")
+    run("probe", deep, "--n-prompts", 12).assert_refused(deep, "n_prompts must be >= 24", "got 12")
+    run("probe", gpt2).assert_refused("n_heads", "--n-heads")
+    long, few = ("--context-length", 10, "<= 9"), ("--n-prompts", 16, ">= 32")
+    for command, (option, value, rule) in (("ablate", long), ("prune", long), ("probe", few)):
+        ran = run(command, gpt2, *OF_GPT2, option, value)
+        ran.assert_refused(gpt2, rule, lines=2)
+
+
+# Conversion.
+
+CHECKPOINT = CHECKPOINTS / "softmax-h2-s0"
+
+
+def test_convert_there_and_back(run: Run, tmp_path: Path):
+    out, back = tmp_path / "exchange", tmp_path / "back"
+    there = ("convert", CHECKPOINT, "--to", "transformer-lens", "--out", out, "--json")
+    document = run(*there).done(silent=True).document
+    assert list(document)[:4] == ["schema_version", "path", "format", "assumed"]
+    said = [document[name] for name in ("format", "to", "n_ctx", "left_out")]
+    assert said == ["native", "transformer-lens", 1024, ["history", "snapshots"]]
+    assert sorted(map(Path, document["files"])) == sorted(out.iterdir())
+    document = run("convert", out, "--to", "native", "--out", back, "--json").document
+    said = [document[name] for name in ("format", "n_ctx", "left_out")]
+    assert said == ["transformer-lens", None, []]
+    file = "model.safetensors"
+    assert (back / file).read_bytes() == (CHECKPOINT / file).read_bytes()
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(run: Run, tmp_path: Path):
+    ran = run("convert", CHECKPOINT, "--to", "onnx", "--out", tmp_path / "new")
+    ran.assert_refused("native, transformer-lens", "'onnx'")
+    assert not list(tmp_path.iterdir())

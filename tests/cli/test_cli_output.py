@@ -1,4 +1,4 @@
-"""Standard output that is closed, full or ASCII, and a disk that is full: one line, and nothing in the way of a retry."""
+"""What is printed where standard output is closed, full or ASCII, where a disk is full, and of names with control characters."""
 
 import io
 import os
@@ -9,10 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from mechinterp.checkpoints.io.files import write_new
+from mechinterp.checkpoints.io.files import visible, write_new
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.cli.printing import BROKEN_PIPE, say
-from tests.conftest import CHECKPOINTS, Run, sampled, started
+from mechinterp.report.bars import progress_bar
+from mechinterp.training.run import Progress
+from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
+from tests.conftest import CHECKPOINTS, Run, started
 
 H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, "--n-prompts", "64"]
@@ -74,30 +79,18 @@ SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--devic
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name", "limit"),
-    sampled(
-        [
-            ((*REPORT, "--out"), "index.html", 2**20),
-            (("predict-jumps", "linear-separate", "--out"), "jumps.html", 2**20),
-            (("predict-jumps", "linear-separate", "--out"), "jumps.html", 0),
-            (("classify", H1, "-q", "--out"), "table.csv", 0),
-            (("classify", H1, "-q", "--out"), "table.parquet", 0),
-            (("convert", H1, "--to", "npz", "--out"), "h1.npz", 100),
-            (("convert", H1, "--to", "native", "--out"), "snapshots.safetensors", 100),
-            (("convert", H1, "--to", "transformer-lens", "--out"), "model.safetensors", 100),
-            (("train", "softmax-h1", *SMALL, "--out"), "training-0.safetensors", 100),
-        ],
-        keep=lambda case: (
-            case[1] in ("index.html", "table.csv", "model.safetensors") or case[0][0] == "train"
-        ),
-    ),
+    [
+        ((*REPORT, "--out"), "index.html", 2**20),
+        (("classify", H1, "-q", "--out"), "table.csv", 0),
+        (("convert", H1, "--to", "transformer-lens", "--out"), "model.safetensors", 100),
+        (("train", "softmax-h1", *SMALL, "--out"), "training-0.safetensors", 100),
+    ],
 )
 def test_a_full_disk_is_one_line_that_names_the_file_and_a_retry_works(
     run: Run, tmp_path: Path, command: tuple, name: str, limit: int
 ):
     file = tmp_path / "out" / name
-    target = (
-        file if command[0] in ("predict-jumps", "classify") or name == "h1.npz" else file.parent
-    )
+    target = file if command[0] == "classify" else file.parent
     with full(limit):
         ran = run(*command, target)
     assert ran.code == 2
@@ -121,3 +114,67 @@ def test_the_system_s_words_stand_for_its_number(tmp_path: Path):
     with full(3), pytest.raises(OSError, match="File too large") as error:
         write_new(tmp_path / "x", lambda file: file.write_text("long"))
     assert error.value.filename == str(tmp_path / "x")
+
+
+# Names of files and folders with control characters: shown as escapes, on the terminal and on the page.
+
+# Escape sequences of 7 and 8 bits, a turned direction of writing, a bell, an end of line.
+NAME = "a\x1b[2J\x9b31m\u202e\u2066\x07\nb"
+SHOWN = r"a\x1b[2J\x9b31m\u202e\u2066\x07\nb"
+FEW, CIRCUITS = ("--n-prompts", "64"), ("--analysis", "circuits")
+
+
+def harmless(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.save(softmax_paper_state(random_heads()), tmp_path / "x.pth")
+    convert(load(tmp_path / "x.pth", anyway=True), "native", tmp_path / NAME)
+    return tmp_path / NAME
+
+
+def test_what_is_not_printable_is_visible():
+    assert visible(NAME + "\udc80²±") == SHOWN.replace(r"\n", "\n") + r"\udc80" + "²±"
+
+
+@pytest.mark.slow
+def test_classify_shows_escapes(run: Run, folder: Path):
+    for more in ((), ("--json",)):
+        ran = run("classify", folder, "--anyway", *FEW, *more).done()
+        assert harmless(ran.out + ran.err)
+        assert more or SHOWN in ran.out
+
+
+@pytest.mark.slow
+def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
+    for paths in ((folder,), (folder, folder, tmp_path / f"gone{NAME}")):
+        out = tmp_path / f"report{len(paths)}{NAME}"
+        ran = run(
+            "report", *paths, "--out", out, "--anyway", *FEW, *(() if paths[1:] else CIRCUITS)
+        )
+        assert SHOWN in ran.out
+        assert harmless(ran.out + ran.err)
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert SHOWN in page.replace("\\\\", "\\")
+        for character in "\x1b\x9b\u2066\x07":
+            assert character not in page.split("<main")[-1]
+
+
+@pytest.mark.slow
+def test_train_shows_escapes(run: Run, tmp_path: Path):
+    small = ("--set", "train.steps=2", "--set", "train.batch_size=4")
+    ran = run("train", "softmax-h1", *small, "--out", tmp_path / NAME).done()
+    assert SHOWN in ran.out
+    assert harmless(ran.out)
+
+
+def test_a_model_that_diverges_is_named_in_escapes(capsys: pytest.CaptureFixture):
+    progress = Progress(
+        step=1, steps=2, n_models=1, loss=1.0, steps_per_second=1.0, diverged=(f"[bold]{NAME}",)
+    )
+    with progress_bar() as show:
+        show(progress)
+    err = capsys.readouterr().err.replace("\n", "")
+    assert f"[bold]{SHOWN} has diverged" in err

@@ -1,4 +1,4 @@
-"""The commands that train many models: where they train, and what they leave behind."""
+"""The commands that train, one model or many: where they train, what they leave behind, and jumps that they predict."""
 
 import json
 import os
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.native.folder import named_config
 from mechinterp.config import override
 from mechinterp.presets import preset
-from tests.conftest import python
+from tests.conftest import CHECKPOINTS, Run, python
 
 CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
 ROOT = Path(__file__).parents[2]
@@ -76,19 +77,6 @@ def test_bad_options_are_refused(run, sweep: Path, tmp_path: Path, options, word
     assert list(tmp_path.glob("run/*")) == []
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_sweep_on_ray_leaves_what_a_local_one_leaves(run, sweep: Path, tmp_path: Path):
-    pytest.importorskip("ray")
-    for engine in ("local", "ray"):
-        out = tmp_path / engine
-        ran = run("sweep", sweep, "--out", out, "--device", "cpu", "--engine", engine, "--json")
-        assert (ran.code, ran.out) == (2, "")
-        assert "lr1e+30 has diverged" in ran.err
-    tables = [pd.read_parquet(tmp_path / name / "results.parquet") for name in ("local", "ray")]
-    pd.testing.assert_frame_equal(*tables, check_exact=True)
-
-
 # A config in YAML, and rows for a log.
 
 YAML = """
@@ -145,3 +133,63 @@ def test_training_logs_to_wandb(yaml_file: Path, tmp_path: Path):
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     python("-W", "ignore", "-m", "mechinterp", *command, env=environment, cwd=ROOT).done()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+# Linear attention, and its jumps, which are predicted.
+
+MERGED, JUMPS = CHECKPOINTS / "linear-merged-s0", ("predict-jumps", "linear-separate")
+
+
+@pytest.mark.slow
+def test_train_makes_the_shipped_model_again(run: Run, tmp_path: Path):
+    ran = run("train", "linear-merged", "--device", "cpu", "--out", tmp_path / "run", "--json")
+    assert ran.document["steps"] == 8000
+    assert ran.document["loss"] == pytest.approx(0.1359952, abs=1e-6)
+    again, shipped = load(tmp_path / "run"), load(MERGED)
+    assert again.config == shipped.config
+    assert torch.allclose(again.weights.QK, shipped.weights.QK, rtol=0, atol=1e-5)
+
+
+def test_adam_refuses_what_it_does_not_train(run: Run, tmp_path: Path):
+    out = tmp_path / "run"
+    adam = ("--set", "train.optimizer=adam", "--out", out)
+    run("train", "linear-merged", *adam).assert_refused("train.init_std is not used by", "5.56")
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_predict_jumps_as_json_with_a_figure(run: Run, tmp_path: Path):
+    page = tmp_path / "jumps.html"
+    few = ("--set", "model.n_heads=3", "--set", "train.steps=10")
+    document = run(*JUMPS, *few, "--json", "--out", page).document
+    assert list(document) == [
+        *("schema_version", "id", "steps", "jumps", "levels", "notes", "figure")
+    ]
+    assert len(document["jumps"]) == 3
+    assert document["jumps"][0]["vector"] == [1, 0, 0, 0]
+    assert document["notes"][0].endswith("training ends at the level of 3.")
+    assert document["figure"] == str(page)
+    html = page.read_text(encoding="utf-8")
+    assert "plotly.js v" in html
+    assert 'src="http' not in html
+    assert "learns e0" in html
+    words = "already exists; it is not overwritten; choose another --out."
+    run(*JUMPS, "--out", page).assert_refused(page, words)
+    run(*JUMPS, "--out", tmp_path / "x.png").assert_refused("x.png", "must end in .html")
+    assert "3 head(s) of rank 1 learn at most 3" in run(*JUMPS, *few).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["linear-merged"], ["separate heads of rank one", "model.merged_qk must be false"]),
+        (["nothing"], ["nothing", "linear-separate", "or a config file is needed"]),
+        (
+            [*JUMPS[1:], "--set", "task.covariance.eigenvalues=[0.3,0.3,0.3,0.1]"],
+            ["Eigenvalues repeat"],
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:60],
+)
+def test_predict_jumps_refuses_on_one_line(run: Run, arguments: list[str], words: list[str]):
+    run("predict-jumps", *arguments).assert_refused(*words)

@@ -1,7 +1,6 @@
 """The command line: one JSON document on standard output, one line for each mistake, and the exit code."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.cli import interrupts
+from mechinterp.cli.printing import about_paths
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
@@ -40,15 +39,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert document["steps_per_second"] == pytest.approx(300 / document["seconds"])
     assert document["loss"] == load(folder).history["eval_loss"].iloc[-1]
     assert "300/300" in ran.err  # the progress bar
-    return folder
-
-
-def spoiled(trained: Path, folder: Path, **changes: torch.Tensor) -> Path:
-    """A copy of the checkpoint with some weights replaced."""
-    shutil.copytree(trained, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"blocks.0.attn.{name}": tensor for name, tensor in changes.items()}
-    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -90,45 +80,23 @@ def test_sweep_trains_all_models_of_a_file(run: Run, tmp_path: Path):
     assert list(ran.document) == ["checkpoint", "steps", "seconds", "steps_per_second", "loss"]
     assert (ran.code, ran.document["checkpoint"], ran.document["steps"]) == (0, str(out), 30)
     assert "2 models" in ran.err
-    *folders, table = sorted(folder.name for folder in out.iterdir())
-    assert (folders, table) == (["model-model.n_heads1", "model-model.n_heads2"], "results.parquet")
-    losses = [load(out / folder).history["eval_loss"].iloc[-1] for folder in folders]
+    losses = [load(file.parent).history["eval_loss"].iloc[-1] for file in out.glob("*/config.json")]
+    assert len(losses) == 2
     assert ran.document["loss"] == pytest.approx(sum(losses) / 2)
-    ran = run("sweep", file, "--out", out, "--resume", "--device", "cpu")
-    assert ran.out.startswith(f"{out}: 2 models, mean loss ")
-
-
-@pytest.mark.slow
-def test_classify_goes_on_after_a_bad_path(run: Run, trained: Path, tmp_path: Path):
-    pair, narrow = hand_built(tmp_path / "pair"), tmp_path / "narrow"
-    spoiled(trained, narrow, W_K=torch.zeros(2, 6, 5))
-    paths = (tmp_path / "gone", pair, narrow, trained)
-    ran = run("classify", *paths, "--json", "--n-prompts", 64)
-    assert ran.code == 2
-    assert [document["path"] for document in ran.document] == [str(path) for path in paths]
-    gone, good, bad, also_good = ran.document
-    assert list(gone) == list(bad) == ["path", "error"]
-    assert gone["error"].startswith(f"{tmp_path / 'gone'}: a checkpoint is a folder")
-    file = narrow / "model.safetensors"
-    assert bad["error"].startswith(f"{file}: blocks.0.attn.W_K must have shape")
-    assert (good["pattern"], also_good["n_heads"]) == ("debiased_gd", 2)
-    assert ran.err.splitlines() == [f"mechinterp: {document['error']}" for document in (gone, bad)]
-    readable = run("classify", *paths, "--n-prompts", 64)
-    assert (readable.code, readable.err) == (2, ran.err)
-    assert str(pair) in readable.out
 
 
 @pytest.mark.slow
 def test_report(run: Run, trained: Path, tmp_path: Path):
     out = tmp_path / "report"
-    ran = run("report", trained, "--out", out, "--n-prompts", 64, "--json").done(silent=True)
+    command = ("report", trained, "--out", out, "--n-prompts", 64, "--analysis", "circuits")
+    ran = run(*command, "--json").done(silent=True)
     assert list(ran.document) == ["path", "page", "tables", "verdict"]
     assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
     files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
     assert set(out.iterdir()) == files
     assert ran.document["verdict"].startswith("What it computes: ")
 
-    ran = run("report", trained, "--out", out, "--n-prompts", 64, "--overwrite").done()
+    ran = run(*command, "--overwrite").done()
     assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
 
 
@@ -180,6 +148,21 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, monkeypatch, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["classify softmax-h1-s0", "train softmax-h1 --out run"])
+def test_a_gpu_that_is_not_there_is_refused(run: Run, tmp_path: Path, monkeypatch, command: str):
+    monkeypatch.chdir(tmp_path)
+    ran = run(*command.split(), "--device", "cuda")
+    ran.assert_refused("--device cuda needs a GPU that PyTorch can use; there is none.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
+    words = r"^model: needs more memory than is available\.$"
+    with pytest.raises(ValueError, match=words), about_paths(Path("model")):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
     run("train", tmp_path).assert_refused(tmp_path, "a config file", "a folder")
     for text, word in (
@@ -191,16 +174,6 @@ def test_bad_config_files_are_refused(run: Run, tmp_path: Path):
         file.write_text(text)
         run("train", file, "--out", tmp_path / "run").assert_refused(file, word)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("command", ["ablate", "info", "report"])
-def test_bad_weights_are_refused(run: Run, tmp_path: Path, command: str):
-    pair = hand_built(tmp_path / "pair")
-    broken = spoiled(pair, tmp_path / "broken", W_Q=torch.full((2, 4, 4), torch.nan))
-    out = ("--out", tmp_path / "report") if command == "report" else ()
-    ran = run(command, broken, *out, "--json")
-    ran.assert_refused(broken / "model.safetensors", "W_Q", "finite", "32 NaN")
-    assert not (tmp_path / "report").exists()
 
 
 @pytest.mark.parametrize(
@@ -225,16 +198,6 @@ def test_a_refusal_to_overwrite_says_what_to_type_next(
     assert (tmp_path / "there.npz").read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_a_run_is_not_overwritten_and_not_resumed_with_another_config(run: Run, trained: Path):
-    before = {file: file.read_bytes() for file in trained.rglob("*.*")}
-    again = ("train", trained / "config.json", "--out", trained, "--device", "cpu")
-    run(*again).assert_refused(trained, "already exists and is not overwritten", "--resume")
-    changed = run(*again, "--resume", "--set", "model.n_heads=3", "--json")
-    changed.assert_refused(trained, "model.n_heads is 2 there, 3 here")
-    assert {file: file.read_bytes() for file in trained.rglob("*.*")} == before
-
-
 def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):
     wild = ("--set", "train.learning_rate=1e30", "--set", "train.steps=3")
     ran = run("train", "softmax-h1", *SHORT, *wild, "--out", tmp_path / "run", "--json")
@@ -244,14 +207,6 @@ def test_a_diverged_training_is_one_clear_line(run: Run, tmp_path: Path):
     assert "weights must stay finite" in complaints[0]
     assert "train.learning_rate 1e+30" in complaints[0]
     assert list((tmp_path / "run").iterdir()) == []
-
-
-# The console script itself.
-
-
-@pytest.mark.slow
-def test_the_script_refuses_on_one_line(tmp_path: Path):
-    started(SCRIPT, "info", tmp_path, "--json").assert_refused(tmp_path, "has no config.json")
 
 
 # A shell that starts a command in the background has it ignore Ctrl-C.
@@ -278,7 +233,7 @@ def saying(*arguments):
 signal.signal = saying
 cli.main()"""
     listening = LISTENING.replace("cli.main()", said)
-    for delay in (0, 0.1, 0.2, 0.3, 0.6):
+    for delay in (0, 0.2, 0.6):
         with subprocess.Popen(
             [sys.executable, "-c", listening, "classify", CHECKPOINTS / "softmax-h2-s0", "-q"],
             stdout=subprocess.PIPE,

@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import save
-from tests.cli.test_cli_device import COMMANDS
-from tests.conftest import Run, sampled
+from tests.conftest import CHECKPOINTS, Run, sampled
 from tests.gpu.test_on_device import AFTER_STEPS
 from tests.test_doors import ANALYSES, ANSWERS, Case, as_for_users, case_builder
 
+ONE, DEEP = CHECKPOINTS / "softmax-h2-s0", CHECKPOINTS / "sparse-h4-noise0.1-s0"
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "classify": (ONE, "--n-prompts", 64),
+    "ablate": (ONE, "--n-prompts", 64),
+    "prune": (DEEP, "--n-prompts", 128),
+    "probe": (DEEP, "--n-prompts", 128),
+    "analyse": ("ablate-heads", ONE, "--n-prompts", 64),
+    "fit": (ONE, "--n-prompts", 64, "--context-length", 10),
+    "report": (ONE, "--n-prompts", 64),
+}
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
 PAIRS = [(a, s) for s in SOURCES for a in ANALYSES if (a, s) in ANSWERS]
 ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "softmax")]

@@ -1,20 +1,35 @@
-"""Documents hold the promised fields, the numbers of the results, and nothing that JSON lacks."""
+"""Documents and what is printed have the numbers of the results; a document holds nothing that JSON lacks."""
 
+import contextlib
+import io
 import json
 import math
+import os
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 
+from mechinterp import cli
+from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, override
+from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import stack
+from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.report.to_csv import write_csv, write_table
 from mechinterp.report.to_json import dumps, to_json
+from mechinterp.report.to_text import HEADS, classification_text, to_text
+from tests.conftest import CHECKPOINTS
 
 
 @pytest.mark.parametrize(
@@ -35,10 +50,8 @@ from mechinterp.report.to_json import dumps, to_json
     ids=str,
 )
 def test_dumps_writes_what_json_has(value: object, expected: object):
-    def refuse(name: str):
-        raise AssertionError(name)
-
-    assert json.loads(dumps({"value": value}), parse_constant=refuse) == {"value": expected}
+    # NaN and infinities, which Python would read, are no JSON.
+    assert json.loads(dumps({"value": value}), parse_constant=pytest.fail) == {"value": expected}
 
 
 def test_dumps_keeps_every_digit_and_the_order():
@@ -80,3 +93,132 @@ def test_a_text_of_a_csv_is_no_formula_and_a_number_stays(tmp_path: Path):
     ]
     write_table(tmp_path / "b.parquet", rows)
     assert pd.read_parquet(tmp_path / "b.parquet")["path"][0] == "=cmd|calc!A1"
+
+
+# On the terminal.
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_fits_are_shown_at_the_trained_length_and_r2_over_all(narrow):
+    pair = debiased_gradient_step(0.88, 0.1, d_x=5)
+    fits = fit_learners(pair, context_lengths=[10, 20], n_prompts=512)
+    text = to_text("fit", fits)
+    assert " ".join(text.split()).startswith(fits.verdict)
+    rest = text.splitlines()
+    assert max(map(len, rest)) <= 80
+    (row,) = [line.split() for line in rest if line.split()[:1] == ["debiased_gd"]]
+    assert row[1:4] == with_error(fits.factor[2, 2], fits.factor_sem[2, 2]).split()
+    over_length = rest[rest.index("R² over context length") + 1 :]
+    values = np.array([line.split() for line in over_length[2:]], dtype=float)
+    assert values[:, 0].tolist() == [10, 20, 40]
+    np.testing.assert_allclose(values[:, 1:], fits.r2, rtol=5e-3)  # three digits
+
+
+def test_a_table_has_at_most_twenty_rows_unless_all_are_asked_for(narrow):
+    frame = pd.DataFrame({"head": range(30), "rise": np.linspace(0, 1, 30), "rise_sem": 0.1})
+    units = {"rise": "y²"}
+    *rows, more = frame_text(frame, units).splitlines()
+    assert (len(rows), more) == (1 + ROWS, f"... and {30 - ROWS} more rows: --wide")
+    assert rows[2].split() == ["1", "0.0", "±", "0.1"]
+    wide = frame_text(frame, units, wide=True).splitlines()
+    assert len(wide) == 32
+
+
+def test_lines_break_between_words_only(narrow, monkeypatch):
+    text = f"one two-three {'x' * 90} four " + "word " * 30
+    lines = wrapped(text, "  ").splitlines()
+    assert " ".join(text.split()) == " ".join(line.strip() for line in lines)
+    assert sorted(map(len, lines))[-2] <= 80
+    # A number and its error, a name and its value stay together.
+    for start in range(1, 30):
+        said = wrapped("a " * start + "R² = 0.9989 ± 0.0001 of it with p < 0.0025 " * 3)
+        assert sum(line.count("R² = 0.9989 ± 0.0001") for line in said.splitlines()) == 3
+        assert sum(line.count("p < 0.0025") for line in said.splitlines()) == 3
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert wrapped("ŷ = 0.887 Σ_l y_l (x_l − x̄)·x") == "y_hat = 0.887 sum_l y_l (x_l - x_mean)*x"
+
+
+@pytest.mark.slow
+def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
+    model = gradient_descent_model([0.5, 0.3], d_x=4)
+    found = classify(model, n_prompts=16)
+    some = np.arange(30.0)[None]
+    rises = {"rise": some, "median_rise": some, "carried_by_few": some < 0, "full_risk": 100.0}
+    heads = replace(found.heads, rise_sem=np.ones((1, 30)), **rises)
+    many = replace(found, heads=heads)
+    lines = classification_text(many).split("\n\n")[1].splitlines()
+    assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
+    # Rises of 0 to 2 with errors of 1 are not clear; 27 are.
+    assert len(lines) == 2 + HEADS + 1
+    assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
+    # A rise above the model's own risk is shown, whatever its error.
+    unsure = replace(many.heads, rise_sem=np.full((1, 30), 40.0), full_risk=20.0)
+    heavy = replace(many, heads=unsure)
+    named = [line.split()[0] for line in heavy.head_lines(30)[:-1]]
+    assert named == [f"L0H{head}" for head in range(29, 20, -1)]
+
+
+def on_a_terminal(*arguments: str) -> tuple[str, str]:
+    """What the command line writes to standard output, a pipe, and to standard error, a terminal."""
+    terminal_end, end = os.openpty()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # what a terminal says when the other end is closed
+            while piece := os.read(terminal_end, 1 << 16):
+                seen.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(end, "w") as terminal:
+        patch.setattr(sys, "argv", ["mechinterp", *arguments])
+        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "stderr", terminal)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    reader.join()
+    os.close(terminal_end)
+    assert ended.value.code == 0, seen
+    return output.getvalue(), b"".join(seen).decode()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals to open here")
+def test_a_long_analysis_shows_a_bar_on_a_terminal_and_nothing_of_it_in_the_output():
+    arguments, text = "fit softmax-h1-s0 --n-prompts 512 --context-length 20", "fitting"
+    words = arguments.split()
+    paths = [str(CHECKPOINTS / a) if (CHECKPOINTS / a).exists() else a for a in words]
+    output, shown = on_a_terminal(*paths, "--json")
+    json.loads(output)
+    assert text in shown
+    assert "2/2" in shown
+    quiet, nothing = on_a_terminal(*paths, "--json", "--quiet")
+    assert quiet == output
+    assert text not in nothing
+    plain, _ = on_a_terminal(*paths)
+    assert text not in plain
+    assert str(CHECKPOINTS) in plain
+
+
+def test_a_table_without_rows_and_columns_without_text_are_left_out():
+    class Told:
+        def to_frame(self) -> pd.DataFrame:
+            return pd.DataFrame({"n": [1, 2], "reason": ["", ""]})
+
+        def plot(self) -> go.Figure:
+            return go.Figure()
+
+        def tables(self) -> dict[str, Table]:
+            none = Table(pd.DataFrame({"a": []}), "None")
+            return {"told": Table(self.to_frame(), "Told"), "none": none}
+
+    text = to_text("told", Told())
+    assert "Told" in text
+    assert "reason" not in text
+    assert "None" not in text
+    assert "reason" in to_text("told", Told(), wide=True)

@@ -1,77 +1,145 @@
-"""Every analysis of the one dict answers as JSON, as text and as a section of the page, or refuses in one line."""
+"""Every analysis of the one dict answers as JSON, as text and as a section of the page, or refuses in one line.
+
+It uses the number, the seed and the length of its prompts, or refuses them; too few are refused, too.
+"""
 
 import inspect
 import json
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mechinterp.analysis.registry import (
-    ANALYSES,
-    analysis_of,
-    run_analysis,
-)
+from mechinterp.analysis.registry import ANALYSES, Model, analysis_of, run_analysis
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.report.page import default_names, section_of
 from mechinterp.report.to_html import page
 from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text
-from tests.conftest import CHECKPOINTS, Run, sampled
+from tests.conftest import CHECKPOINTS, Run, refused, sampled
 from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
-N_PROMPTS = 64
+OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
+FEW = {"edges": 4, "edge-circuits": 4}
+"""Number of prompts of analyses that take long; 64 for the others."""
+OWN = {
+    **{"priors": "deep-linear", "components": "linear-separate", "jumps": "linear-separate"},
+    **dict.fromkeys(("algorithm", "composition", "prune", *FEW), "descent"),
+}
+"""Kind of model that an analysis needs; softmax for the others."""
+MOST = 64
+"""More than any least number of prompts for these models, whose streams are at most 12 wide."""
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-SLOW = {"edges", "edge-circuits"}
-"""Asked of one source only: that they answer elsewhere is the table of doors."""
 RANDOM = {kind: {"learning-coefficient"} for kind in ("gpt2", "encoder")}
 """Random weights are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
-"""Nor do they follow a path that could be drawn."""
-SOURCES = dict.fromkeys(SLOW, "descent")
-PAIRS = sampled(
+"""Random weights follow no path that could be drawn."""
+OTHERS = sampled(
     [
         (name, kind)
         for name in ANALYSES
         for kind in KINDS
-        if name not in SLOW or kind == SOURCES.get(name, "softmax")
+        if name not in FEW and kind != OWN.get(name, "softmax")
     ],
-    keep=lambda pair: pair[1] in ("softmax", "descent") or pair[0] in SLOW,
+    keep=lambda pair: pair[1] in ("softmax", "descent"),
 )
+"""Pairs of an analysis and a kind of model that it does not need; edges of other kinds are in the table of doors."""
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Model of a kind."""
     folder = tmp_path_factory.mktemp("kinds")
     build, descent = case_builder(folder), descent_checkpoint(folder)
     return lambda kind: descent if kind == "descent" else build(kind).source
 
 
+def require_forms(name: str, checkpoint: Model, found: object, *, drawn: bool = True) -> str:
+    """A result is shown as text and as a section that explains its columns; its JSON document."""
+    document = dumps(to_json(name, checkpoint, found))
+    assert len(json.loads(document)) > len(header(checkpoint))
+    assert to_text(name, found).count("\n") > 0
+    section = section_of(name, ANALYSES[name], found)
+    assert section.text
+    assert section.method
+    assert bool(section.figures) == drawn
+    assert page("name", "about", "verdict", [section], files=[]).count("<h2>") == 1
+    for key, table in section.tables.items():
+        columns = set(map(str, table.frame.columns))
+        assert columns - set(section.meanings) == set(), key
+    return document
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_it_is_told_in_three_forms(name: str, kind: str, case):
+@pytest.mark.parametrize("name", ANALYSES)
+def test_it_is_told_in_three_forms_and_an_option_changes_the_answer_or_is_refused(name: str, case):
+    kind = OWN.get(name, "softmax")
+    checkpoint, settings = case(kind), SHORTENED.get(name)
+    with as_for_users():
+        if not ANALYSES[name].draws_prompts:
+            require_forms(name, checkpoint, run_analysis(name, checkpoint, settings=settings))
+            for option, value in OPTIONS.items():
+                with refused(f"{name} draws no prompts and takes no {option}, got {value}."):
+                    run_analysis(name, checkpoint, **{option: value})
+            return
+        usual = {"n_prompts": FEW.get(name, 64), "seed": 0, "settings": settings}
+        first = require_forms(name, checkpoint, run_analysis(name, checkpoint, **usual))
+        others = OPTIONS | ({"context_length": 6} if kind == "descent" else {})
+        others |= {"n_prompts": 6} if name in FEW else {}
+        for option, value in others.items():
+            answer = run_analysis(name, checkpoint, **usual | {option: value})
+            assert dumps(to_json(name, checkpoint, answer)) != first, option
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
+def test_of_another_kind_of_model_it_is_told_or_refused(name: str, kind: str, case):
     analysis, checkpoint = ANALYSES[name], case(kind)
-    n_prompts = N_PROMPTS if analysis.draws_prompts else None
+    asked = {"n_prompts": 64} if analysis.draws_prompts else {}
     with as_for_users():
         if not analysis.needs(checkpoint) or name in RANDOM.get(kind, ()):
             with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
-                run_analysis(name, checkpoint, n_prompts=n_prompts)
+                run_analysis(name, checkpoint, **asked)
             return
-        settings = SHORTENED.get(name)
-        found = run_analysis(name, checkpoint, n_prompts=n_prompts, settings=settings)
-        document = json.loads(dumps(to_json(name, checkpoint, found)))
-        assert len(document) > len(header(checkpoint))
-        assert to_text(name, found).count("\n") > 0
-        section = section_of(name, analysis, found)
-        assert section.text
-        assert section.method
-        assert bool(section.figures) == ((name, kind) not in UNDRAWN)
-        assert page("name", "about", "verdict", [section], files=[]).count("<h2>") == 1
-        for key, table in section.tables.items():
-            columns = set(map(str, table.frame.columns))
-            assert columns - set(section.meanings) == set(), key
+        found = run_analysis(name, checkpoint, **asked, settings=SHORTENED.get(name))
+        require_forms(name, checkpoint, found, drawn=(name, kind) not in UNDRAWN)
+
+
+def printed(name: str, checkpoint: Model, n_prompts: int) -> str:
+    """The text of an analysis, or the one line of its refusal; warnings are errors."""
+    with as_for_users(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            settings = SHORTENED.get(name)
+            found = run_analysis(name, checkpoint, n_prompts=n_prompts, settings=settings)
+            return to_text(name, found)
+        except ValueError as error:
+            return f"refused: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, each in ANALYSES.items() if each.draws_prompts])
+def test_too_few_are_refused_and_the_least_number_gives_numbers(name: str, case):
+    checkpoint = case(OWN.get(name, "softmax"))
+    for few in (0, 1):
+        assert re.fullmatch(r"refused: .*\b\d+.*, got \d+\.", printed(name, checkpoint, few))
+    texts = (printed(name, checkpoint, n_prompts) for n_prompts in range(2, MOST))
+    assert not re.search(r"± ?nan", next(text for text in texts if not text.startswith("refused")))
+
+
+def test_the_commands_pass_options_on_and_refuse_too_few(run: Run, tmp_path: Path):
+    two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 4, "--json", "--quiet")
+    edges = ("analyse", "edges", two_steps, *few, "--context-length")
+    assert run(*edges, 6).document["rows"] != run(*edges, 4).document["rows"]
+    one = CHECKPOINTS / "softmax-h2-s0"
+    run("analyse", "circuits", one, "--n-prompts", 5).assert_refused("takes no n_prompts, got 5.")
+    for command in (("fit",), ("classify",), ("analyse", "baselines")):
+        run(*command, one, "--n-prompts", 4).assert_refused("n_prompts must be >= 8", "got 4")
+    run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 2", "got 1")
 
 
 def test_an_analysis_is_described_in_sentences_by_its_docstring():
@@ -93,7 +161,7 @@ def test_a_page_shows_what_suits_the_model():
 
 
 @pytest.mark.slow
-def test_what_is_no_analysis_is_refused(run: Run, tmp_path: Path):
+def test_what_is_no_analysis_of_a_model_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")

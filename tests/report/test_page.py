@@ -1,5 +1,8 @@
-"""The page is one file that says what it found, opens offline and trusts no name it is given."""
+"""The page is one file that says what it found, opens offline and trusts no name it is given: for one model of one layer or of
+several, ours or somebody else's, and for several models.
+"""
 
+import html
 import json
 import re
 from dataclasses import dataclass, field
@@ -9,18 +12,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
-from mechinterp.config import ExperimentConfig, override
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.weights import Weights
-from mechinterp.report.page import PAGE, Report, write_report
+from mechinterp.report.page import PAGE, Report, default_names, write_report
 from mechinterp.report.to_html import PAPERS, Section
 from mechinterp.training.train import train_models
+from tests.checkpoints.files import loaded
+from tests.conftest import CHECKPOINTS, Run
+from tests.deep_models import wide_checkpoint
+from tests.models.test_layered_models import garg
 
 pytestmark = pytest.mark.slow
 N_PROMPTS = 128
@@ -165,9 +175,8 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
     np.testing.assert_allclose(box["target"], prompts.y_query_clean, rtol=1e-6)
 
 
-def test_every_figure_is_drawn(page: Page):
+def test_figures_and_links_have_their_places(page: Page):
     assert len(page.drawn) == len(page.figures) == 14
-    assert all(figure["data"] for figure in page.drawn)
     # The page gives the look; a figure that had one of its own would stay light on a dark page.
     assert not any("template" in figure["layout"] for figure in page.drawn)
     ids = page.attributes("id")
@@ -185,6 +194,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     for link, table in tables.items():
         assert len(table) > 0
         assert f"{link} ({len(table)} rows)" in page.text
+    assert unexplained_columns(folder / PAGE) == set()
     assert list(tables["ablation.csv"]["method"]) == [
         *("zero", "zero", "mean", "mean", "resample", "resample")
     ]
@@ -224,16 +234,94 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
     assert evidence["learner_r2"] == "–"
 
 
-def test_a_folder_with_other_things_and_a_file_are_no_place_for_a_report(
-    pair: tuple[Checkpoint, Page], tmp_path: Path
-):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_report(pair[0], tmp_path, n_prompts=N_PROMPTS)
-    with pytest.raises(ValueError, match="already exists and is not overwritten"):
-        write_report(pair[0], tmp_path / "notes.txt", n_prompts=N_PROMPTS, overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+# Several layers.
+
+TASK = TaskConfig(d_x=4, context_length=9)
+SECTIONS = [
+    *("What it computes", "Circuits", "Attention on prompts", "Excess risk", "Head ablation"),
+    *("Pruning", "Probes", "Read out by layer", "Edges between heads"),
+]
 
 
-def test_every_column_is_explained(trained: tuple[Checkpoint, Path]):
-    assert unexplained_columns(trained[1] / PAGE) == set()
+def test_the_page_of_several_layers(tmp_path: Path):
+    deep = wide_checkpoint(tmp_path / "deep")
+    written = write_report(deep, tmp_path / "page", n_prompts=160)
+    page = opened(written)
+    assert page.open == []
+    assert page.headings == SECTIONS
+    assert len(page.drawn) == len(page.figures) == 13
+    assert written.page.stat().st_size < 6_000_000
+    assert written.verdict.replace("\n", "") in page.text
+    assert "3 layers of 4 heads, softmax attention, width 12, d_x 4" in page.text
+    assert unexplained_columns(written.page) == set()
+    # The cost of a layer is that of masking all its heads at once.
+    prompts = sample_prompts(TASK, 160, seed=0, dtype=torch.float64)
+    full, masked = masked_errors(deep.model, prompts, [[], [(1, head) for head in range(4)]]).mean(
+        0
+    )
+    layers = pd.read_csv(written.page.parent / "layers.csv")
+    assert layers["layer_rise"][1] == pytest.approx(masked - full, rel=1e-9)
+
+
+def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
+    model = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=12, score="linear/L")
+    train = TrainConfig(steps=40, log_every=10, batch_size=8, n_eval_prompts=16)
+    train_models({".": ExperimentConfig(TASK, model, train)}, tmp_path / "model")
+    checkpoint = load(tmp_path / "model")
+    shown = ["training", "ablate-heads-over-steps"]
+    assert list(default_names(checkpoint))[-2:] == shown
+    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=shown))
+    assert page.headings == ["Training", "Ablation of single heads, step by step"]
+    history = pd.read_csv(tmp_path / "page" / "history.csv")
+    np.testing.assert_allclose(history["qk_norm"], checkpoint.history["qk_norm"], rtol=1e-6)
+    assert unexplained_columns(tmp_path / "page" / PAGE) == set()
+
+
+def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
+    checkpoint = loaded(tmp_path, garg().state_dict(), n_heads=4)
+    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
+    # A causal model has a loss at every position.
+    assert set(page.headings) == {*SECTIONS, "Loss over the number of examples"}
+    assert "3 layers of 4 heads, softmax attention, width 16, MLPs of 64" in page.text
+    assert "assumed: context_length, covariance, beta_var, noise_var" in page.text
+    # Without noise and with more pairs than coordinates, least squares is exact.
+    assert "times that of ridge" not in page.text
+
+
+# Several models.
+
+NAMES = ("softmax-h2-s0", "softmax-h2-s8", "linear-merged-s0")
+
+
+def test_several_models_are_compared_and_the_bad_one_is_named(run: Run, tmp_path: Path):
+    paths = [CHECKPOINTS / name for name in NAMES]
+    out, unread = tmp_path / "page", tmp_path / f"{EVIL}.pt"
+    torch.save({f"{EVIL}.weight": torch.ones(2)}, unread)
+    ran = run("report", *paths, unread, "--out", out, "--n-prompts", 128, "--json")
+    assert ran.code == 2
+    assert list(ran.document) == ["checkpoints", "page", "tables", "verdict"]
+    *good, bad = ran.document["checkpoints"]
+    assert good == [{"path": str(path)} for path in paths]
+    assert bad["path"] == str(unread)
+    assert f"{EVIL}.weight" in bad["error"]
+    counts = "linear-merged-s0: linear_gd 1; softmax-h2: debiased_gd 1, kernel_regression 1."
+    verdict = f"3 models of 2 settings: {counts}"
+    assert ran.document["verdict"] == f"{verdict} Left out: 1 of 4."
+    tables = {Path(file).stem: pd.read_csv(file) for file in ran.document["tables"]}
+    assert list(tables) == ["settings", "models", "fields", "left_out"]
+    assert tables["models"]["checkpoint"].tolist() == sorted(NAMES)
+    assert tables["left_out"].columns.tolist() == ["checkpoint", "error"]
+    assert f"{bad['path']}: {tables['left_out']['error'].item()}" == bad["error"]
+    fields = tables["fields"].set_index("setting")
+    assert fields.loc["linear-merged-s0", "model.merged_qk"]
+    assert "linear/L" in fields["model.score"].tolist()  # without quotation marks
+    assert unexplained_columns(out / PAGE) == {*fields.columns, "error"}
+    text = (out / PAGE).read_text(encoding="utf-8")
+    assert html.escape(verdict) in re.sub(
+        r"<a [^>]*>|</a>", "", text
+    )  # terms lead to their meaning
+    assert EVIL not in text
+    assert Page(text).headings == ["Settings and models", "Left out"]
+    run("report", *paths, "--out", out, "--n-prompts", 64).assert_refused(out, "already exists")
+    ran = run("report", *paths[:2], "--out", out, "--n-prompts", 64, "--overwrite").done()
+    assert ran.out.startswith("2 models of 1 setting: softmax-h2: debiased_gd 1, kernel_regr")

@@ -16,7 +16,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import sample_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
 from mechinterp.report.page import write_report
-from tests.conftest import CHECKPOINTS, Run, sampled
+from tests.conftest import CHECKPOINTS, Run
 from tests.golden.store import FILES
 from tests.test_doors import as_for_users
 
@@ -25,7 +25,6 @@ MODELS = {
     "one layer": (CHECKPOINTS / "softmax-h2-s0", {}),
     "stack": (Path(FILES) / "deep-wide", {}),
     "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4, "anyway": True}),
-    "encoder": (Path(FILES) / "encoder.pt", {"n_heads": 2, "anyway": True}),
 }
 SAME = {"rtol": 1e-4, "atol": 1e-9}
 
@@ -36,7 +35,7 @@ def without_checks_of_types() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=sampled(MODELS, keep="encoder".__ne__))
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> tuple[Path, dict]:
     return MODELS[request.param]
 
@@ -105,10 +104,8 @@ def test_pruning_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, run
 def test_without_a_number_all_take_the_same(model: tuple[Path, dict], run: Run):
     path, hints = model
     checkpoint = load(path, **hints)
-    expected = {"one layer": 4096, "stack": 4096, "gpt2": 512, "encoder": 512}
-    (kind,) = [kind for kind, each in MODELS.items() if each == model]
-    assert usual_number(checkpoint) == expected[kind]
-    assert len(evaluation_prompts(checkpoint)) == expected[kind]
+    expected = 512 if model == MODELS["gpt2"] else 4096
+    assert usual_number(checkpoint) == len(evaluation_prompts(checkpoint)) == expected
 
 
 def test_a_seed_means_the_same_prompts_in_every_dtype():

@@ -6,6 +6,7 @@ Nothing is trained or fitted.
 
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -47,6 +48,11 @@ class JumpForecast(Result):
     """Step and predicted loss."""
     notes: tuple[str, ...]
     """Limits of the prediction for this config, as sentences."""
+    COLUMNS: ClassVar = {
+        "jump": "Number of the jump, from 1.",
+        "loss_before": "Level of the loss before the jump, unit y^2.",
+        "loss_after": "Level of the loss after the jump, unit y^2.",
+    }
 
     def __repr__(self) -> str:
         jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))
