@@ -27,7 +27,6 @@ from tests.checkpoints import strange_modules as strange
 from tests.checkpoints.files import loaded
 from tests.checkpoints.strange_modules import EACH, HEADS, WIDTH, Stack, random
 from tests.conftest import CHECKPOINTS
-from tests.deep_models import small_gpt2
 
 TASK = TaskConfig(d_x=3, context_length=6)
 TWO = range(2)
@@ -224,7 +223,7 @@ def test_weights_without_a_softmax_are_signed_and_said_to_be_no_distribution(pro
         attention_entropy(hooked, prompts)
 
 
-# Patterns that torch and Hugging Face return themselves.
+# Patterns that torch returns itself.
 
 BEFORE = torch.ones(32, 32).tril().bool()
 
@@ -260,30 +259,6 @@ def test_patterns_of_torchs_encoder_are_those_it_returns(batch_first, prompts):
     patterns = attention_patterns(hooked, prompts, shown=len(prompts))
     np.testing.assert_allclose(patterns.pattern[:, :2], expected[:, :, -1].numpy(), rtol=1e-10)
     torch.testing.assert_close(hooked.predict(prompts), module(prompts.tokens)[:, -1, -1:])
-
-
-class HuggingFace(nn.Module):
-    def __init__(self, implementation: str):
-        super().__init__()
-        self.read_in, self.backbone = nn.Linear(4, 8), small_gpt2()
-        self.backbone.set_attn_implementation(implementation)
-
-    def forward(self, x):
-        return self.backbone(inputs_embeds=self.read_in(x)).last_hidden_state
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_patterns_of_hugging_faces_gpt2_are_those_it_returns(implementation, prompts):
-    torch.manual_seed(2)
-    module = HuggingFace(implementation).double().eval()
-    hooked = hook_module(module, task=TASK, read=lambda output: output[:, -1, -1:])
-    assert not hooked.model.unfollowed
-    _, cache = hooked.model.run_with_cache(prompts.tokens)
-    module.backbone.set_attn_implementation("eager")
-    inputs = module.read_in(prompts.tokens)
-    expected = module.backbone(inputs_embeds=inputs, output_attentions=True).attentions
-    for layer in TWO:
-        torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_pattern"], expected[layer])
 
 
 # What cannot be followed, and what would give wrong heads.

@@ -20,6 +20,7 @@ FAMILIES = {
     # family: settings, the output projections' names, and the hook points of queries, keys and values that stay
     "Llama": (GROUPED, "self_attn.o_proj", "qv"),
     "Qwen3": ({"num_key_value_heads": 4, "head_dim": 4}, "self_attn.o_proj", "qkv"),  # normed head by head
+    "GPT2": ({}, "attn.c_proj", "qkv"),  # queries, keys and values from one Conv1D
     "Phi": ({}, "self_attn.dense", "qkv"),
     "GPTNeoX": ({}, "attention.dense", "qkv"),
     "Bloom": ({"n_head": 4, "n_layer": 2}, "self_attention.dense", "qkv"),
