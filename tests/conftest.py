@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from mechinterp import cli
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import head_outputs
 from mechinterp.models.weights import Weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -81,12 +80,6 @@ def by_head(weights: Weights) -> dict[str, Tensor]:
     for name in {"W_O", "b_O"} & tensors.keys():
         tensors[name] = tensors[name][..., weights.d_x :].contiguous()
     return tensors
-
-
-def predictions_of_each(weights: Weights, prompts: Prompts, n_heads: Sequence[int]) -> Tensor:
-    """Predictions [batch, model, d_y] of models of so many heads, which lie one after another."""
-    outputs = head_outputs(weights, prompts).split(list(n_heads), dim=1)
-    return torch.stack([each.sum(1) for each in outputs], dim=1)
 
 
 def assert_close_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.ndarray):

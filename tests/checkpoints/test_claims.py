@@ -208,6 +208,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 def test_an_earlier_result_stays_whole_until_all_files_are_written(tmp_path: Path):
     def fail(file: Path):
+        file.write_text("half")
         raise OSError(28, "no space")
 
     def overwrite():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.checkpoint import load, save
-from mechinterp.checkpoints.io.files import CheckpointError, write_atomically
+from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import tensor_shapes
@@ -195,20 +195,6 @@ def test_weights_of_another_kind_are_not_saved(tmp_path: Path, words: str):
         f"model: .*{re.escape(words)}", save, tmp_path / "model", *NOT_SAVED[words], step=0
     )
     assert not (tmp_path / "model").exists()
-
-
-def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path):
-    file = tmp_path / "weights.safetensors"
-    file.write_bytes(b"old")
-
-    def fail_half_way(target: Path):
-        target.write_bytes(b"ne")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(file, fail_half_way)
-    assert file.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.fixture

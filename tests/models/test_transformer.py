@@ -13,7 +13,7 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ExperimentConfig, Mod
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, sample_prompts
 from mechinterp.models import heads as functional
-from mechinterp.models.constructions.one_layer import diagonal_heads, kernel_head
+from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.run.general import predict_deep
@@ -27,7 +27,6 @@ from tests.conftest import (
     assert_same,
     by_head,
     changed,
-    predictions_of_each,
     refused,
 )
 
@@ -94,21 +93,6 @@ def test_biases_follow_the_formula():
         pattern = torch.softmax(weights.scale * (k * q[:, None]).sum(-1), dim=1)
         expected = expected + (pattern[..., None] * v).sum(1) @ of["W_O"][head]
     assert_close_to_rounding(functional.predict(weights, prompts), expected)
-
-
-def test_every_position_is_a_query_of_the_pairs_before_it():
-    omega, mu = 0.4, 1.5
-    task = TaskConfig(d_x=3, context_length=8)
-    model = ICLTransformer.from_weights(kernel_head(omega, mu, d_x=3), task=task)
-    tokens = random_prompts(d_y=1).tokens
-    x, y = tokens[..., :3], tokens[..., 3:]
-    logits = model(tokens)
-    for position in range(9):
-        expected = y[:, position].clone()  # the token itself stays in the residual stream
-        if position > 0:
-            scores = omega * (x[:, :position] * x[:, position, None]).sum(-1, keepdim=True)
-            expected += mu * (torch.softmax(scores, dim=1) * y[:, :position]).sum(1)
-        torch.testing.assert_close(logits[:, position], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_two_layers_follow_the_formula():
@@ -205,14 +189,6 @@ def test_shares_of_diagonal_and_last_entry():
     tilted.W_V[0, 0, 0, 2] = 1.0  # reads x_0 as strongly as y
     assert tilted.qk_diagonal[0].item() == pytest.approx((2 / 3) ** 0.5)
     assert tilted.ov_last_entry[0].item() == pytest.approx(0.5**0.5)
-
-
-def test_replicas_predict_as_they_do_alone():
-    models = [random_weights(n_heads, seed=n_heads) for n_heads in (1, 2, 3)]
-    packed = predictions_of_each(functional.stack(models), random_prompts(), (1, 2, 3))
-    assert packed.shape == (6, 3, 2)
-    for index, model in enumerate(models):
-        assert_close_to_rounding(packed[:, index], functional.predict(model, random_prompts()))
 
 
 def test_zero_heads_are_named_and_taken_out():

@@ -10,7 +10,7 @@ from numba import njit, types
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
-from mechinterp.models.heads import stack
+from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
 from mechinterp.training.lanes import LANES, exponential, load, store
 from mechinterp.training.one_layer.step import (
@@ -19,7 +19,7 @@ from mechinterp.training.one_layer.step import (
     loss_and_gradients,
     membership,
 )
-from tests.conftest import assert_close_to_rounding, by_head, predictions_of_each
+from tests.conftest import assert_close_to_rounding, by_head
 
 HEADS = (1, 2, 3, 8)
 
@@ -72,7 +72,8 @@ def test_gradients_equal_automatic_differentiation(score: str, d_y: int):
     loss, gradients = loss_and_gradients(weights, prompts, membership(HEADS))
 
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.tensors.items()}
-    predictions = predictions_of_each(weights.with_tensors(leaves), prompts, HEADS)
+    outputs = head_outputs(weights.with_tensors(leaves), prompts).split(list(HEADS), dim=1)
+    predictions = torch.stack([each.sum(1) for each in outputs], dim=1)
     expected_loss = (predictions - prompts.y_query[:, None]).square().mean((0, 2))
     expected = torch.autograd.grad(expected_loss.sum(), list(leaves.values()))
 
