@@ -404,32 +404,23 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
 # Several layers, and MLPs behind heads.
 
 
-def descent_in_haiku() -> State:
-    """Two steps of gradient descent, minus the prediction being kept in the y entry."""
-    model = gradient_descent_model([0.6, 0.5], d_x=3)
-    stacks = {"query": model.W_Q * model.scale, "key": model.W_K, "value": model.W_V}
-    state = {}
-    for name, stack in (stacks | {"linear": model.W_O}).items():
-        for layer, (W,) in enumerate(stack.float()):
-            state[f"transformer/~trans_block/layer_{layer}/{name}/w"] = W
-    return state
-
-
-DESCENT = {"n_heads": 1, "scale": 1.0, "d_x": 3, "d_y": 1, "task": {"noise_var": 0.0, "context_length": 20}}  # fmt: skip
 PLAIN = {"context_only": True, "positions": "none", "passes": 1, "norm": "none"}
 
 
 @pytest.mark.slow
 def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
-    names = {"query": "W_q", "key": "W_k", "value": "W_v", "linear": "W_o"}
+    model = gradient_descent_model([0.6, 0.5], d_x=3)
     # A basis of the head's own, so that turned matrices are another model.
     basis = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))[0]
+    read, written = {"q": model.W_Q * model.scale, "k": model.W_K}, {"v": model.W_V, "o": model.W_O}
     turned = {}
-    for name, W in descent_in_haiku().items():
-        *_, layer, part, _ = name.split("/")
-        own = basis if part in ("query", "key") else torch.eye(4)
-        turned[f"layers.{layer[-1]}.{names[part]}"] = own @ W.T
-    hints = DESCENT | {"score": "linear/L", "model": PLAIN, "attend_to_self": False}
+    for name, stack in (read | written).items():
+        own = basis if name in read else torch.eye(4)
+        for layer, (W,) in enumerate(stack.float()):
+            turned[f"layers.{layer}.W_{name}"] = own @ W.T
+    hints = {"n_heads": 1, "scale": 1.0, "d_x": 3, "d_y": 1}
+    hints |= {"task": {"noise_var": 0.0, "context_length": 20}}
+    hints |= {"score": "linear/L", "model": PLAIN, "attend_to_self": False}
     checkpoint = loaded(tmp_path, turned, **hints)
     assert checkpoint.assumed["model.orientation"] == "out,in"
     assert checkpoint.readings[0].loss < 0.5
