@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+def entered(context: AbstractContextManager):
+    with context:
+        pass
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link", "pipe"])
 def test_a_new_file_replaces_nothing(tmp_path: Path, kind: str):
     path, other = tmp_path / "new.csv", tmp_path / "other"
@@ -57,17 +63,12 @@ def test_a_new_file_replaces_nothing(tmp_path: Path, kind: str):
 def test_a_lock_that_is_not_ours_is_refused_and_left(tmp_path: Path, content: str):
     file = tmp_path / ".lock"
     file.write_text(content)
-    with (
-        pytest.raises(CheckpointError, match=r"\.lock: must be a lock of this package"),
-        locked(file),
-    ):
-        pass
+    assert_refused(r"\.lock: must be a lock of this package", entered, locked(file))
     assert file.read_text() == content
     file.unlink()
     file.symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text(MARK)
-    with pytest.raises(CheckpointError, match=r"\.lock: cannot be locked"), locked(file):
-        pass
+    assert_refused(r"\.lock: cannot be locked", entered, locked(file))
     assert file.is_symlink()
     assert names(tmp_path) == [".lock", "target"]
 
@@ -102,11 +103,8 @@ def test_temporary_files_are_deleted_of_ended_processes_only(tmp_path: Path):
 
 def test_a_claim_refuses_a_folder_that_is_not_empty(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
-    with (
-        pytest.raises(CheckpointError, match=f"{tmp_path}: already holds notes.txt; it is not"),
-        claimed(tmp_path, last="z"),
-    ):
-        pass
+    words = f"{tmp_path}: already holds notes.txt; it is not"
+    assert_refused(words, entered, claimed(tmp_path, last="z"))
 
     def write_both():
         with claimed(tmp_path, last="z", names=["a", "z"]) as claim:
@@ -115,11 +113,8 @@ def test_a_claim_refuses_a_folder_that_is_not_empty(tmp_path: Path):
             (tmp_path / "z").write_text("mine")  # it came meanwhile
 
     assert_refused("z: already exists; it is not overwritten", write_both)
-    with (
-        pytest.raises(CheckpointError, match="already holds z;"),
-        claimed(tmp_path, last="z", names=["a", "z"]),
-    ):
-        pass
+    again = claimed(tmp_path, last="z", names=["a", "z"])
+    assert_refused("already holds z;", entered, again)
     assert (tmp_path / "z").read_text() == "mine"
     assert names(tmp_path) == ["notes.txt", "z"]
 

@@ -26,6 +26,7 @@ from mechinterp.models.hooked.runner import masked
 from tests.checkpoints import strange_modules as strange
 from tests.checkpoints.files import loaded
 from tests.checkpoints.strange_modules import EACH, HEADS, WIDTH, Stack, random
+from tests.checkpoints.strangers import Kind, joins
 from tests.conftest import CHECKPOINTS
 
 TASK = TaskConfig(d_x=3, context_length=6)
@@ -178,14 +179,7 @@ def test_edges_between_heads_with_rotary_positions_are_those_of_the_file_of_the_
         for theirs, known in RENAMED.items():
             name = name.replace(theirs, known)
         state[name] = tensor
-    said = {
-        "layout": "pairs",
-        "context_only": True,
-        "residual": True,
-        "passes": 1,
-        "norm": "before",
-    }
-    said |= {"activation": "gelu", "positions": "rotary", "rotary_adjacent_pairs": False}
+    said = joins(Kind(norm="layer", mlp=True, positions="halves")) | {"context_only": True}
     hints = {"n_heads": HEADS, "score": "softmax", "attend_to_self": True, "scale": EACH**-0.5}
     own = loaded(tmp_path, state, task={"context_length": 6}, model=said, **hints)
     hooked = hook_module(stack, task=TASK)

@@ -22,6 +22,7 @@ from mechinterp.training.one_layer.step import Pack, initial_weights
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.test_archives import little
 from tests.conftest import assert_same, changed
+from tests.training.test_trainer import finished
 
 CONFIG = ExperimentConfig(
     task=TaskConfig(d_x=3, d_y=2, context_length=8),
@@ -46,18 +47,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_trained_model_comes_back_as_it_was(tmp_path: Path):
-    pack = Pack({"model": CONFIG})
-    while not pack.finished:
-        pack.advance()
-    trained = pack.results()["model"]
-    save(
-        tmp_path / "model",
-        CONFIG,
-        trained.weights,
-        step=trained.step,
-        history=trained.history,
-        snapshots=trained.snapshots,
-    )
+    trained = finished(Pack({"model": CONFIG})).results()["model"]
+    parts = {"history": trained.history, "snapshots": trained.snapshots}
+    save(tmp_path / "model", CONFIG, trained.weights, step=trained.step, **parts)
     checkpoint = load(str(tmp_path / "model"))
     assert checkpoint.config == CONFIG
     assert (checkpoint.step, checkpoint.name) == (20, "model")

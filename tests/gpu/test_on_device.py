@@ -52,11 +52,6 @@ STANDARD_ERRORS = 5.0
 """Of several dozen means at most one in ten thousand draws goes further."""
 
 
-def deep_experiment(kind: str, shortest: int | None = None) -> ExperimentConfig:
-    train = replace(TRAIN, shortest_context=shortest, clip_norm=1.0)
-    return ExperimentConfig(SMALL, ModelConfig(n_layers=2, n_heads=2, **DEEP[kind]), train)
-
-
 def distance(values: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest entry."""
     values = values.detach().cpu()
@@ -106,8 +101,9 @@ def pack_models(n_models: int) -> dict[str, ExperimentConfig]:
 
 
 def deep_models(kind: str) -> dict[str, ExperimentConfig]:
-    fields = (f"train.steps={STEPS}", "train.log_every=5")
-    return {"model": override(deep_experiment(kind, shortest=2), *fields)}
+    model = ModelConfig(n_layers=2, n_heads=2, **DEEP[kind])
+    train = replace(TRAIN, steps=STEPS, log_every=5, shortest_context=2, clip_norm=1.0)
+    return {"model": ExperimentConfig(SMALL, model, train)}
 
 
 KINDS: dict[str, tuple[type[Run], dict[str, ExperimentConfig]]] = {
