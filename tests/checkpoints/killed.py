@@ -1,9 +1,9 @@
 """A process that is killed while it writes a checkpoint."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.conftest import python
 
 WRITE = """
 import os, signal, sys
@@ -26,8 +26,7 @@ with claimed(Path(sys.argv[1]), last="config.json") as claim:
 
 def killed_while_writing(folder: Path) -> None:
     """Leave in a folder what a kill leaves between the first and the second file of a checkpoint."""
-    ran = subprocess.run([sys.executable, "-c", WRITE, str(folder)], check=False)
-    assert ran.returncode == -signal.SIGKILL
+    assert python("-c", WRITE, folder).code == -signal.SIGKILL
     names = {path.name for path in folder.iterdir()}
     assert {".mechinterp", "model.safetensors"} < names
     assert len([name for name in names if name.endswith(".tmp")]) == 3

@@ -98,7 +98,9 @@ class LinearAttention(Attention):
 
 
 class Torchs(Attention):
-    """torch.nn.MultiheadAttention, on positions first or batch first."""
+    """torch.nn.MultiheadAttention under a mask: a boolean one batch first, an additive one positions first."""
+
+    causal = True
 
     def __init__(self, batch_first: bool = True):
         super().__init__()
@@ -106,7 +108,11 @@ class Torchs(Attention):
 
     def forward(self, x):
         x = x if self.mha.batch_first else x.transpose(0, 1)
-        output = self.mha(x, x, x)[0]
+        length = x.shape[self.mha.batch_first]
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if not self.mha.batch_first:
+            mask = torch.zeros(length, length).to(x).masked_fill(mask, -math.inf)
+        output = self.mha(x, x, x, attn_mask=mask)[0]
         return output if self.mha.batch_first else output.transpose(0, 1)
 
     def parts(self, head):

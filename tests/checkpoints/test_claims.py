@@ -25,7 +25,7 @@ from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
 from mechinterp.memory import available_memory
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.killed import killed_while_writing
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, python
 
 
 def text(words: str):
@@ -159,7 +159,7 @@ def test_one_of_several_that_claim_a_folder_at_once_gets_it(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_half_written_is_no_obstacle(tmp_path: Path):
+def test_what_a_killed_process_left_is_no_obstacle_and_stays_if_it_was_whole(tmp_path: Path):
     folder = tmp_path / "u"
     killed_while_writing(folder)
     (folder / "notes.txt").write_text("mine")
@@ -170,14 +170,11 @@ def test_what_a_killed_process_left_half_written_is_no_obstacle(tmp_path: Path):
     with claimed(folder, last="config.json") as claim:
         claim.write("config.json", text("{}"))
     assert names(folder) == ["config.json"]
-
-
-@pytest.mark.slow
-def test_what_was_whole_when_its_process_was_killed_stays(tmp_path: Path):
-    killed_while_writing(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    settle(tmp_path)
-    assert names(tmp_path) == ["config.json", "model.safetensors"]
+    (folder / "config.json").unlink()
+    killed_while_writing(folder)
+    (folder / "config.json").write_text("{}")
+    settle(folder)
+    assert names(folder) == ["config.json", "model.safetensors"]
 
 
 def test_a_claim_from_elsewhere_deletes_nothing_outside_its_folder(tmp_path: Path):
@@ -250,10 +247,7 @@ with locks.claimed(folder, last="z", names=["a", "z"], replaced=["a", "z"]) as c
 def test_a_kill_never_leaves_half_of_two_results(tmp_path: Path, before: int, left: list[str]):
     for name in ("a", "z"):
         (tmp_path / name).write_text("old")
-    ran = subprocess.run(
-        [sys.executable, "-c", REPLACE, str(tmp_path), str(before)], check=False, cwd=Path.cwd()
-    )
-    assert ran.returncode == -signal.SIGKILL
+    assert python("-c", REPLACE, tmp_path, before).code == -signal.SIGKILL
     settle(tmp_path)
     assert contents(tmp_path) == dict.fromkeys(left, "old")
 

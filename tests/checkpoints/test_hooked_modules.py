@@ -129,7 +129,7 @@ def test_queries_keys_values_and_scores_are_the_products_of_the_weights(kind, pr
     q, k, v = (read @ W for W in reads)
     for name, expected in (("q", q), ("k", k), ("v", v)):
         torch.testing.assert_close(cache[f"blocks.1.attn.hook_{name}"][:, :, 1], expected)
-    seen = torch.ones(7, 7, dtype=torch.bool).tril() if kind == "grouped" else torch.tensor(True)
+    seen = torch.ones(7, 7, dtype=torch.bool).tril()
     scores = cache["blocks.1.attn.hook_attn_scores"][:, 1]
     expected = (q @ k.mT / math.sqrt(EACH)).where(seen, -torch.inf)
     torch.testing.assert_close(scores.where(seen, -torch.inf), expected)
@@ -217,42 +217,15 @@ def test_weights_without_a_softmax_are_signed_and_said_to_be_no_distribution(pro
         attention_entropy(hooked, prompts)
 
 
-# Patterns that torch returns itself.
-
-BEFORE = torch.ones(32, 32).tril().bool()
-
-
-class Masked(nn.Module):
-    """Torch's encoder with a mask, on tokens of [batch, pos, width]."""
-
-    def __init__(self, mask: torch.Tensor, *, batch_first: bool):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.batch_first = batch_first
-        self.register_buffer("mask", mask)
-
-    def forward(self, x):
-        turned = x if self.batch_first else x.transpose(0, 1)
-        output = self.encoder(turned, mask=self.mask[: x.shape[1], : x.shape[1]])
-        return output if self.batch_first else output.transpose(0, 1)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_patterns_of_torchs_encoder_are_those_it_returns(batch_first, prompts):
-    added = torch.zeros(32, 32).masked_fill(~BEFORE, -torch.inf)
-    mask = ~BEFORE if batch_first else added.double()
-    module = Masked(mask, batch_first=batch_first).double().eval().requires_grad_(False)
-    hooked = hook_module(module, task=TASK)
-    assert not hooked.model.unfollowed
-    _, cache = hooked.model.run_with_cache(prompts.tokens)
-    x = prompts.tokens if batch_first else prompts.tokens.transpose(0, 1)
-    settings = {"attn_mask": mask[:7, :7], "average_attn_weights": False}
-    _, expected = module.encoder.layers[0].self_attn(x, x, x, **settings)
-    torch.testing.assert_close(cache["blocks.0.attn.hook_pattern"], expected)
-    patterns = attention_patterns(hooked, prompts, shown=len(prompts))
-    np.testing.assert_allclose(patterns.pattern[:, :2], expected[:, :, -1].numpy(), rtol=1e-10)
-    torch.testing.assert_close(hooked.predict(prompts), module(prompts.tokens)[:, -1, -1:])
+def test_patterns_of_torchs_encoder_are_those_it_returns(prompts):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    hooked = hook_module(encoder.to(prompts.x).eval().requires_grad_(False), task=TASK)
+    patterns = attention_patterns(hooked, prompts, shown=len(prompts)).pattern
+    inputs = (prompts.tokens,) * 3
+    _, expected = encoder.layers[0].self_attn(*inputs, average_attn_weights=False)
+    np.testing.assert_allclose(patterns[:, :2], expected[:, :, -1], rtol=1e-10)
+    torch.testing.assert_close(hooked.predict(prompts), encoder(prompts.tokens)[:, -1, -1:])
 
 
 # What cannot be followed, and what would give wrong heads.

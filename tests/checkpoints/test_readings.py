@@ -145,14 +145,9 @@ def test_readings_are_compared_on_as_many_prompts_each(
 ):
     # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
     monkeypatch.setattr(cases, "N_PRODUCTS", 2**24)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {f"attn.heads.{h}.{x}.weight": (8, 3) for h in range(2) for x in ("key", "query", "value")}  # fmt: skip
-    shapes |= {"attn.proj.weight": (3, 16), "attn.proj.bias": (3,), "fc1.weight": (16, 3)}
-    shapes |= {"fc1.bias": (16,), "fc2.weight": (3, 16), "fc2.bias": (3,)}
-    state = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
-    said = {"positions": "none", "passes": 1, "activation": "relu"}
     law = {"context_length": 10, "noise_var": 0}
-    checkpoint = loaded(tmp_path, state, score="softmax", scale=1.0, model=said, task=law)
+    hints = {"score": "softmax", "scale": 1.0, "model": BEHIND, "task": law}
+    checkpoint = loaded(tmp_path, behind_an_mlp("softmax-h2-s0"), **hints)
     assert {each.tried["residual"] for each in checkpoint.readings} == {True, False}
 
 
