@@ -277,19 +277,14 @@ def test_a_place_that_is_no_npz_is_refused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_64_choices_take_less_than_half_a_gigabyte_and_10_seconds(tmp_path: Path):
-    state, draw = {}, {"generator": torch.Generator().manual_seed(0)}
-    shapes = dict.fromkeys(("q", "k", "v", "proj"), (64, 64)) | {
-        "mlp.0": (256, 64),
-        "mlp.2": (64, 256),
-    }
-    for layer in range(2):
-        of_layer = {f"{x}.weight": torch.randn(shape, **draw) / 8 for x, shape in shapes.items()}
-        of_layer |= {f"ln{i}.weight": torch.ones(64) for i in (1, 2)}
-        state |= {f"blocks.{layer}.{name}": tensor for name, tensor in of_layer.items()}
-    state |= {
-        "read_in.weight": torch.randn(64, 6, **draw),
-        "read_out.weight": torch.randn(1, 64, **draw),
-    }
+    draw = {"generator": torch.Generator().manual_seed(0)}
+    shapes = dict.fromkeys(("q", "k", "v", "proj"), (64, 64))
+    shapes |= {"mlp.0": (256, 64), "mlp.2": (64, 256)}
+    layers = [(f"blocks.{n}.{name}", shape) for n in range(2) for name, shape in shapes.items()]
+    state = {f"{name}.weight": torch.randn(shape, **draw) / 8 for name, shape in layers}
+    state |= {f"blocks.{n}.ln{i}.weight": torch.ones(64) for n in range(2) for i in (1, 2)}
+    for name, shape in {"read_in": (64, 6), "read_out": (1, 64)}.items():
+        state[f"{name}.weight"] = torch.randn(shape, **draw)
     before, start = peak(), time.process_time()
     assert len(loaded(tmp_path, state, n_heads=2).readings) == 64
     assert time.process_time() - start < 10

@@ -139,18 +139,6 @@ def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
         assert any(each.predicts for each in readings) is clear
 
 
-@pytest.mark.slow
-def test_readings_are_compared_on_as_many_prompts_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    # Without a residual the stream is three times as wide, and a prompt takes more of the budget.
-    monkeypatch.setattr(cases, "N_PRODUCTS", 2**24)
-    law = {"context_length": 10, "noise_var": 0}
-    hints = {"score": "softmax", "scale": 1.0, "model": BEHIND, "task": law}
-    checkpoint = loaded(tmp_path, behind_an_mlp("softmax-h2-s0"), **hints)
-    assert {each.tried["residual"] for each in checkpoint.readings} == {True, False}
-
-
 def test_readings_that_are_one_model_count_once(tmp_path: Path):
     """Where d_head is 1 both scales are one, and with symmetric matrices both orientations."""
     state = LAYOUTS["modules {x}_proj"](random_heads(n_heads=2, d_head=1))
