@@ -35,11 +35,11 @@ SHOWN = (
 """Models of the figure."""
 
 
-def in_short(value: float, sem: float, digits: int = 3) -> str:
+def with_sem(value: float, sem: float, digits: int = 3) -> str:
     """A number with its standard error, or "no partner".
 
     Example:
-        >>> in_short(0.5, 0.01)
+        >>> with_sem(0.5, 0.01)
         '0.500 ± 0.010'
     """
     return "no partner" if pd.isna(value) else f"{value:.{digits}f} ± {sem:.{digits}f}"
@@ -86,12 +86,12 @@ def models(results: Path) -> str:
     """Table with one row per model."""
     rows = []
     for _, row in screened(table_of(results)).iterrows():
-        cells = [row.setting, in_short(row.to_ridge, row.to_ridge_sem, 2)]
+        cells = [row.setting, with_sem(row.to_ridge, row.to_ridge_sem, 2)]
         if row.n_heads == 1:
             rows.append((*cells, *[""] * 6, held(row)))
             continue
         medians = " (medians)" * (row.to_single_2d_by == "median")
-        cells.append(in_short(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
+        cells.append(with_sem(row.to_single_2d, row.to_single_2d_sem, 2) + medians)
         cells.append(at_work(row))
         refitted = [f"{name}_refit" for name in ("later", "pairs", "first")]
         cells.append(f"{row.later_median:.3g}")
@@ -130,8 +130,8 @@ def wide_inputs(results: Path) -> str:
     layer 1."""
     rows = []
     for _, row in several(table_of(results)).query("d_x >= 16").iterrows():
-        cells = [row.setting, f"{row.steps:,}", in_short(row.to_ridge, row.to_ridge_sem, 2)]
-        cells += [in_short(row.to_algorithm_fixed, row.to_algorithm_fixed_sem, 2)]
+        cells = [row.setting, f"{row.steps:,}", with_sem(row.to_ridge, row.to_ridge_sem, 2)]
+        cells += [with_sem(row.to_algorithm_fixed, row.to_algorithm_fixed_sem, 2)]
         cells += [f"{row.to_algorithm:.1f}", at_work(row)]
         cells += [f"{row[name]:.2f}" for name in ("later_refit", "first_refit", "r2_R x")]
         rows.append((*cells, f"{row['r2_(S - 1) x']:.2f}"))
@@ -169,7 +169,7 @@ def seeds(results: Path) -> str:
 
 def over(values: pd.Series, digits: int) -> str:
     """Mean and its standard error."""
-    return in_short(values.mean(), values.sem(), digits)
+    return with_sem(values.mean(), values.sem(), digits)
 
 
 def steps(results: Path) -> str:
@@ -183,7 +183,7 @@ def steps(results: Path) -> str:
         cells = (
             row.setting,
             f"{row.steps:,}",
-            in_short(row.to_fewer_steps, row.to_fewer_steps_sem, 3),
+            with_sem(row.to_fewer_steps, row.to_fewer_steps_sem, 3),
         )
         rows.append((*cells, held(shorter), held(row)))
     header = ("setting", "steps", "risk / after half of them", "holds at half", "holds at the end")

@@ -45,26 +45,28 @@ class Attention(nn.Module):
 
 
 class Grouped(Attention):
-    """Four query heads that share two heads of keys and values; causal."""
+    """Four query heads that share two heads of keys and values; causal, by hand or by the fused function, which takes
+    "is_causal" or a "boolean" or "additive" mask."""
 
     groups, causal = 2, True
 
-    def __init__(self, sdpa: bool = False):
+    def __init__(self, fused: str = ""):
         super().__init__()
-        self.n_heads, self.sdpa = HEADS, sdpa
+        self.n_heads, self.fused = HEADS, fused
         self.q_proj, self.o_proj = linear(), linear()
         self.k_proj, self.v_proj = linear(self.groups * EACH), linear(self.groups * EACH)
 
     def forward(self, x):
         q = split(self.q_proj(x), HEADS)
         k, v = split(self.k_proj(x), self.groups), split(self.v_proj(x), self.groups)
-        if self.sdpa:
-            return self.o_proj(joined(attend(q, k, v, is_causal=True, enable_gqa=True)))
-        k, v = (each.repeat_interleave(HEADS // self.groups, dim=1) for each in (k, v))
-        n, device = x.shape[1], x.device
-        later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-        scores = (q @ k.mT / math.sqrt(EACH)).masked_fill(later, -math.inf)
-        return self.o_proj(joined(scores.softmax(-1) @ v))
+        added = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1).to(x)
+        if self.fused:
+            mask = {"boolean": added == 0, "additive": added}.get(self.fused)
+            z = attend(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        else:
+            k, v = (each.repeat_interleave(HEADS // self.groups, dim=1) for each in (k, v))
+            z = (q @ k.mT / math.sqrt(EACH) + added).softmax(-1) @ v
+        return self.o_proj(joined(z))
 
     def parts(self, head):
         own, shared = rows(head), rows(head // (HEADS // self.groups))
