@@ -85,6 +85,13 @@ def lines(
     return finish(figure, title, height=HEIGHT)
 
 
+def in_pairs(figure: go.Figure, n: int) -> go.Figure:
+    """The figure with its first n curves solid and the next n dotted, in the same n colours."""
+    for index, trace in enumerate(figure.data):
+        trace.line.update(color=COLORS[index % n], dash="solid" if index < n else "dot")
+    return figure
+
+
 def _axis(*, log: bool) -> dict[str, object]:
     return {"type": "log", "exponentformat": "power"} if log else {"type": "linear"}
 

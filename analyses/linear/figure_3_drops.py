@@ -87,12 +87,15 @@ def heads_pages(found: Flow) -> dict[str, go.Figure]:
         for name, part in both.items()
         for m, head in enumerate(heads)
     }
-    options = {"x_title": "time (tau)", "colors": figures.COLORS[:4]}
     title = "|v| of the head that learns a direction, relative to its end; eq. (21) dotted"
-    value = figures.lines(found.time, curves, title=title, y_title="|v| / v_inf", **options)
+    value = figures.lines(
+        found.time, curves, title=title, y_title="|v| / v_inf", x_title="time (tau)"
+    )
     title = "The same heads' keys (solid) and queries (dotted) turn to their eigenvector"
-    alignment = figures.lines(found.time, cosines, title=title, y_title="|cos|", **options)
-    return {"value": value, "alignment": alignment}
+    alignment = figures.lines(
+        found.time, cosines, title=title, y_title="|cos|", x_title="time (tau)"
+    )
+    return {"value": figures.in_pairs(value, 4), "alignment": figures.in_pairs(alignment, 4)}
 
 
 def drop_records(init: float, found: list[Plateaus]) -> list[Record]:

@@ -34,8 +34,6 @@ OWN = {
 MOST = 64
 """More than any least number of prompts for these models, whose streams are at most 12 wide."""
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-RANDOM = {kind: {"learning-coefficient"} for kind in ("gpt2", "encoder")}
-"""Random weights are no minimum."""
 UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
 """Random weights follow no path that could be drawn."""
 OTHERS = sampled(
@@ -99,13 +97,15 @@ def test_it_is_told_in_three_forms_and_an_option_changes_the_answer_or_is_refuse
 @pytest.mark.parametrize(("name", "kind"), OTHERS)
 def test_of_another_kind_of_model_it_is_told_or_refused(name: str, kind: str, case):
     analysis, checkpoint = ANALYSES[name], case(kind)
-    asked = {"n_prompts": 64} if analysis.draws_prompts else {}
+    asked = {"settings": SHORTENED.get(name)} | (
+        {"n_prompts": 64} if analysis.draws_prompts else {}
+    )
     with as_for_users():
-        if not analysis.needs(checkpoint) or name in RANDOM.get(kind, ()):
+        if not analysis.needs(checkpoint):
             with pytest.raises(ValueError, match=r"^[^\n]*\.$"):
                 run_analysis(name, checkpoint, **asked)
             return
-        found = run_analysis(name, checkpoint, **asked, settings=SHORTENED.get(name))
+        found = run_analysis(name, checkpoint, **asked)
         require_forms(name, checkpoint, found, drawn=(name, kind) not in UNDRAWN)
 
 

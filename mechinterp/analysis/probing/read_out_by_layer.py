@@ -118,11 +118,8 @@ class ReadOutByLayer(Result):
             y_title="R²",
             zero_line=True,
         )
-        for index, trace in enumerate(figure.data):
-            trace.line.color = figures.COLORS[index % len(TARGETS)]
-            trace.line.dash = "solid" if index < len(TARGETS) else "dot"
         figure.update_yaxes(range=[-0.55, 1.05])
-        return figure
+        return figures.in_pairs(figure, len(TARGETS))
 
 
 def read_out_by_layer(
