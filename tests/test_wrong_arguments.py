@@ -63,8 +63,12 @@ REFUSED = {
             lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
             ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
         )
-        for analysis, path in product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])
+        for analysis, path in product([fit_learners, classify_layers], [SHIPPED, DEEP])
     },
+    "a task as prompts": (
+        lambda: classify(load(SHIPPED), load(SHIPPED).task),
+        ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],
+    ),
     "prompts as the task of a function": (
         lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
         ["got Prompts; ", "fit_learners"],
