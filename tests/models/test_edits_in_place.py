@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp import hook_module, load
+from mechinterp import hook_module, load, sample_prompts
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
