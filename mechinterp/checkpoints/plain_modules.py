@@ -24,7 +24,7 @@ from mechinterp.checkpoints.module_input import Entry, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
 from mechinterp.models.run.predictor import ModelPredictor, Predictor
@@ -49,6 +49,8 @@ class HookedModule(Run):
     """Copies of a watched module, by step."""
     step: int | None = None
     """Number of updates of a watched module."""
+    law_stated: bool = False
+    """True: the task was given to `hook_module`, so that it is the law of given prompts, too."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -101,7 +103,7 @@ class HookedModule(Run):
     @property
     def predictor(self) -> Predictor:
         """The model in the form that the analyses use."""
-        return ModelPredictor(own=self.hooked, task=self.task)
+        return ModelPredictor(own=self.hooked, task=self.task, law_stated=self.law_stated)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""
@@ -138,7 +140,8 @@ def hook_module(
         outputs: Names of the modules that take the heads' outputs side by side, if they are not
             found or found wrongly.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
-            are assumed to be those of the softmax paper.
+            are assumed to be those of the softmax paper. It stays in force for given prompts, unless
+            an analysis gets task="unknown". None: assumed, and unknown for given prompts.
         position: Position of the stream at which the prediction is read, from 0, or from the end if
             negative. None means the position on which the prediction depends after the last layer.
             If it depends on several, it is the last one of a stream as long as the input; analyses
@@ -156,6 +159,7 @@ def hook_module(
         >>> hook_module(layer, task=TaskConfig())
         HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, beta_var, noise_var, query_noise)
     """
+    law_stated = task is not None
     task = as_task({} if task is None else task)
     if heads is not None and (type(heads) is not int or heads < 1):
         raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
@@ -166,9 +170,9 @@ def hook_module(
     enter = Entry(task, embed, like.device, like.dtype)
     with random_states_kept(), torch.no_grad():
         # A number of prompts that differs from the number of positions.
-        prompts = sample_prompts(task, 2, dtype=like.dtype)
+        prompts = draw_prompts(task, 2, dtype=like.dtype)
         if enter(prompts).shape[1] == len(prompts):
-            prompts = sample_prompts(task, 3, dtype=like.dtype)
+            prompts = draw_prompts(task, 3, dtype=like.dtype)
         tokens = enter(prompts)
         trial = Trial(own, tokens, whole if embed else split_of(own, tokens, task))
         output = trial.output()
@@ -181,7 +185,7 @@ def hook_module(
         if position is not None:
             query_positions(hooked, prompts)
     names = [hooked.model.places[block].output for block in hooked.blocks]
-    return HookedModule(trial.name, task, hooked, tuple(names))
+    return HookedModule(trial.name, task, hooked, tuple(names), law_stated=law_stated)
 
 
 Readers = tuple[Callable[[Any], Tensor], Callable[[Any, int], Tensor] | None]
@@ -202,7 +206,7 @@ def _require_function(
     def predict(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         return read_prediction(read, replace(trial, tokens=enter(prompts)).output(), prompts)
 
-    prompts = sample_prompts(task, N_PROMPTS, seed=1, dtype=enter.dtype)
+    prompts = draw_prompts(task, N_PROMPTS, seed=1, dtype=enter.dtype)
     require_function_of_prompt(predict, prompts, enter.dtype)
 
 

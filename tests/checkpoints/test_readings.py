@@ -18,7 +18,7 @@ from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.read import MOST_SHOWN
 from mechinterp.checkpoints.foreign.score import Reading, advice, ranked, tied
 from mechinterp.checkpoints.load import convert
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.weights import Weights
@@ -226,7 +226,7 @@ def test_nothing_is_understood_of_random_weights(tmp_path: Path):
     # As a checkpoint of this package, or a hooked model, it is as random weights are.
     convert(stated, "native", tmp_path / "native")
     assert classify(load(tmp_path / "native"), **FEW).pattern == "unstructured"
-    assert classify(stated.model, stated.task, **FEW).pattern == "unstructured"
+    assert classify(stated.model, task=stated.task, **FEW).pattern == "unstructured"
     layer = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
     result = classify(loaded(tmp_path, layer, n_heads=2, task={"context_length": 10}), **FEW)
     assert result.pattern == "undetermined"
@@ -293,7 +293,7 @@ def test_a_factor_on_the_output_is_asked_for(tmp_path: Path):
     assert unread.pattern == "undetermined"
     assert "--output-scale" in unread.reason
     told = load(tmp_path / "x.pt", output_scale=0.1, **hints)
-    assert classify(told, task, **FEW).pattern == label_of("linear-h1-s0")
+    assert classify(told, task=task, **FEW).pattern == label_of("linear-h1-s0")
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
     assert checkpoint.assumed["model.output_column"] == WIDTH - 1
     assert checkpoint.assumed["model.position_columns_left_out"] == WIDTH - D_X - 1
     assert checkpoint.assumed["model.sign"] == "minus"
-    prompts = sample_prompts(checkpoint.task, 64, seed=3, dtype=torch.float32)
+    prompts = draw_prompts(checkpoint.task, 64, seed=3, dtype=torch.float32)
     moment = torch.einsum("blx,bln->bxn", prompts.x, prompts.y)
     step = torch.einsum("bx,bxn->bn", prompts.x_query, moment)
     told = {"sign": "minus", "output_column": WIDTH - 1, "attend_to_self": False}
