@@ -15,7 +15,7 @@ from mechinterp import (
     local_learning_coefficient,
     sample_prompts,
 )
-from tests.checkpoints.strange_modules import Layer, Rotary, Stack, random
+from tests.checkpoints.strange_modules import Grouped, Layer, Rotary, Stack, random
 
 TASK = TaskConfig(d_x=3, context_length=6)
 
@@ -68,8 +68,8 @@ class InPlace(Layer):
         return x
 
 
-def stack_of(block: type[Layer]) -> nn.Module:
-    stack = Stack(Rotary(), Rotary(), norm=True)
+def stack_of(block: type[Layer], attention: type[nn.Module] = Rotary) -> nn.Module:
+    stack = Stack(attention(), attention(), norm=True)
     stack.blocks = nn.ModuleList(block(each.attention, norm=True) for each in stack.blocks)
     return random(stack)
 
@@ -109,7 +109,7 @@ def test_edges_of_modules_without_gradients_name_the_cure_and_masks_need_none(
 
 
 def test_the_learning_coefficient_names_the_cure(prompts):
-    hooked = hook_module(stack_of(InPlace), task=TASK)
+    hooked = hook_module(stack_of(InPlace, Grouped), task=TASK)
     with pytest.raises(ValueError, match=r"x = x \+ y"):
         local_learning_coefficient(hooked, n_prompts=8)
 
