@@ -112,7 +112,7 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.comparison import sweep_frame
+    from mechinterp.analysis.comparison import models_frame
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import write_own_table
     from mechinterp.report.bars import progress_bar
@@ -124,7 +124,7 @@ def sweep(
         if (given := file or out or shard) is not None:
             raise ValueError(f"--merge stands alone, got {given} too.")
         models, diverged = shards.merge_shards(merge)
-        write_own_table(merge / RESULTS, sweep_frame(models, merge, diverged=diverged))
+        write_own_table(merge / RESULTS, models_frame(models, merge, diverged=diverged))
         shards.delete_shards(merge)
         document = {"out": str(merge), "models": list(models), "diverged": dict(diverged)}
         text = f"{printable(str(merge))}: {len(models)} models; results in {RESULTS}"
@@ -138,7 +138,7 @@ def sweep(
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
-        write_own_table(out / RESULTS, sweep_frame(models, out, diverged=summary.diverged))
+        write_own_table(out / RESULTS, models_frame(models, out, diverged=summary.diverged))
     require_finite(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(_document(summary, out), text, as_json=as_json)
@@ -167,7 +167,7 @@ def predict_jumps(
         from mechinterp.report.page import write_figure
 
         write_figure(out, forecast.plot())
-    lines = [to_text("jumps", forecast)]
+    lines = [to_text("jump-forecast", forecast)]
     lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
     rows = zip(records(forecast.to_frame()), forecast.vector.tolist(), strict=True)
     document = {

@@ -195,7 +195,7 @@ def train_models(
         CheckpointError: If the folder contains another run, another process trains there, a stored config
             differs from the requested one, or a file cannot be read or written.
     See also:
-        `train`, `sweep_frame`.
+        `train`, `models_frame`.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
