@@ -182,6 +182,12 @@ class Checkpoint(Run):
     """"native", or the format of an external file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """Settings that the file did not state and that were assumed, by dotted name."""
+    stated: Mapping[str, object] = field(default_factory=dict)
+    """Settings of an external file that it or the user states, by dotted name."""
+    known: Mapping[str, object] = field(default_factory=dict)
+    """Settings that the code of the file's format, or the shapes, fix."""
+    proven: Mapping[str, object] = field(default_factory=dict)
+    """Settings that recorded predictions prove."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """How a model was made, beyond training by its config: the model that was pruned, its heads,
     later changes."""

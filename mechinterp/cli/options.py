@@ -197,6 +197,8 @@ def find_paths(given: dict[str, Any]) -> None:
     from mechinterp.checkpoints.shipped import shipped_path
 
     several = "paths" in given
+    if given.get("predictions") and several and len(given["paths"]) > 1:
+        raise ValueError(f"--predictions are those of one file, got {len(given['paths'])} paths.")
     paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
     given |= {"paths": paths} if several else {"path": paths[0]}
     table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")

@@ -273,6 +273,8 @@ class Source:
     hints: Hints
     """Arguments of `load`; `task` has the fields that the file's settings state, too."""
     settings: Mapping[str, object]
+    usual_length: int | None = None
+    """Number of pairs to assume; None: that of the format's paper."""
     _tasks: dict[object, tuple[TaskConfig, frozenset[str]]] = field(
         default_factory=dict, init=False
     )
@@ -304,6 +306,8 @@ class Source:
                 stated = {"context_length": length, **stated}
             paper = self.form.task
             usual = {} if paper is None else paper(*sizes, str(self.choices["score"][0]))
+            if self.usual_length is not None:
+                usual["context_length"] = self.usual_length
             fields = {**usual, "d_x": sizes[0], "d_y": sizes[1], **stated}
             task = build(TaskConfig, fields, "task.")
             if most is not None and "context_length" not in stated:

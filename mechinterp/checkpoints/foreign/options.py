@@ -117,6 +117,12 @@ class Hints:
     weights: str | None = _hint(
         "State dict to read, if the file has several, such as ema.", metavar="NAME"
     )
+    predictions: str | Path | Sequence[str | Path] | None = _hint(  # noqa: RUF009
+        "Predictions of the model by its own code, which prove how the file is read: arrays x, y, x_query and prediction; "
+        "repeatable, with prompts of other lengths. In Python a path or a list of paths.",
+        kind=list[Path],
+        metavar="FILE.npz",
+    )
     anyway: bool | None = _hint(
         "Read a file that was not understood, too: no reading predicts better than 0.",
         names=["--anyway"],
@@ -150,6 +156,13 @@ class Hints:
         for row in self.map or ():
             if not re.fullmatch("[^=]+=[^=]+", row):
                 raise ValueError(f"map must have entries THEIRS=KNOWN, got {row!r}.")
+
+    @property
+    def recorded(self) -> list[Path]:
+        """Files of `predictions`."""
+        given = self.predictions
+        files = [given] if isinstance(given, str | Path) else given or ()
+        return [Path(file) for file in files]
 
     @property
     def given(self) -> dict[str, object]:

@@ -25,7 +25,9 @@ from mechinterp.checkpoints.foreign.candidates import (
 )
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints
+from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints, option
+from mechinterp.checkpoints.foreign.proof import Proof, prove
+from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.score import (
     Reading,
     Tried,
@@ -35,7 +37,7 @@ from mechinterp.checkpoints.foreign.score import (
     try_cases,
 )
 from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
-from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
+from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -212,8 +214,42 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
     last = run[-1]
+    recordings = [read_recording(file) for file in hints.recorded]
+    if recordings and len(run) > 1:
+        raise CheckpointError(
+            f"{last.file}: predictions are of one model, got a run of {len(run)}."
+        )
     with of_file(last.file):
-        return _read(run, replace(hints, task=_stated_task(last.settings, hints)))
+        return _read(run, replace(hints, task=_stated_task(last.settings, hints)), recordings)
+
+
+def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints) -> Checkpoint:
+    """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
+
+    The state dict is copied, so that later edits of it do not count.
+
+    Args:
+        recordings: As `recording_of` makes them.
+        hints: What is known besides, such as the number of heads and the task.
+    Raises:
+        NotUnderstoodError: If no reading gives the predictions.
+        ValueError: If the tensors fit no format, or the predictions another task.
+    Example:
+        >>> from mechinterp import sample_prompts
+        >>> from mechinterp.checkpoints.foreign.recorded import recording_of
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> from mechinterp.models.run.predictor import predictor_of
+        >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)
+        >>> prompts = sample_prompts(weights, 32)
+        >>> predicted = predictor_of(weights).predict(prompts)
+        >>> record = recording_of(prompts.x, prompts.y, prompts.x_query, predicted)
+        >>> state = {f"W_{x}": getattr(weights, f"W_{x}")[0] for x in "QKVO"}
+        >>> read_proven(state, [record], Hints()).proven["model.score"]
+        'softmax'
+    """
+    copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    stored = Stored(Path("state dict"), copied, {})
+    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings)
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
@@ -228,8 +264,10 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
     return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
-def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
-    last = run[-1]
+def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] = ()) -> Checkpoint:
+    last, length = run[-1], None
+    if recordings:
+        hints, length = _sizes_of_recordings(recordings, hints), recordings[0].length
     known_files = []
     for each in run:
         with of_file(each.file):
@@ -252,7 +290,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         except ValueError as error:
             faults.append(error)
             continue
-        source = Source(form, choices, given, hints, last.settings)
+        source = Source(form, choices, given, hints, last.settings, length)
         for chosen in combinations(choices, given):
             try:
                 cases.append(case_of(source, parts, {"orientation": axes, **chosen}))
@@ -260,6 +298,8 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
                 faults.append(error)
     if not cases:
         raise faults[0]
+    if recordings:
+        return _proven(last, prove(cases, recordings))
     case, readings, names = try_cases(cases)
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
@@ -269,6 +309,71 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
+
+
+def _sizes_of_recordings(recordings: Sequence[Recording], hints: Hints) -> Hints:
+    """The options, with d_x and d_y of the recorded prompts.
+
+    Raises:
+        ValueError: If an option contradicts the prompts.
+    """
+    sizes = dict(zip(("d_x", "d_y"), require_one_task(recordings), strict=True))
+    lengths = [each.length for each in recordings]
+    task = hints.task or {}
+    for name, size in sizes.items():
+        for given in (hints.given.get(name, size), task.get(name, size)):
+            if given != size:
+                raise ValueError(
+                    f"{name} must be {size}, as in the recorded predictions, got {given}."
+                )
+    length = task.get("context_length", lengths[0])
+    if length not in lengths:
+        listed = " or ".join(map(str, lengths))
+        raise ValueError(
+            f"context_length must be {listed}, as in the recorded predictions, got {length}."
+        )
+    return replace(hints, **sizes)
+
+
+def _proven(stored: Stored, proof: Proof) -> Checkpoint:
+    """Checkpoint of the reading that gives recorded predictions."""
+    first, names = proof.cases[0], proof.open
+    readings = tuple(
+        Reading(
+            tried={name: case.value_of(name) for name in names},
+            build=case.weights,
+            loss=0.0,
+            loss_sem=0.0,
+            predicts=True,
+            ties=True,
+            stands=True,
+        )
+        for case in proof.cases
+        if len(proof.cases) > 1
+    )
+    checkpoint = _checkpoint(stored, first, (), names)
+    closed = first.source.closed
+    proven = {
+        f"model.{name}": first.value_of(name)
+        for name in first.tried
+        if name not in (*names, "score_slope") and closed.get(name, object()) != first.tried[name]
+    }
+    proven["predictions"] = proof.in_words
+    open_ones = {f"model.{name}" for name in names} | (
+        {"attn_scale"} if "scale" in names else set()
+    )
+    task = {
+        n: v for n, v in checkpoint.assumed.items() if n.startswith(("task.", "train.", "seed"))
+    }
+    assumed = {n: v for n, v in checkpoint.assumed.items() if n in open_ones}
+    assumed = {**task, **assumed, "step": stored.step}
+    if names:
+        assumed["undetermined"] = (
+            f"the recorded predictions leave open {' and '.join(map(option, names))}: "
+            f"{len(readings)} readings give them; predictions for prompts of another length or size may decide (--predictions twice)"
+        )
+    known = {n: v for n, v in checkpoint.known.items() if n not in proven and n not in open_ones}
+    return replace(checkpoint, assumed=assumed, known=known, proven=proven, readings=readings)
 
 
 def _parts_of_run(
@@ -335,8 +440,23 @@ def _checkpoint(
     ignored = [name for name, tensor in stored.tensors.items() if is_harmless(name, tensor.ndim)]
     if ignored and form.name != "transformer-lens":
         assumed["ignored"] = ignored
-    named = (form.name, assumed)
-    return Checkpoint(stored.file, config, stored.step, weights, *named, readings=readings)
+    stated = {f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried}
+    stated |= {n: v for n, v in values if n in case.known}
+    rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
+    known = {f"model.{name}": case.value_of(name) for name in rest}
+    if "attn_scale" not in assumed and "model.scale" not in stated:
+        known["model.scale"] = case.scale
+    return Checkpoint(
+        path=stored.file,
+        config=config,
+        step=stored.step,
+        weights=weights,
+        format=form.name,
+        assumed=assumed,
+        stated=stated,
+        known=known,
+        readings=readings,
+    )
 
 
 def _without_trace(case: Case) -> set[str]:
