@@ -29,9 +29,8 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
-        **({"understood": False} if checkpoint.assumed.get("understood") is False else {}),
         "format": checkpoint.format,
-        "assumed": {**checkpoint.assumed, **number},
+        "assumed": {**getattr(checkpoint, "assumed_and_doubt", checkpoint.assumed), **number},
         **{n: dict(v) for n in BASES if (v := getattr(checkpoint, n, None))},
         "n_layers": shape.n_layers,
         "n_heads": shape.n_heads,

@@ -60,9 +60,9 @@ def assert_same_circuits(actual: Weights, expected: Weights) -> None:
 
 def read(path: str | Path, **hints: object) -> Checkpoint:
     """What is loaded, also where no reading predicts: random weights, say."""
-    return load(path, anyway=True, **hints)
+    return load(path, **hints)
 
 
 def read_run(path: object, **hints: object) -> Checkpoint:
     """The same of the steps of a run."""
-    return load_run(path, anyway=True, **hints)
+    return load_run(path, **hints)

@@ -88,6 +88,7 @@ def test_one_length_leaves_the_number_of_keys_open_and_a_second_settles_it(tmp_p
     assert not two.readings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -107,6 +108,7 @@ def test_layers_are_proven_by_predictions_alone(tmp_path: Path, kind: Kind, name
     assert (ours - theirs).abs().max() < 1e-3 * theirs.std()
 
 
+@pytest.mark.slow
 def test_a_factor_that_would_explain_the_difference_is_found_and_named(tmp_path: Path):
     file = saved(tmp_path, STATE)
     for factor, words in (
@@ -196,10 +198,10 @@ def test_a_state_dict_in_memory_is_proven_and_copied():
 
 
 def test_what_is_known_stated_and_assumed_is_said(tmp_path: Path):
-    checkpoint = load(saved(tmp_path, softmax_paper_state(random_heads())), anyway=True)
+    checkpoint = load(saved(tmp_path, softmax_paper_state(random_heads())))
     assert checkpoint.known["model.score"] == "softmax"
     assert not {name for name in checkpoint.assumed if name.startswith("model.")}
-    checkpoint = load(saved(tmp_path, STATE), n_heads=2, score="softmax", scale=0.5, anyway=True)
+    checkpoint = load(saved(tmp_path, STATE), n_heads=2, score="softmax", scale=0.5)
     assert checkpoint.stated == {"model.score": "softmax", "model.scale": 0.5}
     assert {"model.columns", "model.sign"} <= checkpoint.assumed.keys()
     for one, other in (("known", "assumed"), ("stated", "assumed"), ("known", "stated")):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.assemble import Tried
-from mechinterp.checkpoints.foreign.candidates import BASES, FINER_BASES, MOST_LAYERS, Case
+from mechinterp.checkpoints.foreign.candidates import BASES, FINER_BASES, Case
 from mechinterp.checkpoints.foreign.options import COLUMNS, SIGNS, stated_option
 from mechinterp.checkpoints.foreign.recorded import Recording
 from mechinterp.checkpoints.io.files import NotUnderstoodError
@@ -24,7 +24,7 @@ from mechinterp.models.weights import Weights
 
 SCORES = ("softmax", "linear/L", "linear")
 """Scores that are tried; others must be stated."""
-N_FEW = 8
+N_FEW = 16
 """Number of prompts for the first comparison of readings."""
 MOST_TRIED = 512
 """Up to this number all combinations of choices are tried; otherwise the search goes on from the nearest readings, one or
@@ -37,8 +37,10 @@ ROUNDED = 1e-5
 """Differences below this, in standard deviations, count as rounding: the more usual reading comes first."""
 FACTORS = np.geomspace(0.01, 100, 81)
 """Factors that are tried before the best one is refined."""
-N_FACTORED = 4
-"""Number of nearest readings for which a factor is sought."""
+N_FACTORED = 6
+"""Number of readings, the nearest up to a factor on the output, for which a factor is sought."""
+MOST_LAYERS = 3
+"""Number of layers up to which a model may run through them several times; larger values try more readings."""
 ELSEWHERE = 8
 """Number of prompts of another length on which proven readings are compared."""
 
@@ -114,6 +116,7 @@ class _Search:
         self.few = first.rows(slice(N_FEW))
         self.spread = first.prediction.var(0).sum().item()
         self.misfits: dict[Case, float] = {}
+        self.shapes: dict[Case, float] = {}
         self.known: set[tuple[object, ...]] = set()
         self.fault: ValueError | None = None
         self.differences: dict[Case, float] = {}
@@ -175,6 +178,9 @@ class _Search:
                 continue
             rest = (predicted - self.few.prediction).square().mean(0).sum() / self.spread
             self.misfits[case] = float(rest.nan_to_num(torch.inf, torch.inf))
+            wanted = self.few.prediction
+            along = (predicted * wanted).sum() ** 2 / predicted.square().sum().clamp(min=1e-300)
+            self.shapes[case] = float((1 - along / wanted.square().sum()).nan_to_num(torch.inf))
 
     def difference(self, case: Case) -> float:
         """Largest difference from the recorded predictions over the limit; proven up to 1."""
@@ -236,7 +242,7 @@ def possible(case: Case, recording: Recording) -> Groups:
         "sign": SIGNS,
         "attend_to_self": (True, False),
         "output_column": case.source.choices.get("output_column", ()),
-        "context_only": (False, True) if len(parts.layers) > 1 else (),
+        "context_keys": (False, True) if len(parts.layers) > 1 else (),
         "layout": LAYOUTS if parts.has("read_in.weight") else (),
         "activation": ACTIVATIONS
         if len(case.source.choices.get("activation", ())) > 1
@@ -356,7 +362,8 @@ def _nearest(search: _Search) -> str:
         f"no reading gives the recorded predictions ({len(search.misfits)} tried); the nearest ({stated or 'as its format states'}) has "
         f"R² = {_r2(predictions_of(nearest.weights(), recording), recording):.4f}"
     )
-    for case in search.ordered[:N_FACTORED]:
+    shapes = search.shapes
+    for case in sorted(shapes, key=shapes.__getitem__)[:N_FACTORED]:
         if found := _one_factor(case, recording):
             name, factor = found
             options = {

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,20 +24,27 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
+from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.names import TABLE, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints, option
 from mechinterp.checkpoints.foreign.proof import Proof, prove
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.score import (
+    LazyReadings,
     Reading,
     Tried,
-    doubt_of,
-    not_understood,
     tied,
     try_cases,
 )
-from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
+from mechinterp.checkpoints.foreign.tensors import (
+    Layout,
+    Parts,
+    mapped,
+    of_file,
+    parts_of,
+    unused_names,
+)
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
@@ -271,7 +279,7 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
     known_files = []
     for each in run:
         with of_file(each.file):
-            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+            known_files.append(recognised(mapped(each.tensors, hints.map or {}), hints))
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
     # A setting such as norm_first is left over in a model without norms.
@@ -300,7 +308,12 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
         raise faults[0]
     if recordings:
         return _proven(last, prove(cases, recordings))
-    case, readings, names = try_cases(cases)
+    readings: Sequence[Reading]
+    if len(cases) == 1 and not cases[0].refined():
+        # Nothing is open: the loss is computed where it is shown.
+        case, readings, names = cases[0], LazyReadings(partial(_readings_of, cases)), []
+    else:
+        case, readings, names = try_cases(cases)
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
@@ -309,6 +322,10 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
+
+
+def _readings_of(cases: Sequence[Case]) -> Sequence[Reading]:
+    return try_cases(cases)[1]
 
 
 def _sizes_of_recordings(recordings: Sequence[Recording], hints: Hints) -> Hints:
@@ -366,14 +383,17 @@ def _proven(stored: Stored, proof: Proof) -> Checkpoint:
         n: v for n, v in checkpoint.assumed.items() if n.startswith(("task.", "train.", "seed"))
     }
     assumed = {n: v for n, v in checkpoint.assumed.items() if n in open_ones}
-    assumed = {**task, **assumed, "step": stored.step}
+    unused = {n: v for n, v in checkpoint.assumed.items() if n == "unused"}
+    assumed = {**task, **assumed, **unused, "step": stored.step}
     if names:
         assumed["undetermined"] = (
             f"the recorded predictions leave open {' and '.join(map(option, names))}: "
             f"{len(readings)} readings give them; predictions for prompts of another length or size may decide (--predictions twice)"
         )
     known = {n: v for n, v in checkpoint.known.items() if n not in proven and n not in open_ones}
-    return replace(checkpoint, assumed=assumed, known=known, proven=proven, readings=readings)
+    return replace(
+        checkpoint, assumed=assumed, known=known, proven=proven, readings=readings, doubting=None
+    )
 
 
 def _parts_of_run(
@@ -404,7 +424,7 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
 
 
 def _checkpoint(
-    stored: Stored, case: Case, readings: tuple[Reading, ...], names: Sequence[str]
+    stored: Stored, case: Case, readings: Sequence[Reading], names: Sequence[str]
 ) -> Checkpoint:
     """Checkpoint of the chosen reading, with what was assumed."""
     weights, form, closed = case.weights(), case.source.form, case.source.closed
@@ -429,17 +449,12 @@ def _checkpoint(
     if "scale" not in closed:
         assumed["attn_scale"] = 1 / case.scale
     assumed |= {**form.beside, **_left_out(case), "step": stored.step}
-    if readings:
+    if not isinstance(readings, LazyReadings) and readings:
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-    if open_between := tied(readings):
-        assumed["undetermined"] = open_between
-    if readings and not readings[0].predicts:
-        assumed |= {"understood": False, "doubt": not_understood(readings)}
-    elif doubt := doubt_of(case):
-        assumed["doubt"] = doubt
-    ignored = [name for name, tensor in stored.tensors.items() if is_harmless(name, tensor.ndim)]
-    if ignored and form.name != "transformer-lens":
-        assumed["ignored"] = ignored
+        if open_between := tied(readings):
+            assumed["undetermined"] = open_between
+    if unused := unused_names(stored.tensors, case.source.hints.map or {}):
+        assumed["unused"] = unused
     stated = {f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried}
     stated |= {n: v for n, v in values if n in case.known}
     rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
@@ -456,6 +471,7 @@ def _checkpoint(
         stated=stated,
         known=known,
         readings=readings,
+        doubting=partial(doubt_of, case),
     )
 
 
@@ -463,7 +479,9 @@ def _without_trace(case: Case) -> set[str]:
     """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
     norms."""
     refined = refinements({**case.tried, **PLAIN_TRIED}, case.parts, case.source.form, ())
-    changed = (item for each in refined for item in each.items())
+    changed = [item for each in refined for item in each.items()]
+    if case.tried.get("residual") and "passes" in case.tried:
+        changed.append(("passes", None))
     return {name for name, value in changed if value != PLAIN_TRIED.get(name, value)}
 
 
