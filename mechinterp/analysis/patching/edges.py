@@ -169,7 +169,7 @@ def attribute_edges(
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> len(attribute_edges(checkpoint, n_prompts=4).to_frame())
+        >>> len(attribute_edges(checkpoint, n_prompts=8).to_frame())
         288
         >>> attribute_edges(checkpoint, n_prompts=4, nodes="all").senders[:3]
         ('input', 'L0H0', 'L0H1')
@@ -406,7 +406,7 @@ def faithfulness(
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("sparse-h4-noise0.1-s0")
-        >>> found = faithfulness(checkpoint, n_prompts=4)
+        >>> found = faithfulness(checkpoint, n_prompts=8)
         >>> found.faithfulness[[0, -1]].tolist()
         [0.0, 1.0]
     """

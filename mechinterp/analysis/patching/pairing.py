@@ -14,7 +14,11 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import (
+    distinct_pairs,
+    evaluation_prompts,
+    require_number,
+)
 from mechinterp.models.run.predictor import Source
 
 COMPONENTS = ("q", "k", "v")
@@ -135,6 +139,10 @@ def clean_and_corrupted(
             without task vectors.
     """
     given = clean is not None
+    if clean is not None and corrupted is not None and len(clean) == len(corrupted):
+        clean, corrupted = distinct_pairs(clean, corrupted)
+        require_number(len(clean), what="distinct pairs of prompts")
+        return clean, corrupted
     clean = evaluation_prompts(source, clean, n_prompts=n_prompts, seed=seed)
     if corrupted is None:
         own = clean.task_vectors("patching without corrupted prompts")
@@ -151,7 +159,7 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> prompts = evaluation_prompts(TaskConfig(d_x=2, noise_var=0.0), n_prompts=4)
+        >>> prompts = evaluation_prompts(TaskConfig(d_x=2, noise_var=0.0), n_prompts=8)
         >>> other = with_task_vectors(prompts, 2 * prompts.beta)
         >>> bool((other.y - 2 * prompts.y).abs().max() < 1e-12)
         True

@@ -109,7 +109,7 @@ def patch_positions(
         `attribute_edges`, `read_out_by_layer`.
     Example:
         >>> from mechinterp import load
-        >>> patch_positions(load("softmax-h2-s0"), activation="v", n_prompts=4).effect.shape
+        >>> patch_positions(load("softmax-h2-s0"), activation="v", n_prompts=8).effect.shape
         (1, 41, 2)
     """
     from transformer_lens.utilities import get_act_name  # slow import
