@@ -78,11 +78,11 @@ REFUSED = {
         ["model must be a mapping", "{'norm': 'before'}", "got ['norm=before']"],
     ),
     "no sum of streams": (
-        lambda: attribute_edges(hooked(), n_prompts=4),
+        lambda: attribute_edges(hooked(), n_prompts=8),
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=8),
         ["hook blocks.0."],
     ),
     "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),

@@ -40,7 +40,7 @@ KINDS = {
 }
 
 
-def drawn(step: int, n_prompts: int = 3) -> Prompts:
+def drawn(step: int, n_prompts: int = 8) -> Prompts:
     generator = generator_for(0, "eval", step)
     return draw_prompts(TASK, n_prompts, generator=generator, context_length=6, dtype=torch.float64)
 
@@ -60,10 +60,10 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
         (one, two): (i, j)
         for (i, one), (j, two) in product(enumerate(found.senders), enumerate(found.receivers))
     }
-    expected = np.zeros((3, *found.estimate.shape))
+    expected = np.zeros((8, *found.estimate.shape))
     if model.cfg.attn_only:
         model.set_use_zero_mlp(True)
-    for row in range(3):
+    for row in range(8):
         pair = [model.tokens(each[row : row + 1]) for each in (clean, corrupted)]
         with model.numbered(*pair) as ids:
             scores = attribution_patch(
@@ -84,7 +84,7 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
     largest = np.abs(expected).max()
     assert largest > 0
     np.testing.assert_allclose(found.estimate[edges], expected.mean(0)[edges], atol=1e-9 * largest)
-    sem = expected.std(axis=0, ddof=1)[edges] / 3**0.5
+    sem = expected.std(axis=0, ddof=1)[edges] / 8**0.5
     np.testing.assert_allclose(found.estimate_sem[edges], sem, atol=1e-9 * largest)
     between = attribute_edges(model, clean, corrupted, metric=first_prediction)
     assert np.isfinite(between.estimate).sum() == 3 * 3 * 4
@@ -117,7 +117,7 @@ def test_integrated_gradients_are_those_along_the_way():
     effects = []
     model.set_use_split_qkv_input(True)
     for share in (1 / 6, 3 / 6, 5 / 6):
-        size = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        size = torch.zeros(8, dtype=torch.float64, requires_grad=True)
 
         def add(values, hook, size=size):
             values = values.clone()
@@ -186,11 +186,11 @@ def test_rank_correlation():
 
 
 def test_a_layer_without_norms_is_a_sum_and_other_streams_are_refused():
-    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=4)
+    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=8)
     assert np.isfinite(found.patched).sum() == 3 * 2 * 2
     for module in (Layers(nn.LayerNorm(8)), Layers(nn.Identity(), outside=True)):
         with refused("stream"):
-            attribute_edges(hook_module(module, task=TASK), n_prompts=4)
+            attribute_edges(hook_module(module, task=TASK), n_prompts=8)
 
 
 @pytest.mark.slow
@@ -210,8 +210,8 @@ def test_one_layer_has_edges_from_the_input_and_to_the_output_that_add_up():
         (2, {"nodes": "mlps"}, (), ["nodes", "heads, all", "mlps"]),
         (2, {"ig_steps": 0}, (), ["ig_steps", 0]),
         (1, {}, (), ["at least 2 layers"]),
-        (2, {}, (3, 2), ["same shape", "[3"]),
-        (2, {}, (1, 1), ["prompts", 2, 1]),
+        (2, {}, (9, 8), ["same shape", "[9"]),
+        (2, {}, (1, 1), ["prompts", 8, 1]),
     ],
 )
 def test_what_has_no_edges_is_refused(layers: int, settings: dict, prompts: tuple, words: list):
@@ -234,7 +234,7 @@ def two_heads(**architecture: object) -> ICLTransformer:
 
 
 def pair_of(model: ICLTransformer, nodes: str) -> Pair:
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     return Pair.of(predictor_of(model).hooked, *prompts, nodes=nodes)
 
 
@@ -319,7 +319,7 @@ def test_areas_of_straight_lines():
 
 def test_rankings_that_are_not_of_the_model_are_refused():
     model = two_heads()
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     frame = attribute_edges(model, *prompts).to_frame()
     for wrong in (frame[1:], frame.assign(to="L2H0.v"), frame.assign(to="L1MLP")):
         with refused("36 edges"):
@@ -342,13 +342,13 @@ def test_rankings_that_are_not_of_the_model_are_refused():
 def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     """The prediction when one node reads what an earlier one writes on the clean prompts; nearness to theirs by default."""
     model = two_heads(**architecture)
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     pair = Pair.of(predictor_of(model).hooked, *prompts, nodes="all")
     found = attribute_edges(model, *prompts, nodes="all", metric=first_prediction)
     near = attribute_edges(model, *prompts, nodes="all")
     clean, corrupted = (model(tokens)[:, -1, 0].detach() for tokens in (pair.clean, pair.corrupted))
     assert found.total == pytest.approx((clean - corrupted).mean().item())
-    assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 6**0.5)
+    assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 8**0.5)
     gap = (clean - corrupted).square()
     assert near.total == pytest.approx(gap.mean().item())
     reversed_pair = Pair.of(predictor_of(model).hooked, *reversed(prompts), nodes="all")
@@ -366,7 +366,7 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
                 assert_close_to_rounding(patched, stream[:, -1, 3])
             change = patched - corrupted
             assert found.patched[tuple(place)] == pytest.approx(change.mean().item(), abs=1e-10)
-            sem = change.std().item() / 6**0.5
+            sem = change.std().item() / 8**0.5
             assert found.patched_sem[tuple(place)] == pytest.approx(sem, abs=1e-10)
             nearer = (gap - (clean - patched).square()).mean().item()
             assert near.patched[tuple(place)] == pytest.approx(nearer, abs=1e-10)

@@ -81,11 +81,11 @@ def test_another_order_of_scores_gives_the_same_losses(copied: Path):
 def test_a_change_in_another_file_than_the_kernels_is_compiled(copied: Path):
     lanes = copied / "mechinterp" / "training" / "lanes.py"
     _, losses, _ = run(copied)
-    edit(lanes, "+ (r + 1.0)) * power", "+ (r + 1.5)) * power")
+    edit(lanes, 'truediv, "fdiv"', 'truediv, "fmul"')
     try:
         _, found, error = run(copied)
     finally:
-        edit(lanes, "+ (r + 1.5)) * power", "+ (r + 1.0)) * power")
+        edit(lanes, 'truediv, "fmul"', 'truediv, "fdiv"')
     # The kernel is the changed one, and the comparison with the tensors refuses it.
     assert found[1] == losses[1]
     assert abs(found[0] - losses[0]) > 0.01 * losses[0]

@@ -171,7 +171,7 @@ def attribute_edges(
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
         >>> len(attribute_edges(checkpoint, n_prompts=8).to_frame())
         288
-        >>> attribute_edges(checkpoint, n_prompts=4, nodes="all").senders[:3]
+        >>> attribute_edges(checkpoint, n_prompts=8, nodes="all").senders[:3]
         ('input', 'L0H0', 'L0H1')
     """
     hooked = predictor_of(source).hooked
