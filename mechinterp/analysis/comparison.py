@@ -222,7 +222,7 @@ def models_frame(
     Raises:
         CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
     See also:
-        `train_models`, `load_run`.
+        `train_models`, `load`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
