@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.hub import hub_library
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, visible
 from mechinterp.display import counted
@@ -103,9 +103,11 @@ def push_to_hub(
         Address of the commit.
     Raises:
         CheckpointError: If the hub refuses, or the extra `hub` is not installed.
+        ValueError: If the model is no checkpoint, such as a hooked module.
     See also:
         `model_card`, `from_pretrained`.
     """
+    checkpoint = checkpoint_of(checkpoint, "push_to_hub")
     hub = hub_library()
     api = hub.HfApi(token=token)
     with TemporaryDirectory() as folder:

@@ -10,7 +10,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
-from mechinterp import TaskConfig, ablate_heads, hook_module, predictor_of, sample_prompts
+from mechinterp import (
+    TaskConfig,
+    ablate_heads,
+    hook_module,
+    name_algorithm,
+    predictor_of,
+    sample_prompts,
+)
 from tests.checkpoints.strange_modules import (
     EACH,
     HEADS,
@@ -204,3 +211,25 @@ def test_a_module_of_xs_and_ys_has_the_numbers_of_the_stack_inside():
     _, cache = hooked.model.run_with_cache(hooked.hooked.embed(prompts))
     q, k, scores = (cache[f"blocks.0.attn.hook_{name}"] for name in ("q", "k", "attn_scores"))
     torch.testing.assert_close(scores[:, 0].tril(), (q[:, :, 0] @ k[:, :, 0].mT * scale).tril())
+
+
+class WithoutStream(nn.Module):
+    """A step of gradient descent, bent a little, that puts out the prediction alone, without a stream."""
+
+    def __init__(self):
+        super().__init__()
+        parts = (nn.Linear(4, 4, bias=False) for _ in "qkvo")
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = parts
+        self.n_heads = 1
+        x, y = torch.diag(torch.tensor([1.0, 1, 1, 0])), torch.diag(torch.tensor([0.0, 0, 0, 1]))
+        for part, matrix in zip("qkvo", (x, x, y, 0.8 * y), strict=True):
+            getattr(self, f"{part}_proj").weight.data = matrix
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x)[:, :-1], self.v_proj(x)[:, :-1]
+        return 10 * (self.o_proj(q @ (k.mT @ v) / v.shape[1]) / 10).tanh()[:, -1, -1:]
+
+
+def test_an_algorithm_is_named_for_a_layer_that_puts_out_the_prediction_alone():
+    found = name_algorithm(hook_module(WithoutStream(), task=TASK), n_prompts=256)
+    assert found.function == "gradient_descent"
