@@ -406,7 +406,10 @@ def checkpoint_of(source: object, purpose: str) -> Checkpoint:
         ValueError: If it is another model.
     """
     if not isinstance(source, Checkpoint):
-        raise ValueError(f"{purpose} needs a checkpoint, got a {type(source).__name__}.")
+        kind = type(source).__name__
+        way = "; torch.save(module.state_dict(), 'weights.pt') writes one, and load('weights.pt') reads it"
+        hint = way if hasattr(source, "hooked") else ""
+        raise ValueError(f"{purpose} needs a checkpoint, got a {kind}{hint}.")
     return source
 
 

@@ -54,7 +54,7 @@ def push_to_hub(
         Address of the commit.
     Raises:
         CheckpointError: If the hub refuses, or the extra `hub` is not installed.
-        ValueError: If the model is no checkpoint.
+        ValueError: If the model is no checkpoint, such as a hooked module.
     See also:
         `load`.
     """
