@@ -267,4 +267,4 @@ def test_weights_beyond_all_bounds_give_no_warning():
         {name: torch.full_like(tensor, 1e200) for name, tensor in heads.tensors.items()}
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
-    assert classify(huge, n_prompts=64).pattern in ("undetermined", "other")
+    assert classify(huge, n_prompts=64).label in ("undetermined", "other")

@@ -161,7 +161,7 @@ def compare(
         mu, active = found.circuits.mu[0].mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
-            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}
+            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.label}
             | estimates(loss=mean_and_sem(torch.cat(losses).numpy()))
             | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
             | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
@@ -256,4 +256,4 @@ def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
     if checkpoint.history is not None:
         losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
     label = classify(checkpoint, n_prompts=n_prompts)
-    return {"steps": checkpoint.step, **losses, "pattern": label.pattern, **label.of_a_row}
+    return {"steps": checkpoint.step, **losses, "pattern": label.label, **label.of_a_row}

@@ -25,7 +25,7 @@ def card_with_verdict(
     """
     try:
         answer = classify(checkpoint, seed=seed)
-        texts = (answer.pattern, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
+        texts = (answer.label, "\n\n".join(str(answer.verdict).splitlines()), str(answer.loss))
     except ValueError as error:  # such as predictions that overflow
         texts = ("not classified", str(error), "not known")
     pattern, verdict, loss = texts
