@@ -20,6 +20,8 @@ LEAST_LEFT = 1e-4
 """Smallest part left that is drawn."""
 LEAST_MISMATCH, MOST_MISMATCH = 1e-6, 1.0
 """Limits of the axis of mismatches; values outside are drawn at the limit."""
+SAME = 1e-3
+"""Relative difference below which a learner's filter is that of the Bayes learner and is not drawn again."""
 ROW = 240
 """Height of a row of panels, in pixels."""
 MODEL, BAYES = figures.COLORS[0], figures.QUIET_COLOR
@@ -43,6 +45,8 @@ def panels(found: Sequence["Response"], names: Sequence[str] = ()) -> go.Figure:
         for panel, draw in enumerate((_filter, _position, _order, _left)):
             row, column = divmod(panel, 2) if one else (panel, n)
             draw(figure, each, row + 1, column + 1, first=n == 0)
+            if n:
+                figure.update_yaxes(title_text="", row=row + 1, col=column + 1)
     figure = figures.finish(figure, "Response", height=rows * ROW + 120, top=90)
     figure.update_layout(title_text=found[0].headline if one else "Responses")
     figure.update_layout(legend={"y": -0.12 if one else -0.06})
@@ -61,6 +65,8 @@ def _filter(figure: go.Figure, found: "Response", row: int, column: int, *, firs
             showlegend=first, line={"color": BAYES, "dash": "dash"}, **place,
         )  # fmt: skip
     for color, (name, rows) in zip(BESIDE, beside.groupby("learner", sort=False), strict=False):
+        if np.allclose(rows.phi, frame.bayes, rtol=SAME):
+            continue  # the Bayes learner of a Gaussian task is ridge regression
         figure.add_scatter(
             x=rows.s, y=_positive(rows.phi), name=str(name), mode="lines", legendgroup=str(name),
             showlegend=first, line={"color": color, "dash": "dot"}, **place,
@@ -70,8 +76,8 @@ def _filter(figure: go.Figure, found: "Response", row: int, column: int, *, firs
         error_y={"type": "data", "array": frame.phi_sem, "thickness": 1},
         showlegend=first, line={"color": MODEL}, **place,
     )  # fmt: skip
-    figure.update_xaxes(type="log", title_text="eigenvalue s of XᵀX/L", **place)
-    figure.update_yaxes(type="log", title_text="filter φ(s)", **place)
+    figure.update_xaxes(type="log", dtick="D2", title_text="eigenvalue s of XᵀX/L", **place)
+    figure.update_yaxes(type="log", dtick="D2", title_text="filter φ(s)", **place)
 
 
 def _position(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
@@ -120,7 +126,12 @@ def _left(figure: go.Figure, found: "Response", row: int, column: int, *, first:
         name="part left", showlegend=False, **place,
     )  # fmt: skip
     figure.update_yaxes(
-        type="log", range=[np.log10(LEAST_LEFT), 0], title_text="part left", **place
+        type="log",
+        dtick=1,
+        exponentformat="power",
+        range=[np.log10(LEAST_LEFT), 0],
+        title_text="part left",
+        **place,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from numpy.polynomial.legendre import legvander
 
 from mechinterp.analysis.response.pair_weights import pair_weights, values
 from mechinterp.analysis.response.projection import (
@@ -115,7 +116,8 @@ def forms_frame(sample: Sample, shrunk: Shrinkage, free: Projection) -> pd.DataF
     a / (s + c), and the free form is the spline.
     """
     s = sample.modes.s
-    powers = Projection.of_filters(sample, (s / s.max())[..., None] ** np.arange(STEPS))
+    # Legendre polynomials: the powers of s are nearly dependent.
+    powers = Projection.of_filters(sample, legvander(2 * s / s.max() - 1, STEPS - 1))
     rows = [(f"{k} step{'s' if k > 1 else ''}", *powers.left(k)) for k in range(1, STEPS + 1)]
     rows += [("a / (s + c)", *shrunk.left), ("free", *free.left())]
     return pd.DataFrame(rows, columns=["form", "left", "left_sem"])
@@ -319,10 +321,8 @@ def left_of(
     ends = np.cumsum(widths)
     rows = [(name, *fit.left(int(end))) for name, end in zip(groups, ends, strict=True)]
     if posterior is not None:
-        rows.append(("+ posterior of the pool", *_with_posterior(sample, shrunk, knots, posterior)))
-    centred = jackknife(
-        partial(_centred, n=int(ends[0]), size=float(np.abs(phi).mean())), fit.gram, fit.inner
-    )
+        rows.append(("+ posterior", *_with_posterior(sample, shrunk, knots, posterior)))
+    centred = jackknife(partial(_centred, n=int(ends[0])), fit.gram, fit.inner)
     linear = (np.nan, np.nan)
     if again is not None and sample.by_gradient:
         own = sample.modes.weights(sample, spline(sample.modes.s, knots, shrunk.c[0])) @ phi
@@ -335,9 +335,10 @@ def left_of(
     )
 
 
-def _centred(gram: np.ndarray, inner: np.ndarray, n: int, size: float) -> float:
-    """Coefficient of the mean of x relative to the mean size of the filter."""
-    return float(-solve(gram[: n + 1, : n + 1], inner[: n + 1])[n] / size)
+def _centred(gram: np.ndarray, inner: np.ndarray, n: int) -> float:
+    """Coefficient of the mean of x, in units of the mean size of the filter fitted with it."""
+    fitted = solve(gram[: n + 1, : n + 1], inner[: n + 1])
+    return float(-fitted[n] / np.abs(fitted[:n]).mean())
 
 
 def _mean_column(part: Sample) -> Float[np.ndarray, "batch context 1"]:

@@ -28,9 +28,8 @@ from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import require_moderate
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
-from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, task_for
+from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
 LEAST_PROMPTS = 2 * GROUPS
@@ -207,11 +206,11 @@ def response(
         ('no interaction', [0.8])
     """
     _require_arguments(by, coordinates, trim)
-    law = task_for(source, task, "response", prompts)
-    known = law if is_learner(source) or task is not None else source
-    prompts = _trimmed(evaluation_prompts(known, prompts, n_prompts=n_prompts, seed=seed), trim)
-    true_law = None if no_law(law) else law
-    setting = _Setting.of(source, prompts, true_law, by, coordinates, layers, seed)
+    prompts, law = prompts_and_law(
+        source, prompts, analysis="response", task=task, n_prompts=n_prompts, seed=seed
+    )
+    prompts = _trimmed(prompts, trim)
+    setting = _Setting.of(source, prompts, law, by, coordinates, layers, seed)
     outputs = [_measured(setting, output) for output in range(prompts.y.shape[2])]
     frames = {name: _joined([each.frames[name] for each in outputs]) for name in outputs[0].frames}
     return Response(
@@ -220,7 +219,7 @@ def response(
         coordinates=outputs[0].root,
         context_length=prompts.x.shape[1],
         n_prompts=len(prompts),
-        uses_sparsity=reading.uses_sparsity(true_law, frames["symmetries"]),
+        uses_sparsity=reading.uses_sparsity(law, frames["symmetries"]),
         notes=tuple(dict.fromkeys(note for each in outputs for note in each.notes)),
     )
 
@@ -280,11 +279,8 @@ class _Setting:
         seed: int,
     ) -> "_Setting":
         function = function_of(source)
-        with torch.no_grad():
-            first = function(prompts[:1])
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
         gaussian = law is not None and law.n_tasks is None and law.sparsity is None
-        del first
         return cls(
             source=source,
             function=function,
@@ -473,12 +469,17 @@ def _against_bayes(
     bayes = _sample(setting, setting.bayes, output, weights=setting.by_gradient)
     bayes = bayes if root is None else measures.in_coordinates(bayes, root)
     own = measures.shrinkage(bayes)
-    phi, _ = measures.filter_frame(bayes, own, knots)
-    basis = spline(sample.modes.s, knots, shrunk.c[0])
-    same = Projection.of_filters(bayes, basis)
-    value, sem = jackknife(lambda g, m, b: solve(g, m - b), fit.gram, fit.inner, same.inner)
+    phi, theirs = measures.filter_frame(bayes, own, knots)
+    # Each filter in its own basis: that of the model cannot follow the Bayes learner's at small s.
+    value, sem = jackknife(
+        lambda g, m, h, b: solve(g, m) - solve(h, b), fit.gram, fit.inner, theirs.gram, theirs.inner
+    )
     modes = sample.modes
-    by_filter = np.einsum("nkb,b,nk,nk->n", basis, value, modes.query, modes.y, optimize=True)
+    gap = (
+        spline(modes.s, knots, shrunk.c[0]) @ fit.coefficients()[0]
+        - spline(modes.s, knots, own.c[0]) @ phi.phi.to_numpy()
+    )
+    by_filter = (gap * modes.query * modes.y).sum(1)
     excess = (sample.f - bayes.f) ** 2
     share = jackknife(measures.ratio, sample.sums(by_filter**2), sample.sums(excess))
     mean = jackknife(measures.ratio, sample.sums(excess), sample.sums(np.ones(len(excess))))
