@@ -5,7 +5,7 @@ from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.circuits import circuits as circuits
-from mechinterp.analysis.comparison import sweep_frame as sweep_frame
+from mechinterp.analysis.comparison import models_frame as models_frame
 from mechinterp.analysis.learners.compare import fit_learners as fit_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
@@ -26,12 +26,12 @@ from mechinterp.analysis.patching.positions import patch_positions as patch_posi
 from mechinterp.analysis.probing.linear import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,
 )
 from mechinterp.analysis.training.monitor import Monitor as Monitor
-from mechinterp.analysis.training.over_training import training_dynamics as training_dynamics
 from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
 from mechinterp.checkpoints.load import load_run as load_run

@@ -24,9 +24,9 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users
 
 KINDS = ("softmax-h2-s0", "linear-merged-s0", "descent", "plain module")
-SLOW = {"edges": "descent"}
+SLOW = {"attribute-edges": "descent"}
 """Analyses that are run on one kind only."""
-DEEP = {"algorithm", "composition", "edges", "prune", "probe", "p-probe"}
+DEEP = {"name-algorithm", "composition-scores", "attribute-edges", "prune", "probe", "p-probe"}
 """Analyses of several layers."""
 
 

@@ -63,8 +63,12 @@ REFUSED = {
             lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
             ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
         )
-        for analysis, path in product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])
+        for analysis, path in product([fit_learners, classify_layers], [SHIPPED, DEEP])
     },
+    "a task as prompts": (
+        lambda: classify(load(SHIPPED), load(SHIPPED).task),
+        ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],
+    ),
     "prompts as the task of a function": (
         lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
         ["got Prompts; ", "fit_learners"],
@@ -184,17 +188,16 @@ def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
 
 def test_faults_of_a_module_that_has_run_keep_their_kind():
     class Tired(Learned):
-        runs = 0
+        tired = False
 
         def forward(self, tokens):
-            if self.runs > 20:
+            if self.tired:
                 raise RuntimeError("tired")
-            self.runs += 1
             return super().forward(tokens)
 
     model = hooked(Tired(IndexError))
     model.predict(drawn(TASK))
-    model.model.module.runs = 21
+    model.model.module.tired = True
     with pytest.raises(RuntimeError, match="tired"):
         model.predict(drawn(TASK))
 

@@ -110,7 +110,7 @@ def tables_of(
         "context_lengths": [ONLY_FULL] if name.startswith("linear") else None,
     }
     last = compare_priors(checkpoint, **given, n_prompts=n_prompts)
-    path = over_steps(checkpoint, "priors", **given, n_prompts=n_prompts // 4)
+    path = over_steps(checkpoint, "compare-priors", **given, n_prompts=n_prompts // 4)
     print(name, last, path, sep="\n  ", flush=True)
     found = {
         "pool_map": _of_trimmed(last).assign(transient=transient(path)),

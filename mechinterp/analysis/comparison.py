@@ -203,7 +203,7 @@ def _thinned(curve: Float[np.ndarray, "row column"]) -> Float[np.ndarray, "point
     return curve[np.unique(rows)]
 
 
-def sweep_frame(
+def models_frame(
     models: Mapping[str, ExperimentConfig],
     run_folder: str | Path,
     *,
@@ -226,7 +226,7 @@ def sweep_frame(
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
-        >>> sweep_frame(models, "checkpoints")[["name", "model.n_heads", "pattern"]]
+        >>> models_frame(models, "checkpoints")[["name", "model.n_heads", "pattern"]]
                     name  model.n_heads            pattern
         0  softmax-h1-s0              1  kernel_regression
         1  softmax-h2-s0              2        debiased_gd

@@ -352,7 +352,7 @@ def test_a_linear_preset_is_held_against_random_weights_of_its_kind():
     config, tasks = preset("linear-merged"), []
     for seed in range(10_000, 10_015):
         heads = initial_heads(replace(config, seed=seed))
-        found = classify(linear_attention(heads), config.task)
+        found = classify(linear_attention(heads), task=config.task)
         assert found.pattern == "undetermined"
         assert found.p_values["substitution_r2"] == found.p_values["ov_last_entry_best"] == 1
         tasks.append(found.p_values["task_r2"])

@@ -443,7 +443,7 @@ for kind, their_task, cases in (("supports", TWO, WITH_SUPPORTS), ("free", FREE,
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_built_model_has_its_label_and_numbers(case: Case):
-    found = classify(case.weights, case.task)
+    found = classify(case.weights, task=case.task)
     assert found.pattern == case.pattern, found.reason
     assert not case.labels or " ".join(found.labels) == case.labels
     assert case.reason in found.reason
@@ -465,7 +465,7 @@ def test_the_closed_form_stands_in_better_for_smaller_omega():
 @pytest.mark.parametrize("task", [KMS, TaskConfig()])
 def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     gamma = best_preconditioner()
-    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task)
+    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task=task)
     assert (found.pattern, found.labels) == ("preconditioned_gd", ("positive", "negative"))
     assert torch.allclose(found.scales.step[0], gamma)  # 0.1 * 5 twice
     size = gamma.norm() / 5**0.5
@@ -533,7 +533,7 @@ def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
     ):
         QK = torch.nn.functional.pad(block, (0, 2, 0, 2))
         weights = from_circuits(QK, OV, score="linear", score_slope=1 / 40)
-        found = classify(weights, TaskConfig(d_x=5, d_y=2))
+        found = classify(weights, task=TaskConfig(d_x=5, d_y=2))
         assert found.pattern == pattern
         assert (found.p_values["task_r2"] == 1) == (pattern == "undetermined")
 
@@ -608,8 +608,8 @@ ONE = np.zeros((1, 6, 6))
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: classify(GOOD, TaskConfig(d_y=2)), ["d_y = 1", "d_y = 2"]),
-        (lambda: classify(GOOD, TaskConfig(d_x=3)), ["d_x = 5", "d_x = 3"]),
+        (lambda: classify(GOOD, task=TaskConfig(d_y=2)), ["d_y = 1", "d_y = 2"]),
+        (lambda: classify(GOOD, task=TaskConfig(d_x=3)), ["d_x = 5", "d_x = 3"]),
         (lambda: classify(GOOD, n_prompts=1), ["n_prompts", 8, 1]),
         (lambda: classify_circuits(ONE, np.zeros((2, 6, 1))), ["QK", "OV", "[1, 6, 6]"]),
         (lambda: classify_circuits(ONE, np.zeros((1, 6, 3)), 2), ["OV", "d_y = 2"]),

@@ -82,12 +82,12 @@ def test_the_loss_between_logged_steps_is_that_of_the_last_one(tmp_path: Path):
 
 def test_arguments_of_the_analysis_are_passed_on():
     checkpoint = load(CHECKPOINTS / "pool-linear-m4-s0")
-    found = over_steps(checkpoint, "priors", n_prompts=64, context_lengths=[2, 5])
+    found = over_steps(checkpoint, "compare-priors", n_prompts=64, context_lengths=[2, 5])
     for step, each in zip(found.step, found.results, strict=True):
         own = compare_priors(checkpoint.at(int(step)), n_prompts=64, context_lengths=[5, 2]).overall
         np.testing.assert_allclose(each.overall.relative, own.relative)
-    with refused("priors", "context_lengths", "steps"):
-        over_steps(checkpoint, "priors", steps=3)
+    with refused("compare-priors", "context_lengths", "steps"):
+        over_steps(checkpoint, "compare-priors", steps=3)
 
 
 ROOT = Path(__file__).parents[2]

@@ -305,7 +305,7 @@ def path_of(relative: list[float], sem: float) -> OverSteps:
         trimmed = some.trimmed.assign(relative=both, relative_sem=np.full(2, sem))
         results.append(replace(some, trimmed=trimmed))
     step = np.arange(len(relative)) * 1000
-    return OverSteps("priors", tuple(results), step, np.zeros((0, 2)))
+    return OverSteps("compare-priors", tuple(results), step, np.zeros((0, 2)))
 
 
 def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():

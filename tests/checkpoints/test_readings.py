@@ -226,7 +226,7 @@ def test_nothing_is_understood_of_random_weights(tmp_path: Path):
     # As a checkpoint of this package, or a hooked model, it is as random weights are.
     convert(stated, "native", tmp_path / "native")
     assert classify(load(tmp_path / "native"), **FEW).pattern == "unstructured"
-    assert classify(stated.model, stated.task, **FEW).pattern == "unstructured"
+    assert classify(stated.model, task=stated.task, **FEW).pattern == "unstructured"
     layer = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
     result = classify(loaded(tmp_path, layer, n_heads=2, task={"context_length": 10}), **FEW)
     assert result.pattern == "undetermined"
@@ -293,7 +293,7 @@ def test_a_factor_on_the_output_is_asked_for(tmp_path: Path):
     assert unread.pattern == "undetermined"
     assert "--output-scale" in unread.reason
     told = load(tmp_path / "x.pt", output_scale=0.1, **hints)
-    assert classify(told, task, **FEW).pattern == label_of("linear-h1-s0")
+    assert classify(told, task=task, **FEW).pattern == label_of("linear-h1-s0")
 
 
 @pytest.mark.slow

@@ -63,9 +63,9 @@ gigabytes)."""
 
 def classify(
     source: Source,
-    task: TaskLike | None = None,
-    *,
     prompts: Prompts | None = None,
+    *,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     thresholds: Thresholds | None = None,
@@ -80,10 +80,10 @@ def classify(
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
-        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None means the
-            model's own task; with given prompts the law is then unknown, and `left_out` lists the
-            parts that need it.
         prompts: Given prompts, such as those of `Prompts.from_arrays`; None draws them.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the law
+            stated with the model. "unknown": given prompts have no known law, and `left_out` lists
+            the parts that need it.
         n_prompts: Number of prompts; None means 512, or 256 for models of several layers.
     Raises:
         ValueError: If d_x or d_y of model and task differ, or if there are fewer than 8 prompts.
@@ -322,7 +322,7 @@ def classify_circuits(
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
-    found = classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    found = classify(weights, task=task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
     return cast("Classification", found)
 
 

@@ -35,7 +35,7 @@ class Monitor:
         ValueError: If `every` is below 1; when called, as in `hook_module`.
         CheckpointError: When called, if a file of `log` or `keep` cannot be written or is there.
     See also:
-        `hook_module`, `training_dynamics`.
+        `hook_module`, `history`.
     Example:
         >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
         >>> monitor = Monitor(task=TaskConfig(), every=10)
