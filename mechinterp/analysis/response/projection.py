@@ -25,6 +25,10 @@ Columns = Callable[["Sample"], Float[np.ndarray, "batch context column"]]
 """Weights A of all columns on a part of the prompts."""
 
 
+class FewPromptsError(ValueError):
+    """Error: too few prompts, or a few of them decide all numbers, so that no error can be stated."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """Prompts as arrays, with the predictions of a learner and the weights of the pairs in them."""

@@ -18,6 +18,7 @@ from mechinterp.analysis.response.measures import Estimate
 from mechinterp.analysis.response.pair_weights import function_of, pair_weights, values
 from mechinterp.analysis.response.projection import (
     GROUPS,
+    FewPromptsError,
     Projection,
     Sample,
     jackknife,
@@ -300,13 +301,13 @@ def _groups(prompts: Prompts) -> np.ndarray:
     """Group of each prompt; equal prompts share theirs.
 
     Raises:
-        ValueError: If there are fewer than 64 distinct prompts.
+        FewPromptsError: If there are fewer than 64 distinct prompts.
     """
     parts = (prompts.x.flatten(1), prompts.y.flatten(1), prompts.x_query)
     rows = torch.cat([part.double() for part in parts], 1).numpy(force=True)
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     if len(first) < LEAST_PROMPTS:
-        raise ValueError(
+        raise FewPromptsError(
             f"response needs {LEAST_PROMPTS} distinct prompts (n_prompts), got {len(first)}."
         )
     place = np.argsort(np.argsort(first))
@@ -401,15 +402,15 @@ def _require_effective(f: np.ndarray) -> float:
     """Effective number of prompts.
 
     Raises:
-        ValueError: If all predictions are 0, or fewer than 30 prompts are effective.
+        FewPromptsError: If all predictions are 0, or fewer than 30 prompts are effective.
     """
     squares = np.square(f)
     if not squares.any():
-        raise ValueError("response needs predictions that are not all 0.")
+        raise FewPromptsError("response needs predictions that are not all 0.")
     scaled = squares / squares.max()
     effective = float(scaled.sum() ** 2 / np.square(scaled).sum())
     if effective < LEAST_EFFECTIVE:
-        raise ValueError(
+        raise FewPromptsError(
             f"response needs {LEAST_EFFECTIVE} effective prompts, (sum f^2)^2 / sum f^4, got "
             f"{effective:.1f}: a few prompts decide all numbers. Leave out those with the "
             "largest x by trim=0.05, or draw more (n_prompts=)."
