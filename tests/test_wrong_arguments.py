@@ -16,7 +16,6 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    classify_layers,
     fit_learners,
     hook_module,
     load,
@@ -24,6 +23,7 @@ from mechinterp import (
     patch_positions,
     predictor_of,
 )
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts, generator_for

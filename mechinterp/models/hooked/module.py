@@ -242,7 +242,8 @@ class _Runs:
     def _before_projection(self, output: nn.Module, args: tuple) -> tuple:
         return self._through_heads(args[0]), *args[1:]
 
-    def _project(self, attention: nn.Module, args: tuple, output: tuple) -> tuple:
+    def _project(self, attention: nn.MultiheadAttention, args: tuple, output: tuple) -> tuple:
+        _require_identity(attention.out_proj, self.place.output)
         values, pattern = output
         return self.heads.projection(self._through_heads(values)), pattern
 
@@ -271,6 +272,21 @@ def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
         if biased:
             same.bias.zero_()
     return same.requires_grad_(False).eval()
+
+
+def _require_identity(projection: nn.Linear, name: str) -> None:
+    """Refuse an edit of the identity that stands in the place of an output projection.
+
+    Raises:
+        ValueError: If its weights were edited or loaded.
+    """
+    weight, bias = projection.weight, projection.bias
+    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    if not torch.equal(weight, identity) or (bias is not None and bias.any()):
+        raise ValueError(
+            f"module.{name}.out_proj must stay the identity in a hooked copy, got other weights: the projection itself is "
+            "blocks[l].attn.projection. To load weights, load them into your module and call hook_module again."
+        )
 
 
 def passed(point: HookPoint, values: Tensor) -> Tensor:
