@@ -14,7 +14,7 @@ from mechinterp.analysis.response.beside import bayes_of, sign_vectors, sparse_p
 from mechinterp.analysis.response.response import Response, response
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, dmmse, nadaraya_watson, ridge
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.run.evaluation import sample_prompts
 from mechinterp.models.weights import Weights
@@ -249,7 +249,7 @@ def test_pool_is_seen_in_the_coordinates_and_by_its_posterior() -> None:
     parts = found.left.set_index("columns").left
     assert parts["+ posterior"] < 1e-12 < 0.01 < parts["filter"]
     assert "even in y" not in set(found.scalars.name)
-    pool = task_pool(task)[..., 0].numpy()
+    pool = task.pool()[..., 0].numpy()
     second = pool.T @ pool
     metric = found.coordinates @ found.coordinates.T
     cosine = (second * metric).sum() / np.sqrt((second**2).sum() * (metric**2).sum())

@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp.analysis.response.projection import Sample
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 
 MOST_VECTORS = 40_000
@@ -30,7 +30,7 @@ def bayes_of(task: TaskConfig) -> Learner | None:
         True
     """
     if task.n_tasks is not None:
-        return partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
+        return partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
     if task.supports is not None:
         return None
     if task.sparsity is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PANELS = ("weight of a direction", "weight of a pair", "effect of one pair on another", "part left")
 LEAST_SIZE, MOST_SIZE = -3.0, 1.0
-"""Limits of the colour scale of the order, in powers of ten of L^2 D."""
+"""Powers of ten of L^2 D at the ends of the colour scale; it starts at white."""
 LEAST_LEFT = 1e-4
 """Smallest part left that is drawn."""
 LEAST_MISMATCH, MOST_MISMATCH = 1e-6, 1.0
@@ -94,7 +94,7 @@ def _position(figure: go.Figure, found: "Response", row: int, column: int, *, fi
 
 
 def _order(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
-    """log10 L^2 D of a changed pair on the weight of another."""
+    """L^2 D of a replaced pair on the weight of another, on a logarithmic colour scale."""
     frame = found.of_output(found.order)
     place = {"row": row, "col": column}
     if frame.empty:
@@ -105,13 +105,28 @@ def _order(figure: go.Figure, found: "Response", row: int, column: int, *, first
         logs = np.log10(size.to_numpy(dtype=float))
     axis = figure.get_subplot(row, column).yaxis
     low, high = axis.domain
+    decades = MOST_SIZE - LEAST_SIZE
+    ticks = np.arange(decades + 1)
     figure.add_heatmap(
-        z=np.clip(logs, LEAST_SIZE, MOST_SIZE), x=size.columns, y=size.index,
-        zmin=LEAST_SIZE, zmax=MOST_SIZE, colorscale="Blues", showscale=first,
-        colorbar={"title": {"text": "log₁₀ L²D"}, "len": high - low, "y": (low + high) / 2, "thickness": 12},
-        hovertemplate="pair %{y} changed, weight of pair %{x}: 10^%{z:.2f}<extra></extra>",
+        z=np.clip(logs, LEAST_SIZE, MOST_SIZE) - LEAST_SIZE,
+        x=size.columns,
+        y=size.index,
+        zmin=0,
+        zmax=decades,
+        colorscale="Blues",
+        showscale=first,
+        colorbar={
+            "title": {"text": "L²D"},
+            "tickvals": ticks,
+            "ticktext": [f"10<sup>{power:g}</sup>" for power in ticks + LEAST_SIZE],
+            "len": high - low,
+            "y": (low + high) / 2,
+            "thickness": 12,
+        },
+        customdata=size.to_numpy(dtype=float),
+        hovertemplate="pair %{y} replaced, weight of pair %{x}: %{customdata:.2g}<extra></extra>",
         **place,
-    )  # fmt: skip
+    )
     figure.update_xaxes(title_text="pair whose weight changes", **place)
     figure.update_yaxes(title_text="replaced pair", autorange="reversed", **place)
 
