@@ -1,7 +1,6 @@
 """Figures of responses: panels for one model or several, the filter after each layer, similarity, symmetries."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -9,9 +8,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from mechinterp import figures
-
-if TYPE_CHECKING:
-    from mechinterp.analysis.response.response import Response
+from mechinterp.analysis.response import reading
+from mechinterp.analysis.response.frames import Frames
 
 PANELS = ("weight of a direction", "weight of a pair", "effect of one pair on another", "part left")
 LEAST_SIZE, MOST_SIZE = -3.0, 1.0
@@ -29,7 +27,7 @@ BESIDE = (figures.COLORS[4], figures.COLORS[2])
 """Colours of the learners beside the model."""
 
 
-def panels(found: Sequence["Response"], names: Sequence[str] = ()) -> go.Figure:
+def panels(found: Sequence[Frames], names: Sequence[str] = ()) -> go.Figure:
     """Four panels for each model: in two rows for one model, in a column each for several."""
     one = len(found) == 1
     rows, columns = (2, 2) if one else (len(PANELS), len(found))
@@ -47,13 +45,13 @@ def panels(found: Sequence["Response"], names: Sequence[str] = ()) -> go.Figure:
             draw(figure, each, row + 1, column + 1, first=n == 0)
             if n:
                 figure.update_yaxes(title_text="", row=row + 1, col=column + 1)
-    figure = figures.finish(figure, "Response", height=rows * ROW + 120, top=90)
-    figure.update_layout(title_text=found[0].headline if one else "Responses")
+    figure = figures.finish(figure, Frames, height=rows * ROW + 120, top=90)
+    figure.update_layout(title_text=reading.headline(found[0]) if one else "Responses")
     figure.update_layout(legend={"y": -0.12 if one else -0.06})
     return figure
 
 
-def _filter(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
+def _filter(figure: go.Figure, found: Frames, row: int, column: int, *, first: bool) -> None:
     """phi over s beside the Bayes learner, ridge and descent; both axes are logarithmic."""
     frame = _last_layer(found.of_output(found.filter))
     place = {"row": row, "col": column}
@@ -80,7 +78,7 @@ def _filter(figure: go.Figure, found: "Response", row: int, column: int, *, firs
     figure.update_yaxes(type="log", dtick="D2", title_text="filter φ(s)", **place)
 
 
-def _position(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
+def _position(figure: go.Figure, found: Frames, row: int, column: int, *, first: bool) -> None:
     """Weight of a pair per similarity over its age."""
     frame = found.of_output(found.position)
     place = {"row": row, "col": column}
@@ -93,7 +91,7 @@ def _position(figure: go.Figure, found: "Response", row: int, column: int, *, fi
     figure.update_yaxes(title_text="weight per similarity", rangemode="tozero", **place)
 
 
-def _order(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
+def _order(figure: go.Figure, found: Frames, row: int, column: int, *, first: bool) -> None:
     """L^2 D of a replaced pair on the weight of another, on a logarithmic colour scale."""
     frame = found.of_output(found.order)
     place = {"row": row, "col": column}
@@ -131,7 +129,7 @@ def _order(figure: go.Figure, found: "Response", row: int, column: int, *, first
     figure.update_yaxes(title_text="replaced pair", autorange="reversed", **place)
 
 
-def _left(figure: go.Figure, found: "Response", row: int, column: int, *, first: bool) -> None:
+def _left(figure: go.Figure, found: Frames, row: int, column: int, *, first: bool) -> None:
     """Part of the squared predictions left as columns are added."""
     frame = found.of_output(found.left)
     place = {"row": row, "col": column}
@@ -150,7 +148,7 @@ def _left(figure: go.Figure, found: "Response", row: int, column: int, *, first:
     )
 
 
-def by_layer(found: "Response") -> go.Figure:
+def by_layer(found: Frames) -> go.Figure:
     """Filter after each layer, with a slider."""
     frame = found.of_output(found.filter)
     last = _last_layer(frame)
@@ -174,7 +172,7 @@ def by_layer(found: "Response") -> go.Figure:
     return figures.with_slider(figure, frames, label="layer", titles=titles, traces=[0])
 
 
-def similarity(found: "Response") -> go.Figure:
+def similarity(found: Frames) -> go.Figure:
     """Weight of a pair over its similarity to the query."""
     frame = found.of_output(found.similarity)
     return figures.lines(
@@ -187,7 +185,7 @@ def similarity(found: "Response") -> go.Figure:
     )
 
 
-def symmetries(found: "Response") -> go.Figure:
+def symmetries(found: Frames) -> go.Figure:
     """Mismatch of each symmetry beside the Bayes learner's."""
     frame = found.of_output(found.symmetries)
     names = frame.symmetry.tolist()

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from numpy.polynomial.legendre import legvander
 
+from mechinterp.analysis.response.frames import Estimate
 from mechinterp.analysis.response.pair_weights import pair_weights, values
 from mechinterp.analysis.response.projection import (
     Projection,
@@ -41,8 +42,6 @@ C_GRID = (1e-3, 30.0, 30)
 """Smallest and largest c in units of the median eigenvalue, and their number."""
 NEAR_ZERO = 0.02
 """Weights below this fraction of the largest do not enter the fit of the decay with age."""
-Estimate = tuple[float, float]
-"""Value and standard error."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def order_of(
     unit = sample.sums(u**2)
 
     def eta_of(
-        slopes: np.ndarray, squares: np.ndarray, weight: np.ndarray, unit: np.ndarray
+        slopes: np.floating, squares: np.ndarray, weight: np.ndarray, unit: np.ndarray
     ) -> float:
         # A delta rule changes a_j by -eta / (1 - eta) L c_j times <q, x_i> <x_i, x_j> / L^2.
         c = context * weight / unit

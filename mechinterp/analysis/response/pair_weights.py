@@ -66,12 +66,11 @@ def pair_weights(
         of: Number of the response whose y_j is varied; None: the predicted one.
     Example:
         >>> from functools import partial
-        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp import TaskConfig, sample_prompts
         >>> from mechinterp.icl.predictors import vanilla_gd
-        >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(d_x=2, context_length=4), 3, dtype=torch.float64)
+        >>> prompts = sample_prompts(TaskConfig(d_x=2, context_length=4), 3)
         >>> weights = pair_weights(partial(vanilla_gd, eta=2.0), prompts)
-        >>> bool(np.allclose(weights, (prompts.x @ prompts.x_query[:, :, None])[..., 0] / 2))
+        >>> bool(np.allclose(weights, (prompts.x @ prompts.x_query[:, :, None])[..., 0] / 2, atol=1e-6))
         True
     """
     column = output if of is None else of

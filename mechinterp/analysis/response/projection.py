@@ -126,7 +126,7 @@ def jackknife(
     Example:
         >>> value, error = jackknife(lambda total: total / 4, np.array([1.0, 2.0, 3.0, 4.0]))
         >>> float(value), round(float(error), 4)
-        (2.5, 0.9682)
+        (2.5, 0.4841)
     """
     totals = [each.sum(0) for each in sums]
     n = len(sums[0])
@@ -137,10 +137,10 @@ def jackknife(
         ]
     )
     spread = ((each - each.mean(0)) ** 2).sum(0)
-    return np.asarray(statistic(*totals)), np.sqrt((n - 1) / n * spread)
+    return np.asarray(statistic(*totals)), np.asarray(np.sqrt((n - 1) / n * spread))
 
 
-def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+def ratio(numerator: np.ndarray | float, denominator: np.ndarray | float) -> np.ndarray:
     """Quotient; NaN where the denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(denominator == 0, np.nan, np.divide(numerator, denominator))

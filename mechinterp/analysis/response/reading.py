@@ -1,15 +1,11 @@
 """Sentences about a response, by rules on its numbers alone."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
 from mechinterp.analysis.number_format import digits, with_error
+from mechinterp.analysis.response.frames import Frames
 from mechinterp.config import TaskConfig
-
-if TYPE_CHECKING:
-    from mechinterp.analysis.response.response import Response
 
 NOT_LINEAR = 0.15
 """Part left after all columns above which the learner is no linear map of y."""
@@ -39,7 +35,7 @@ ORDER_OF_FORMS = (
 """Forms of the filter, the simplest first."""
 
 
-def form(found: "Response", output: int = 0) -> str:
+def form(found: Frames, output: int = 0) -> str:
     """Simplest form of the filter that fits; "free" if none does."""
     forms = found.of_output(found.forms, output).set_index("form")
     factor, errors, rounding = FITS
@@ -47,14 +43,14 @@ def form(found: "Response", output: int = 0) -> str:
     return next((name for name in ORDER_OF_FORMS if forms.left[name] <= limit), "free")
 
 
-def forgets(found: "Response", output: int = 0) -> bool:
+def forgets(found: Frames, output: int = 0) -> bool:
     """True if the weight of a pair falls with its age by more than its error and FORGETS."""
     alpha, sem = found.scalar("alpha", output)
     fall = 1 - alpha ** (found.context_length - 1)
     return bool(1 - alpha > ERRORS * sem and fall > FORGETS)
 
 
-def kind(found: "Response", output: int = 0) -> str:
+def kind(found: Frames, output: int = 0) -> str:
     """Class of learner: see docs/response.md for the table."""
     left = found.of_output(found.left, output).set_index("columns").left
     after_all = float(left.min())
@@ -73,7 +69,7 @@ def kind(found: "Response", output: int = 0) -> str:
     return "online" if earlier < ONLINE * later else "recursive least squares"
 
 
-def headline(found: "Response", output: int = 0) -> str:
+def headline(found: Frames, output: int = 0) -> str:
     """Class of learner, and the form of its filter or its gate."""
     which = kind(found, output)
     if which == "online":
@@ -86,7 +82,7 @@ def headline(found: "Response", output: int = 0) -> str:
     return which
 
 
-def form_in_words(found: "Response", output: int = 0) -> str:
+def form_in_words(found: Frames, output: int = 0) -> str:
     """The simplest form that fits, with c for a filter a / (s + c)."""
     fits = form(found, output)
     if fits.endswith(("step", "steps")):
@@ -104,7 +100,7 @@ def form_in_words(found: "Response", output: int = 0) -> str:
     return f"{name}, c {with_error(c, sem)}{beside}"
 
 
-def summary(found: "Response") -> str:
+def summary(found: Frames) -> str:
     """Readings of all responses in one sentence."""
     outputs = sorted(set(found.scalars.output)) if "output" in found.scalars else [0]
     texts = ["; ".join(_parts(found, output)) for output in outputs]
@@ -113,7 +109,7 @@ def summary(found: "Response") -> str:
     return " | ".join(f"response {n}: {text}" for n, text in zip(outputs, texts, strict=True))
 
 
-def _parts(found: "Response", output: int) -> list[str]:
+def _parts(found: Frames, output: int) -> list[str]:
     which = kind(found, output)
     alpha, eta, gate = (
         found.scalar(name, output) if name in set(found.scalars.name) else (np.nan, np.nan)
@@ -147,7 +143,7 @@ def _parts(found: "Response", output: int) -> list[str]:
     return parts
 
 
-def _against_bayes(found: "Response", output: int) -> list[str]:
+def _against_bayes(found: Frames, output: int) -> list[str]:
     """Directions whose weight differs from the Bayes learner's by more than 3 errors."""
     rows = found.of_output(found.differences, output)
     if rows.empty:
@@ -174,7 +170,7 @@ def _against_bayes(found: "Response", output: int) -> list[str]:
     return texts
 
 
-def sentences(found: "Response") -> list[str]:
+def sentences(found: Frames) -> list[str]:
     """The summary, the distance to the Bayes learner, sparsity, and what was not measured."""
     texts = [summary(found)[0].upper() + summary(found)[1:] + "."]
     names = set(found.scalars.name)
