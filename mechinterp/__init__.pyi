@@ -26,6 +26,7 @@ from mechinterp.analysis.patching.positions import patch_positions as patch_posi
 from mechinterp.analysis.probing.linear import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.response.response import response as response
 from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
