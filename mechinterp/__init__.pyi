@@ -9,13 +9,13 @@ from mechinterp.analysis.comparison import models_frame as models_frame
 from mechinterp.analysis.learners.compare import fit_learners as fit_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
-from mechinterp.analysis.multi_layer.classify import classify_layers as classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
 from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algorithm
 from mechinterp.analysis.one_layer.attention import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
+from mechinterp.analysis.one_layer.label_rules import Thresholds as Thresholds
 from mechinterp.analysis.one_layer.linear_components import (
     linear_components as linear_components,
 )
@@ -32,18 +32,19 @@ from mechinterp.analysis.training.learning_coefficient import (
     local_learning_coefficient as local_learning_coefficient,
 )
 from mechinterp.analysis.training.monitor import Monitor as Monitor
+from mechinterp.analysis.training.sampler import Chains as Chains
+from mechinterp.checkpoints.checkpoint import Checkpoint as Checkpoint
 from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
 from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
+from mechinterp.config import CovarianceConfig as CovarianceConfig
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig
 from mechinterp.config import TaskConfig as TaskConfig
+from mechinterp.config import TrainConfig as TrainConfig
 from mechinterp.config import override as override
-from mechinterp.icl.predictors import dmmse as dmmse
 from mechinterp.icl.prompts import Prompts as Prompts
-from mechinterp.icl.prompts import generator_for as generator_for
-from mechinterp.icl.prompts import task_pool as task_pool
 from mechinterp.models.hooked.masks import mask_heads as mask_heads
 from mechinterp.models.hooked.runner import masked as masked
 from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransformer

@@ -24,6 +24,7 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.compare import baselines
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def pool(self) -> torch.Tensor:
-        return mi.task_pool(replace(self.task, n_tasks=3))
+        return replace(self.task, n_tasks=3).pool()
 
     @property
     def all_heads(self) -> np.ndarray:
@@ -202,7 +203,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "circuits": lambda c: mi.circuits(c.source),
     "classify": lambda c: mi.classify(c.source, n_prompts=64),
     "classify_circuits": from_circuits,
-    "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
+    "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),

@@ -16,7 +16,6 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    classify_layers,
     fit_learners,
     hook_module,
     load,
@@ -24,6 +23,7 @@ from mechinterp import (
     patch_positions,
     predictor_of,
 )
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -188,17 +188,16 @@ def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
 
 def test_faults_of_a_module_that_has_run_keep_their_kind():
     class Tired(Learned):
-        runs = 0
+        tired = False
 
         def forward(self, tokens):
-            if self.runs > 20:
+            if self.tired:
                 raise RuntimeError("tired")
-            self.runs += 1
             return super().forward(tokens)
 
     model = hooked(Tired(IndexError))
     model.predict(drawn(TASK))
-    model.model.module.runs = 21
+    model.model.module.tired = True
     with pytest.raises(RuntimeError, match="tired"):
         model.predict(drawn(TASK))
 

@@ -154,6 +154,19 @@ CARD = "README.md"
 """File of the model card, which hubs display."""
 
 
+class CurrentWeights:
+    """The field `weights` of a checkpoint: those of its model once that exists, which share memory with its parameters."""
+
+    def __get__(self, checkpoint: "Checkpoint | None", owner: type | None = None) -> Weights:
+        if checkpoint is None:
+            raise AttributeError("the field weights has no default")
+        stated = vars(checkpoint)["weights"]
+        return checkpoint.predictor.weights if stated is None else stated
+
+    def __set__(self, checkpoint: "Checkpoint", weights: Weights) -> None:
+        vars(checkpoint)["weights"] = weights
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Run):
     """A model on disk, in the format of this package or of external code; history and snapshots are
@@ -163,7 +176,8 @@ class Checkpoint(Run):
     config: ExperimentConfig
     step: int
     """Number of updates of the weights."""
-    weights: Weights
+    weights: CurrentWeights = CurrentWeights()
+    """Weights of the model. An edit in place of these or of `model` is an edit of both."""
     format: str = "native"
     """"native", or the format of an external file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
@@ -284,7 +298,8 @@ class Checkpoint(Run):
         return list(self.kept) or self.outline.steps
 
     def _after(self, step: int) -> "Checkpoint":
-        return replace(self, step=step, weights=self.snapshots[step], readings=(), kept={})
+        weights = self.snapshots[step].copied()
+        return replace(self, step=step, weights=weights, readings=(), kept={})
 
     def at_length(self, context_length: int) -> "Checkpoint":
         """The same model for a task with another context length, with which its prompts are then
@@ -309,7 +324,7 @@ class Checkpoint(Run):
 
     def under(self, reading: Reading) -> "Checkpoint":
         """The same file with the weights and settings of one of its readings."""
-        weights = reading.weights
+        weights = reading.weights.copied()
         task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
         config = replace(self.config, model=weights.model, task=task)
         return replace(self, config=config, weights=weights, readings=(), kept={})
@@ -322,13 +337,15 @@ class Checkpoint(Run):
     @cached_property
     def predictor(self) -> Predictor:
         """The model as analyses use it."""
-        return WeightsPredictor(
+        predictor = WeightsPredictor(
             own=self.weights,
             task=self.task,
             trained_here=self.trained_here,
             law_stated=self.trained_here or self.task.states_law,
             doubt=self.doubt,
         )
+        vars(self)["weights"] = None  # from now on the predictor has them
+        return predictor
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Checkpoint":

@@ -36,6 +36,12 @@ def train(
     ] = None,
     assignments: SetOption = None,
     out: Annotated[Path | None, option("--out", "Checkpoint folder; default: runs/<name>.")] = None,
+    start: Annotated[
+        str | None,
+        option(
+            "--start", "Model whose weights the training starts from; its config is the default."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
     resume: ResumeOption = False,
@@ -46,24 +52,30 @@ def train(
     list_presets: Annotated[bool, option("--list", "List the presets.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
+    """Train one model, from random weights or those of a model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
     from mechinterp.presets import PRESETS
 
     if list_presets:
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
-    if what is None:
+    if what is None and start is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.files import printable
+    from mechinterp.checkpoints.load import load
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
     from mechinterp.training.train import train_one
 
-    config = override(named_config(what), *(assignments or []))
-    file = Path(what)
-    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    from_model = None if start is None else load(start)
+    if what is None:
+        name, config = f"{from_model.name}-longer", from_model.config
+    else:
+        file, config = Path(what), named_config(what)
+        name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    config = override(config, *(assignments or []))
     folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
     engine = _engine("local", None, device, memory)
+    engine = engine if from_model is None else partial(engine, start=from_model)
     with progress_bar(quiet=quiet) as show, logged(log, config, show) as on_log:
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
     document = _document(summary, folder)

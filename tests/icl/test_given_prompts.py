@@ -11,7 +11,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -87,9 +87,7 @@ def test_given_prompts_stand_for_their_law(arrays):
     with refused("d_x", "that of the prompts, 3", 4):
         PromptsTask.of(given, TaskConfig(d_x=4))
     pool = TaskConfig(d_x=D_X, n_tasks=4)
-    torch.testing.assert_close(
-        task_pool(PromptsTask.of(given, pool)), task_pool(pool), rtol=0, atol=0
-    )
+    torch.testing.assert_close(PromptsTask.of(given, pool).pool(), pool.pool(), rtol=0, atol=0)
 
 
 @pytest.mark.slow
