@@ -20,7 +20,7 @@ from mechinterp import (
     hook_module,
     load,
     masked,
-    patch_positions,
+    patch_activations,
     predictor_of,
 )
 from mechinterp.analysis.multi_layer.classify import classify_layers
@@ -82,7 +82,7 @@ REFUSED = {
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=4),
         ["hook blocks.0."],
     ),
     "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),

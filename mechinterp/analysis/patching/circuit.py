@@ -36,6 +36,8 @@ N_SIZES = 12
 """Default number of circuits that are measured."""
 SWITCHES = ("use_split_qkv_input", "use_hook_mlp_in")
 """Settings of a model that give every receiver its own copy of the stream."""
+UNDEFINED = dict.fromkeys(("cpr", "cpr_sem", "cmd", "cmd_sem"), np.nan)
+"""Areas of a circuit that lacks an edge of the model."""
 Kept = Bool[np.ndarray, "sender receiver"]
 """True for the edges that a circuit keeps."""
 
@@ -45,7 +47,8 @@ class CircuitFaithfulness(Result):
     """Faithfulness of the first edges of a circuit, over their number.
 
     f(k) = (m(k) - m(0)) / (m(all) - m(0)), with m minus the squared distance to the full model's prediction when k
-    edges are kept and all others carry the outputs of corrupted prompts.
+    edges are kept and all others carry the outputs of corrupted prompts. With all edges m is 0, its largest value: f is at
+    most 1, and CMD = 1 - CPR.
     """
 
     n_edges: Int[np.ndarray, " size"]
@@ -61,8 +64,7 @@ class CircuitFaithfulness(Result):
     n_circuit: int
     """Number of edges of the circuit."""
     cpr: float
-    """Area under f over the share of edges kept; 1 is the best where f does not exceed 1. NaN if the circuit lacks an
-    edge of the model."""
+    """Area under f over the share of edges kept; 1 is the best. NaN if the circuit lacks an edge of the model."""
     cpr_sem: float
     """Bootstrap standard error of `cpr` over prompts."""
     cmd: float
@@ -155,9 +157,19 @@ def circuit_faithfulness(
     shown = progress(counts.tolist(), "keeping edges")
     metric = np.stack([_metric_of(pair, order, count) for count in shown], 1)
     gained = metric - metric[:, :1]
-    kept = ratio_and_sem(gained, gained[:, -1])
-    areas = _areas_and_sems(kept[0], gained, counts) if len(order) == counts[-1] else [np.nan] * 4
-    return CircuitFaithfulness(counts, *kept, *mean_and_sem(-metric), len(order), *areas)
+    faithfulness, faithfulness_sem = ratio_and_sem(gained, gained[:, -1])
+    whole = len(order) == counts[-1]
+    of_all = areas_and_sems(faithfulness, gained, counts) if whole else UNDEFINED
+    distance, distance_sem = mean_and_sem(-metric)
+    return CircuitFaithfulness(
+        n_edges=counts,
+        faithfulness=faithfulness,
+        faithfulness_sem=faithfulness_sem,
+        distance=distance,
+        distance_sem=distance_sem,
+        n_circuit=len(order),
+        **of_all,
+    )
 
 
 def require_circuit(circuit: object) -> None:
@@ -174,7 +186,9 @@ def require_circuit(circuit: object) -> None:
     if circuit is None:
         return
     if not isinstance(circuit, pd.DataFrame):
-        instead = "prompts are prompts=" if isinstance(circuit, Prompts) else "pass edges.circuit(n)"
+        instead = (
+            "prompts are prompts=" if isinstance(circuit, Prompts) else "pass edges.circuit(n)"
+        )
         raise ValueError(
             "circuit_faithfulness: circuit must be a DataFrame of edges, as attribute_edges(...).circuit(n) gives, "
             f"got {type(circuit).__name__}; {instead}."
@@ -229,9 +243,7 @@ def places_of(circuit: pd.DataFrame, pair: Pair) -> Int[np.ndarray, "edge 2"]:
     return np.array(list(places), dtype=int)
 
 
-def _counts(
-    sizes: Sequence[int] | None, n_circuit: int, n_edges: int
-) -> Int[np.ndarray, " size"]:
+def _counts(sizes: Sequence[int] | None, n_circuit: int, n_edges: int) -> Int[np.ndarray, " size"]:
     """Numbers of edges to keep, from 0 to all edges of the model."""
     asked = np.geomspace(1, n_circuit, N_SIZES).round() if sizes is None else np.array(sizes)
     if asked.size and (asked.min() < 0 or asked.max() > n_circuit):
@@ -329,20 +341,20 @@ def _own_inputs(model: Any) -> Iterator[None]:
             getattr(model, f"set_{name}")(value)
 
 
-def _areas_and_sems(
+def areas_and_sems(
     faithfulness: Float[np.ndarray, " size"],
     gained: Float[np.ndarray, "prompt size"],
     counts: Int[np.ndarray, " size"],
-) -> tuple[float, float, float, float]:
-    """CPR, its bootstrap standard error over prompts, CMD, and its error.
+) -> dict[str, float]:
+    """CPR and CMD with their bootstrap standard errors over prompts.
 
     Args:
         gained: Metric of each prompt minus that without edges.
     """
     cpr, cmd = areas(faithfulness, counts)
     again = [areas(mean / mean[-1], counts) for mean in resampled(len(gained)) @ gained]
-    cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1)
-    return cpr, float(cpr_sem), cmd, float(cmd_sem)
+    cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1).tolist()
+    return {"cpr": cpr, "cpr_sem": cpr_sem, "cmd": cmd, "cmd_sem": cmd_sem}
 
 
 def areas(

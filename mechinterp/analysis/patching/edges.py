@@ -5,7 +5,7 @@ head, an MLP, the output). Its effect is the change of a metric on corrupted pro
 sender writes on the clean prompts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
