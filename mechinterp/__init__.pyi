@@ -26,6 +26,7 @@ from mechinterp.analysis.patching.edges import attribute_edges as attribute_edge
 from mechinterp.analysis.probing.linear import p_probe as p_probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.response.response import response as response
 from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
@@ -34,9 +35,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.sampler import Chains as Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint as Checkpoint
-from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
-from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import CovarianceConfig as CovarianceConfig
 from mechinterp.config import ExperimentConfig as ExperimentConfig
@@ -53,7 +52,6 @@ from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.paper import save_figure as save_figure
 from mechinterp.presets import preset as preset
 from mechinterp.progress import show_progress as show_progress
-from mechinterp.report.hub import model_card as model_card
 from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report
 from mechinterp.training.train import train as train

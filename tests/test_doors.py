@@ -206,6 +206,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
+    "response": lambda c: mi.response(c.source, n_prompts=512),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "composition_scores": lambda c: composition_scores(c.source),
     "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),

@@ -224,6 +224,7 @@ class Analysis:
 
 
 ENTRIES = (
+    Analysis("response.response:response", on_page=nothing, title="What it does with a prompt"),
     Analysis(
         "one_layer.classify:classify",
         on_page=nothing,

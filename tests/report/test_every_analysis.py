@@ -152,7 +152,7 @@ def test_an_analysis_is_described_in_sentences_by_its_docstring():
         first = inspect.cleandoc(analysis.function.__doc__).partition("\n\n")[0]
         assert analysis.described.startswith(" ".join(first.split())), name
         assert analysis_of(name) == (name, analysis)
-    with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
+    with pytest.raises(ValueError, match=r"must be one of response, classify, .*, got 'nothing'"):
         analysis_of("nothing")
 
 
