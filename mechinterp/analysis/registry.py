@@ -275,7 +275,7 @@ ENTRIES = (
     Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
     Analysis("probing.linear:p_probe"),
     Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
-    Analysis("patching.positions:patch_positions", many_runs=True),
+    Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
         edges_to_patch,
@@ -284,7 +284,7 @@ ENTRIES = (
         title="Edges between heads",
     ),
     Analysis(
-        "patching.edges:faithfulness",
+        "patching.circuit:circuit_faithfulness",
         edges_to_patch,
         many_runs=True,
     ),

@@ -24,7 +24,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"attribute-edges": 4, "faithfulness": 4}
+FEW = {"attribute-edges": 4, "circuit-faithfulness": 4}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
     **{
