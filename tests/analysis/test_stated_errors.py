@@ -20,7 +20,7 @@ from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges
-from mechinterp.analysis.probing.linear import preconditioned, probe_layers
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -197,7 +197,7 @@ CASES = {
     ),
     "prune by one rule": Case(slow=True, run=prune),
     "patch-activations": Case(n_prompts=24, seeds=100),
-    "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
+    "probe of a structure": Case(run=partial(probe, targets="preconditioned x")),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""
 MODELS = (layers, softmax, with_pool)
@@ -323,7 +323,7 @@ def test_every_column_of_a_table_with_an_error_is_compared():
         "ablate",
         "baselines",
         "prune",
-        "read-out-by-layer",
+        "probe",
         "fit-learners",
         "compare-priors",
     ):
