@@ -43,12 +43,11 @@ from mechinterp.config import override as override
 from mechinterp.icl.predictors import dmmse as dmmse
 from mechinterp.icl.prompts import Prompts as Prompts
 from mechinterp.icl.prompts import generator_for as generator_for
-from mechinterp.icl.prompts import sample_prompts as sample_prompts
 from mechinterp.icl.prompts import task_pool as task_pool
 from mechinterp.models.hooked.masks import mask_heads as mask_heads
 from mechinterp.models.hooked.runner import masked as masked
 from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransformer
-from mechinterp.models.run.evaluation import evaluation_prompts as evaluation_prompts
+from mechinterp.models.run.evaluation import sample_prompts as sample_prompts
 from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.paper import save_figure as save_figure
 from mechinterp.presets import preset as preset

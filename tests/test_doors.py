@@ -34,7 +34,7 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
@@ -74,9 +74,7 @@ class Case:
 
     def prompts(self, seed: int = 0) -> Prompts:
         generator = generator_for(seed, "eval", 0)
-        return sample_prompts(
-            self.task, 192, generator=generator, context_length=8, dtype=self.dtype
-        )
+        return draw_prompts(self.task, 192, generator=generator, context_length=8, dtype=self.dtype)
 
     @property
     def pool(self) -> torch.Tensor:

@@ -18,16 +18,15 @@ from mechinterp import (
     classify,
     classify_layers,
     fit_learners,
-    generator_for,
     hook_module,
     load,
     masked,
     patch_positions,
     predictor_of,
-    sample_prompts,
 )
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from tests.conftest import Run, refused
 from tests.test_doors import as_for_users
@@ -37,7 +36,7 @@ TASK = TaskConfig(d_x=3, context_length=6)
 
 
 def drawn(task: TaskConfig, n_prompts: int = 8):
-    return sample_prompts(task, n_prompts, generator=generator_for(0, "eval", 0))
+    return draw_prompts(task, n_prompts, generator=generator_for(0, "eval", 0))
 
 
 def encoder(width: int = 8) -> nn.Sequential:

@@ -1,9 +1,9 @@
 """The analyses by name. The command line, JSON documents, the page and the contract tests read this
 table.
 
-To add an analysis, write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in
-one of the folders. Leave out arguments that it does not use, and draw prompts by
-`evaluation_prompts`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
+To add an analysis, write a function `analysis(source, prompts=None, *, task=None, n_prompts=None,
+seed=0)` in one of the folders. Leave out arguments that it does not use, and get prompts and their
+law from `prompts_and_law`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
 function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
 my_module:mine MODEL`."""
 

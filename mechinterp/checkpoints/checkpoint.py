@@ -326,6 +326,7 @@ class Checkpoint(Run):
             own=self.weights,
             task=self.task,
             trained_here=self.trained_here,
+            law_stated=self.trained_here or self.task.states_law,
             doubt=self.doubt,
         )
 

@@ -21,7 +21,7 @@ from mechinterp.checkpoints.io.files import one_line
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions
 from mechinterp.models.run.predictor import ModelPredictor, Predictor
 
@@ -45,6 +45,8 @@ class HookedModule(Run):
     """Copies of a watched module, by step."""
     step: int | None = None
     """Number of updates of a watched module."""
+    law_stated: bool = False
+    """True: the task was given to `hook_module`, so that it is the law of given prompts, too."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -97,7 +99,7 @@ class HookedModule(Run):
     @property
     def predictor(self) -> Predictor:
         """The model in the form that the analyses use."""
-        return ModelPredictor(own=self.hooked, task=self.task)
+        return ModelPredictor(own=self.hooked, task=self.task, law_stated=self.law_stated)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""
@@ -134,7 +136,8 @@ def hook_module(
         outputs: Names of the modules that take the heads' outputs side by side, if they are not
             found or found wrongly.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
-            are assumed to be those of the softmax paper.
+            are assumed to be those of the softmax paper. It stays in force for given prompts, unless
+            an analysis gets task="unknown". None: assumed, and unknown for given prompts.
         position: Position of the stream at which the prediction is read, from 0, or from the end if
             negative. None means the position on which the prediction depends after the last layer.
             If it depends on several, it is the last one of a stream as long as the input; analyses
@@ -156,6 +159,7 @@ def hook_module(
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
+    law_stated = task is not None
     task = as_task({} if task is None else task)
     if heads is not None and (type(heads) is not int or heads < 1):
         raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
@@ -167,9 +171,9 @@ def hook_module(
 
     enter = _Entry(task, embed, parameter.device, parameter.dtype)
     # A number of prompts that differs from the number of positions.
-    trial = sample_prompts(task, 2, dtype=parameter.dtype)
+    trial = draw_prompts(task, 2, dtype=parameter.dtype)
     if enter(trial).shape[1] == len(trial):
-        trial = sample_prompts(task, 3, dtype=parameter.dtype)
+        trial = draw_prompts(task, 3, dtype=parameter.dtype)
     with torch.no_grad():
         tokens, prefix = enter(trial), ""
         if embed is None and _takes_xs_and_ys(own):
@@ -198,7 +202,8 @@ def hook_module(
         _note_sizes(hooked, trial)
         if position is not None:
             query_positions(hooked, trial)
-    return HookedModule(name, task, hooked, tuple(each.removeprefix(prefix) for each in names))
+    places_of_heads = tuple(each.removeprefix(prefix) for each in names)
+    return HookedModule(name, task, hooked, places_of_heads, law_stated=law_stated)
 
 
 INNER = "module."

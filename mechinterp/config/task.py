@@ -13,6 +13,8 @@ COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 NONZEROS = ("gaussian", "signs")
 MOST_NUMBERS = 8
 """Largest number of eigenvalues that are printed one by one."""
+SIZES = {"d_x", "d_y", "context_length"}
+"""Fields of a task that are sizes."""
 MAX_FILE = 2**22
 """Largest size of a task file, in bytes."""
 
@@ -243,6 +245,16 @@ class TaskConfig:
             (True, False)
         """
         return tuple(each.name for each in fields(self) if each.name not in self.given)
+
+    @property
+    def states_law(self) -> bool:
+        """True if a field was stated that decides the law, such as noise_var; sizes alone do not.
+
+        Example:
+            >>> TaskConfig(d_x=4).states_law, TaskConfig(d_x=4, noise_var=0.5).states_law
+            (False, True)
+        """
+        return bool(self.given & {each.name for each in fields(self)} - SIZES)
 
     def assuming(self, names: Collection[str]) -> "TaskConfig":
         """The same task with exactly these fields marked as assumed."""

@@ -20,8 +20,8 @@ def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> zero_prediction(prompts).any()
         tensor(False)
     """
@@ -37,8 +37,8 @@ def vanilla_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         He et al. 2025, arXiv 2503.12734, (D.28).
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(vanilla_gd(prompts, eta=0.86).shape)
         (8, 1)
     """
@@ -55,8 +55,8 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         He et al. 2025, arXiv 2503.12734, eq. (4.11), factor 1/L.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(debiased_gd(prompts, eta=0.88).shape)
         (8, 1)
     """
@@ -74,8 +74,8 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         ValueError: If penalty is negative.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> error = ridge(prompts, penalty=0.1 / 0.2) - prompts.y_query_clean
         >>> error.square().mean().item() < 0.1
         True
@@ -95,9 +95,7 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 
-def ridge_path(
-    prompts: Prompts, penalties: Sequence[float]
-) -> Float[Tensor, "penalty batch d_y"]:
+def ridge_path(prompts: Prompts, penalties: Sequence[float]) -> Float[Tensor, "penalty batch d_y"]:
     """Predictions of `ridge` at several penalties, from one decomposition of each prompt.
 
     X X^T is decomposed if there are at least as many pairs as coordinates, else the Gram matrix of
@@ -108,8 +106,8 @@ def ridge_path(
     Raises:
         ValueError: If a penalty is negative.
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, dtype=torch.float64)
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, dtype=torch.float64)
         >>> found = ridge_path(prompts, [0.0, 0.5])
         >>> torch.allclose(found[1], ridge(prompts, penalty=0.5), rtol=1e-10)
         True
@@ -145,8 +143,8 @@ def nadaraya_watson(
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> mean = nadaraya_watson(prompts, omega=0.0, mu=1.0)
         >>> torch.allclose(mean, prompts.y.mean(1))
         True
@@ -186,9 +184,9 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
         `task_pool`, `compare_priors`.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
         >>> task = TaskConfig(n_tasks=1)
-        >>> prompts = sample_prompts(task, 8, dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 8, dtype=torch.float64)
         >>> predictions = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
         >>> torch.allclose(predictions, prompts.y_query_clean)
         True
@@ -213,9 +211,9 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
         ValueError: If noise_var is not positive, or the pool is empty, not finite or has another d_x or d_y.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
         >>> task = TaskConfig(n_tasks=4)
-        >>> log_p = log_posterior(sample_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
         >>> torch.allclose(log_p.exp().sum(1), torch.ones(8, dtype=torch.float64))
         True
     """

@@ -34,7 +34,7 @@ class Prompts:
     """A batch of regression prompts.
 
     See also:
-        `sample_prompts`, `evaluation_prompts`.
+        `sample_prompts`.
     """
 
     x: Float[Tensor, "batch context d_x"]
@@ -151,7 +151,7 @@ class Prompts:
         Raises:
             ValueError: If they have fewer pairs.
         Example:
-            >>> prompts = sample_prompts(TaskConfig(), 8)
+            >>> prompts = draw_prompts(TaskConfig(), 8)
             >>> prompts.prefix(3)
             Prompts(8 of 3 pairs, d_x=5, d_y=1, torch.float32)
         """
@@ -241,8 +241,6 @@ def generator_for(
 
     Raises:
         ValueError: If the stream is not one of "init", "train", "eval", "pool", or the seed is not an integer >= 0.
-    See also:
-        `sample_prompts`.
     Example:
         >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
         >>> torch.equal(first, again)
@@ -304,7 +302,7 @@ def random_support(
     return torch.zeros_like(like).scatter_(1, live, 1.0)
 
 
-def sample_prompts(
+def draw_prompts(
     task: TaskConfig,
     n_prompts: int,
     *,
@@ -314,7 +312,9 @@ def sample_prompts(
     dtype: torch.dtype = torch.float32,
     new_tasks: bool = False,
 ) -> Prompts:
-    """Fresh prompts of a task, on the generator's device.
+    """Prompts drawn from a random generator in a dtype, on the generator's device.
+
+    The dtype changes the random numbers: analyses draw in float64, by `mechinterp.sample_prompts`.
 
     Args:
         seed: Seed of evaluation prompts, (seed, "eval", 0); unused if a generator is given.
@@ -325,12 +325,10 @@ def sample_prompts(
     Raises:
         ValueError: If n_prompts or context_length is below 1, the prompts do not fit into memory,
             or the task belongs to given prompts of unknown law.
-    Source:
-        He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
     See also:
-        `evaluation_prompts`, `generator_for`, `Prompts`.
+        `sample_prompts`.
     Example:
-        >>> tuple(sample_prompts(TaskConfig(), 8, seed=1).tokens.shape)
+        >>> tuple(draw_prompts(TaskConfig(), 8, seed=1).tokens.shape)
         (8, 41, 6)
     """
     if getattr(task, "law", task) is None:  # a `PromptsTask` of unknown law
@@ -401,11 +399,9 @@ def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
         ValueError: If the task has no pool.
     Source:
         Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
-    See also:
-        `dmmse`, `sample_prompts`.
     Example:
         >>> pool = task_pool(TaskConfig(d_x=3, n_tasks=16))
-        >>> prompts = sample_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)
+        >>> prompts = draw_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)
         >>> bool((prompts.beta[:, None] == pool).all((2, 3)).any(1).all())
         True
     """
@@ -462,6 +458,6 @@ def prompt_chunks(
     for chunk in range(0, n_prompts, size):
         generator = generator_for(seed, "eval", chunk // size)
         n = min(size, n_prompts - chunk)
-        yield sample_prompts(
+        yield draw_prompts(
             task, n, generator=generator, context_length=context_length, new_tasks=new_tasks
         )

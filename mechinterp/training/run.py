@@ -25,7 +25,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
 
@@ -559,9 +559,7 @@ def batch_chunks(
     size = largest_chunk(task)
     for start in range(0, n_prompts, size):
         n = min(size, n_prompts - start)
-        yield sample_prompts(
-            task, n, generator=generator, context_length=context_length, dtype=dtype
-        )
+        yield draw_prompts(task, n, generator=generator, context_length=context_length, dtype=dtype)
 
 
 def largest_chunk(task: TaskConfig) -> int:
@@ -574,7 +572,7 @@ def narrowed(prompts: Prompts, d_x: int) -> Prompts:
 
     Example:
         >>> from mechinterp.icl.prompts import generator_for
-        >>> prompts = sample_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
+        >>> prompts = draw_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
         >>> narrow = narrowed(prompts, 2)
         >>> torch.allclose(narrow.y, prompts.x[..., :2] @ prompts.beta[:, :2], atol=1e-6)
         True

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp import (
-    Monitor,
-    TaskConfig,
-    hook_module,
-    load_run,
-    sample_prompts,
-)
+from mechinterp import Monitor, TaskConfig, hook_module, load_run
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.priors import compare_priors
@@ -25,6 +19,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -121,7 +116,7 @@ def trained(*monitors: Monitor) -> nn.Module:
         for step in range(11):
             for monitor in monitors:
                 monitor(step, model)
-            prompts = sample_prompts(TASK, 16, seed=step + 1)
+            prompts = draw_prompts(TASK, 16, seed=step + 1)
             loss = (last(model(prompts.tokens)) - prompts.y_query).square().mean()
             optimizer.zero_grad()
             loss.backward()

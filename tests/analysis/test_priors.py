@@ -24,7 +24,7 @@ from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_the_definition():
         return 0.8 * prompts.y.mean(1)
 
     found = compare_priors(model, TASK, context_lengths=[2, 4], n_prompts=300, seed=3).to_frame()
-    prompts = sample_prompts(TASK, 300, seed=3, new_tasks=True, dtype=torch.float64)
+    prompts = draw_prompts(TASK, 300, seed=3, new_tasks=True, dtype=torch.float64)
     short = replace(prompts, x=prompts.x[:, :2], y=prompts.y[:, :2])
     f, D, R = (mixture(a)(short) if a is not None else model(short) for a in (None, 1.0, 0.0))
     row = found.query("tasks == 'new' and context_length == 2").iloc[0]
@@ -201,7 +201,7 @@ def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     assert fits.r2[0, -1] == pytest.approx(1)
     plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
     assert len(plain.learners) == 5
-    prompts = sample_prompts(task, 300, dtype=torch.float64)
+    prompts = draw_prompts(task, 300, dtype=torch.float64)
     heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
     given = replace(predictor_of(heads), task=task)
     found = baselines(given, prompts)

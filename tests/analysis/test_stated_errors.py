@@ -26,7 +26,7 @@ from mechinterp.analysis.training.learning_coefficient import local_learning_coe
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -155,7 +155,7 @@ def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> obje
 
 def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object:
     """At a minimum of the loss on prompts that stay the same: the error covers the chains alone (docs/trust.md)."""
-    prompts = sample_prompts(source.task, n_prompts, seed=0)
+    prompts = draw_prompts(source.task, n_prompts, seed=0)
     return local_learning_coefficient(source, prompts, settle=True, chains=SHORT_CHAINS, seed=seed)
 
 

@@ -18,7 +18,7 @@ from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.read import MOST_SHOWN
 from mechinterp.checkpoints.foreign.score import Reading, advice, ranked, tied
 from mechinterp.checkpoints.load import convert
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.weights import Weights
@@ -375,7 +375,7 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
     assert checkpoint.assumed["model.output_column"] == WIDTH - 1
     assert checkpoint.assumed["model.position_columns_left_out"] == WIDTH - D_X - 1
     assert checkpoint.assumed["model.sign"] == "minus"
-    prompts = sample_prompts(checkpoint.task, 64, seed=3, dtype=torch.float32)
+    prompts = draw_prompts(checkpoint.task, 64, seed=3, dtype=torch.float32)
     moment = torch.einsum("blx,bln->bxn", prompts.x, prompts.y)
     step = torch.einsum("bx,bxn->bn", prompts.x_query, moment)
     told = {"sign": "minus", "output_column": WIDTH - 1, "attend_to_self": False}

@@ -3,19 +3,18 @@ model first."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
-from mechinterp.analysis.learners.simple import CROSS_VALIDATED, LEARNERS, Known, fitted
+from mechinterp.analysis.learners.simple import CROSS_VALIDATED, LEARNERS, fitted
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import (
@@ -27,13 +26,12 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, with_sem
-from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, task_for
+from mechinterp.models.run.evaluation import law_in_force, prompts_and_law
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.progress import progress
 
-MODEL = figures.MODEL
+NAME, MODEL = "compare_learners", figures.MODEL
 EXACT = 1e-9
 """A learner counts as exact if its error is below this fraction of that of predicting 0; no ratio
 to it is given."""
@@ -121,7 +119,9 @@ class LearnerComparison(Result):
             return "The model predicts 0 on every prompt."
         letter = LEARNERS[self.best].factor
         factor = f", {letter} = {with_error(first.factor, first.factor_sem)}" if letter else ""
-        closest = "Closest to" if first.r2 >= NEAR else f"No learner is close (R² < {NEAR:g}); next:"
+        closest = (
+            "Closest to" if first.r2 >= NEAR else f"No learner is close (R² < {NEAR:g}); next:"
+        )
         text = f"{closest} {self.best}{factor}: {explained(first.r2, first.r2_sem)} after {self.trained[1]} pairs"
         for second in others[:1]:
             clear = second.lead > 2 * second.lead_sem
@@ -136,7 +136,8 @@ class LearnerComparison(Result):
         Ratios with an error above `LARGEST_ERROR` of them are left out.
         """
         at = self.at_trained
-        model, quoted = at.loc[MODEL], at.drop(MODEL)[sharp(at.drop(MODEL))]
+        model = at.loc[MODEL]
+        quoted = at[sharp(at.ratio, at.ratio_sem)]
         ratios = [
             f"{with_error(row.ratio, row.ratio_sem)} times that of {'predicting 0' if name == 'zero' else name}"
             for name, row in quoted.iterrows()
@@ -147,20 +148,17 @@ class LearnerComparison(Result):
         return f"The model's excess risk {size}{': ' if ratios else ''}{'; '.join(ratios)}."
 
     @property
-    def few(self) -> str:
-        """Sentence on the risks that a few prompts decide; empty if there are none."""
+    def few(self) -> list[str]:
+        """Sentence on the risks that a few prompts decide."""
         at = self.at_trained[self.at_trained.carried_by_few]
-        if at.empty:
-            return ""
-        medians = ", ".join(f"{name} {digits(row.median_risk)}" for name, row in at.iterrows())
-        return f"The worst 1% of the prompts make up more than half of these risks, so read their medians (y²): {medians}."
+        return few_text("risks", zip(at.index, at.median_risk, strict=True))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({' '.join(self.sentences())})"
 
     def sentences(self) -> list[str]:
         """The nearest learner, the risks, and what to know about them."""
-        return [self.verdict, self.risks, *filter(None, [self.few]), *self.notes]
+        return [self.verdict, self.risks, *self.few, *self.notes]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number of pairs and learner, the model first."""
@@ -275,23 +273,29 @@ def compare_learners(
         ('debiased_gd', 0.88)
     """
     require_learners(learners)
-    law = task_for(source, task, "compare_learners", prompts)
-    free = any(LEARNERS[name].factor or LEARNERS[name].settings for name in learners)
-    own = law.context_length
-    drawn_from = law if is_learner(source) or task is not None else source
-    used = evaluation_prompts(
-        drawn_from,
+    own = law_in_force(source, task, NAME, prompts)
+    used, law = prompts_and_law(
+        source,
         prompts,
+        analysis=NAME,
+        task=task,
         n_prompts=n_prompts,
         seed=seed,
-        context_length=None if prompts is not None else max(own, *(context_lengths or [own])),
-        fitted=2 if free else 0,  # omega and mu
+        context_length=longer(own, context_lengths) if prompts is None else None,
+        fitted=2 if any(LEARNERS[name].is_fitted for name in learners) else 0,  # omega and mu
     )
-    lengths = require_lengths(context_lengths, used.x.shape[1], own)
+    lengths = require_lengths(context_lengths, used.x.shape[1])
     centre = off_centre(used) if prompts is not None else ""
     names = with_companions(learners, law, intercepts=bool(centre))
-    own_rows = _Comparison(source, used, law, names)
-    return own_rows.at(lengths, notes=[centre, *_law_notes(law, names)])
+    notes = [centre, law_note(law, names)]
+    return _Comparison(source, used, law, names).at(lengths, notes)
+
+
+def longer(law: TaskConfig | None, lengths: Sequence[int] | None) -> int | None:
+    """Pairs of drawn prompts if they are more than the task's own; None: the task's own, so that
+    shorter prompts are the first pairs of those of every analysis."""
+    longest = max(lengths or [0])
+    return longest if law is not None and longest > law.context_length else None
 
 
 def require_learners(learners: Sequence[str]) -> None:
@@ -300,31 +304,30 @@ def require_learners(learners: Sequence[str]) -> None:
     Raises:
         ValueError: If there is none, or a name is not in `LEARNERS`.
     """
-    unknown = [name for name in learners if name not in LEARNERS] or [*learners[:0]]
-    if unknown or not learners or isinstance(learners, str):
+    if isinstance(learners, str) or not learners or not {*learners} <= LEARNERS.keys():
         got = learners if isinstance(learners, str) else list(learners)
         raise ValueError(f"learners must be a list of {', '.join(LEARNERS)}, got {got!r}.")
 
 
-def require_lengths(given: Sequence[int] | None, longest: int, own: int) -> list[int]:
-    """Numbers of pairs, rising; None: the prompts' own number.
+def require_lengths(given: Sequence[int] | None, longest: int) -> list[int]:
+    """Numbers of pairs, rising; None: that of the prompts.
 
     Raises:
         ValueError: If a number is not in 0 to the number of pairs of the prompts.
     """
     if given is None:
-        return [min(own, longest)]
+        return [longest]
     if not len(given) or min(given) < 0 or max(given) > longest:
         raise ValueError(f"context_lengths must lie in 0 to {longest}, got {list(given)}.")
     return sorted({int(length) for length in given})
 
 
 def with_companions(
-    learners: Iterable[str], law: TaskConfig, *, intercepts: bool
+    learners: Iterable[str], law: TaskConfig | None, *, intercepts: bool
 ) -> tuple[str, ...]:
     """Learners, with dmmse for a task with a pool, and with those that have an intercept."""
     names = [*learners]
-    if law.n_tasks is not None:
+    if law is not None and law.n_tasks is not None:
         names.append("dmmse")
     if intercepts:
         names += [name for name, each in LEARNERS.items() if each.without in names]
@@ -356,14 +359,14 @@ def off_centre(prompts: Prompts) -> str:
     )
 
 
-def _law_notes(law: TaskConfig, names: Sequence[str]) -> list[str]:
+def law_note(law: TaskConfig | None, names: Sequence[str]) -> str:
     """Sentence on the penalty of ridge regression if the law of the prompts is unknown."""
-    if not no_law(law) or not set(names) & set(CROSS_VALIDATED):
-        return []
-    return [
+    if law is not None or not set(names) & set(CROSS_VALIDATED):
+        return ""
+    return (
         "The law of the prompts is unknown: the penalty of ridge is chosen by cross-validation over "
         "prompts, for each number of pairs. State the law by task=."
-    ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,7 +375,7 @@ class _Comparison:
 
     source: Source | Learner
     prompts: Prompts
-    law: TaskConfig
+    law: TaskConfig | None
     names: Sequence[str]
 
     def at(self, lengths: Sequence[int], notes: Iterable[str]) -> LearnerComparison:
@@ -380,7 +383,8 @@ class _Comparison:
         every = None
         if not is_learner(self.source):
             every = predictor_of(self.source).predict_at_every(self.prompts)
-        trained = trained_lengths(self.source, self.law, lengths)
+        longest = self.law.context_length if self.law else self.prompts.x.shape[1]
+        trained = trained_lengths(self.source, lengths, longest)
         rows, losses, wild = list[dict[str, object]](), list[np.ndarray](), list[int]()
         for length in progress(lengths, "learners at each number of pairs"):
             some = self.prompts.prefix(length)
@@ -425,24 +429,21 @@ def overflow_note(lengths: Sequence[int]) -> str:
     return f"{start} after {after} pairs, which have no numbers and enter no mean." if after else ""
 
 
-def trained_lengths(
-    source: Source | Learner, law: TaskConfig, lengths: Sequence[int]
-) -> list[int]:
-    """Those of some numbers of pairs that a checkpoint was trained on; all of them if unknown or if
-    there are none.
+def trained_lengths(source: Source | Learner, lengths: Sequence[int], longest: int) -> list[int]:
+    """Numbers of pairs within those of a checkpoint's training; the largest if there are none.
 
-    A model without a known training counts as trained up to the task's own number of pairs.
+    A model without a known training counts as trained up to `longest`, the task's own number.
     """
-    longest = law.context_length
     shortest = min(getattr(source, "shortest_trained", None) or 0, longest)
     inside = [length for length in lengths if shortest <= length <= longest]
-    return inside or list(lengths)
+    return inside or list(lengths[-1:])
 
 
 def rows_at(
-    own: Float[Tensor, "batch d_y"], prompts: Prompts, law: TaskConfig, names: Iterable[str]
+    own: Float[Tensor, "batch d_y"], prompts: Prompts, law: TaskConfig | None, names: Iterable[str]
 ) -> tuple[list[dict[str, object]], Float[np.ndarray, "prompt learner"]]:
-    """Rows at one number of pairs, the model's first, and the squared error of each against y."""
+    """Rows at one number of pairs, the model's first, and the squared errors of each against y; the
+    last column has those of predicting 0."""
     f, y, clean = (
         each.double().numpy(force=True) for each in (own, prompts.y_query, prompts.y_query_clean)
     )
@@ -477,7 +478,7 @@ def rows_at(
             }
             values["setting"] = fits[name].setting
         rows.append({"learner": name} | ordered(pairs, values))
-    return rows, loss
+    return rows, np.column_stack([loss, np.square(y).mean(1)])
 
 
 def ordered(
@@ -495,28 +496,41 @@ def ordered(
 
 
 def mean_losses(
-    losses: Sequence[Float[np.ndarray, "prompt learner"]], names: Sequence[str]
+    losses: Sequence[Float[np.ndarray, "prompt column"]], names: Sequence[str]
 ) -> pd.DataFrame:
-    """Mean loss of each learner over numbers of pairs, and the model's divided by it."""
-    mean = np.mean(losses, 0)
-    zero = mean[:, names.index("zero")].mean() if "zero" in names else np.inf
+    """Mean loss of each learner over numbers of pairs, and the model's divided by it.
+
+    Args:
+        losses: Squared errors at each number of pairs, as `rows_at` returns them.
+    """
+    *columns, zero = np.mean(losses, 0).T
     rows = []
-    for index, name in enumerate(names):
-        own = mean[:, index]
-        exact = "zero" in names and own.mean() <= EXACT * zero
-        ratio = (np.nan, np.nan) if exact else ratio_and_sem(mean[:, 0], own)
-        pairs = dict(zip(with_sem("loss", "ratio"), (*mean_and_sem(own), *ratio), strict=True))
+    for name, own in zip(names, columns, strict=True):
+        exact = own.mean() <= EXACT * zero.mean()
+        ratio = (np.nan, np.nan) if exact else ratio_and_sem(columns[0], own)
+        pairs = zip(with_sem("loss", "ratio"), (*mean_and_sem(own), *ratio), strict=True)
         few = {"median_loss": np.median(own), "carried_by_few": bool(carried_by_few(own))}
-        numbers = {key: float(value) for key, value in pairs.items()}
-        rows.append({"learner": name} | numbers | few)
+        rows.append({"learner": name} | {key: float(value) for key, value in pairs} | few)
     return pd.DataFrame(rows)
 
 
-def sharp(rows: pd.DataFrame) -> Bool[np.ndarray, " row"]:
-    """True for rows whose ratio is known to `LARGEST_ERROR` of it.
+def few_text(what: str, medians: Iterable[tuple[str, float]]) -> list[str]:
+    """Sentence on means that a few prompts decide, with the medians; none if there are none.
 
     Example:
-        >>> sharp(pd.DataFrame({"ratio": [2.0, 2.0, np.nan], "ratio_sem": [0.3, 0.5, 0.0]})).tolist()
+        >>> few_text("risks", [("least_squares", 0.31)])[0][-44:]
+        'read their medians (y²): least_squares 0.310.'
+    """
+    named = ", ".join(f"{name} {digits(median)}" for name, median in medians)
+    start = f"The worst 1% of the prompts make up more than half of these {what}"
+    return [f"{start}, so read their medians (y²): {named}."] if named else []
+
+
+def sharp(ratio: float | Float[np.ndarray, " row"], sem: float | Float[np.ndarray, " row"]) -> Any:
+    """True where a ratio is known to `LARGEST_ERROR` of it.
+
+    Example:
+        >>> sharp(np.array([2.0, 2.0, np.nan]), np.array([0.3, 0.5, 0.0])).tolist()
         [True, False, False]
     """
-    return (rows.ratio_sem <= LARGEST_ERROR * rows.ratio).to_numpy()
+    return sem <= LARGEST_ERROR * ratio

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from mechinterp.icl.predictors import (
     debiased_gd,
     dmmse,
     nadaraya_watson,
-    no_law,
     ridge,
     ridge_path,
     vanilla_gd,
@@ -40,8 +40,8 @@ Known = Float[np.ndarray, "prompt d_y"]
 class SimpleLearner:
     """Learner with at most one factor that is fitted to a model, or one setting that is chosen."""
 
-    predict: Callable[[Prompts, TaskConfig], Tensor]
-    """Function of prompts and their task: predictions [batch, d_y], or [setting, batch, d_y] if
+    predict: Callable[[Prompts, Any], Tensor]
+    """Function of prompts and their task, which most do not need: predictions [batch, d_y], or [setting, batch, d_y] if
     there are `settings`."""
     factor: str = ""
     """Name of the factor on the prediction that is fitted to the model by least squares; empty if
@@ -50,6 +50,11 @@ class SimpleLearner:
     """Settings of which the one with the smallest excess risk is taken, which favours the learner."""
     without: str = ""
     """Name of the same learner without an intercept; empty if it has none."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if a factor or a setting is fitted to the prompts."""
+        return bool(self.factor or self.settings)
 
 
 @dataclass(frozen=True)
@@ -129,16 +134,19 @@ CROSS_VALIDATED = {"ridge": False, "ridge_with_intercept": True}
 """Learners whose penalty is cross-validated if the law is unknown; True: with an intercept."""
 
 
-def fitted(name: str, prompts: Prompts, task: TaskConfig, model: Known) -> Fit:
+def fitted(name: str, prompts: Prompts, law: TaskConfig | None, model: Known) -> Fit:
     """A learner of `LEARNERS` on prompts, its factor fitted to a model's predictions.
 
-    Without pairs every learner but dmmse predicts 0. Without a law of the prompts the penalty of
-    ridge regression is chosen by cross-validation over prompts.
+    Without pairs every learner but dmmse predicts 0.
+
+    Args:
+        law: Law of the prompts; None: unknown, and the penalty of ridge regression is chosen by
+            cross-validation over prompts.
 
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(d_x=3)
-        >>> prompts = sample_prompts(task, 64, dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 64, dtype=torch.float64)
         >>> found = fitted("vanilla_gd", prompts, task, vanilla_gd(prompts, eta=0.5).numpy())
         >>> round(found.factor, 9), round(found.factor_sem, 9)
         (0.5, 0.0)
@@ -150,16 +158,16 @@ def fitted(name: str, prompts: Prompts, task: TaskConfig, model: Known) -> Fit:
         return Fit(np.full_like(clean, np.nan))
     if name == "kernel_head":
         return _kernel_fit(prompts, model)
-    if name in CROSS_VALIDATED and no_law(task):
+    if law is None and name in CROSS_VALIDATED:
         return cross_validated(prompts, intercept=CROSS_VALIDATED[name])
-    found = learner.predict(prompts, task).double().numpy(force=True)
+    found = learner.predict(prompts, law).double().numpy(force=True)
     if learner.settings:
         best = int(np.square(found - clean).mean((1, 2)).argmin())
         return Fit(found[best], setting=float(learner.settings[best]))
     if learner.factor:
         factor, sem = best_factor(found, model)
         return Fit(factor * found, factor, sem)
-    return Fit(found, setting=own_penalty(task)[0] if name in CROSS_VALIDATED else np.nan)
+    return Fit(found, setting=own_penalty(law)[0] if name in CROSS_VALIDATED else np.nan)
 
 
 def cross_validated(prompts: Prompts, *, intercept: bool = False) -> Fit:
@@ -168,8 +176,8 @@ def cross_validated(prompts: Prompts, *, intercept: bool = False) -> Fit:
     The setting is the penalty with the smallest loss on all prompts.
 
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(noise_var=0.0), 64, dtype=torch.float64)
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(noise_var=0.0), 64, dtype=torch.float64)
         >>> cross_validated(prompts).setting
         0.0
     """

@@ -23,7 +23,7 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import PromptsTask, no_law
-from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -169,7 +169,7 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
 def _drawn(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: int) -> Prompts:
     """Prompts of a step of the random stream of evaluation."""
     generator, double = generator_for(seed, "eval", step), torch.float64
-    return sample_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
+    return draw_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
 
 
 def other_settings(

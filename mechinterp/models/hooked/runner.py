@@ -250,9 +250,9 @@ def masked(
         `mask_heads`, `ablate_heads`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+        >>> prompts = draw_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
         >>> with masked(checkpoint.model, [(0, 0), (0, 1)]):
         ...     checkpoint.model.predict(prompts).any()
         tensor(False)

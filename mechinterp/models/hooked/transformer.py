@@ -42,11 +42,11 @@ class ICLTransformer(HookedTransformerNames):
     See also:
         `load`, `mask_heads`.
     Example:
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> task = TaskConfig(context_length=40)
         >>> model = ICLTransformer.from_weights(debiased_gradient_step(0.88, 0.02, d_x=5), task=task)
-        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
         >>> y_hat, cache = model.run_with_cache(prompts.tokens)
         >>> tuple(cache["pattern", 0].shape)
         (8, 2, 41, 41)

@@ -55,6 +55,9 @@ class Predictor(ABC):
     """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
     """True: this package trained the model on this task, so that the task is certain."""
+    law_stated: bool = False
+    """True: the task was stated with the model or its file, so that it is the law of given prompts, too. False: it is
+    assumed, or sizes alone were stated."""
     doubt: str = ""
     """Why the file of the model may have been read wrongly; empty if nothing says so."""
     _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
@@ -198,10 +201,10 @@ class Predictor(ABC):
             ValueError: If there is no such head or no hook on an MLP, the method is unknown, "resample" gets an odd number
                 of prompts, or the prompts do not fit the model.
         Example:
-            >>> from mechinterp.icl.prompts import sample_prompts
+            >>> from mechinterp.icl.prompts import draw_prompts
             >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
             >>> predictor = predictor_of(debiased_gradient_step(0.88, 0.02, d_x=5))
-            >>> prompts = sample_prompts(TaskConfig(), 4, dtype=torch.float64)
+            >>> prompts = draw_prompts(TaskConfig(), 4, dtype=torch.float64)
             >>> full, first, second = predictor.run(prompts, [[], [(0, 1)], [(0, 0)]])
             >>> torch.allclose(first + second, full)
             True
@@ -411,9 +414,9 @@ def predictions_after(
     Raises:
         ValueError: If the source is neither a model nor a function of prompts, or a length is beyond the prompts.
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.icl.predictors import zero_prediction
-        >>> tuple(predictions_after(zero_prediction, sample_prompts(TaskConfig(), 8), [1, 5]).shape)
+        >>> tuple(predictions_after(zero_prediction, draw_prompts(TaskConfig(), 8), [1, 5]).shape)
         (8, 2, 1)
     """
     every = None if is_learner(source) else predictor_of(source).predict_at_every(prompts)
@@ -429,7 +432,7 @@ def predictor_of(source: Source) -> Predictor:
     Raises:
         ValueError: If the source is none of these.
     See also:
-        `hook_module`, `evaluation_prompts`.
+        `hook_module`, `sample_prompts`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> predictor_of(zero_head(d_x=5)).n_heads

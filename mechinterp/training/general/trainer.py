@@ -31,12 +31,12 @@ def loss_and_gradients(
     Args:
         first_counted: Least number of pairs before an x that counts; None: the query alone.
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        >>> loss, gradients = loss_and_gradients(weights, sample_prompts(TaskConfig(), 8))
+        >>> loss, gradients = loss_and_gradients(weights, draw_prompts(TaskConfig(), 8))
         >>> gradients.W_Q.any()
         tensor(False)
     """
