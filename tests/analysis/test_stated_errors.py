@@ -171,13 +171,15 @@ def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
 
 CASES = {
     "classify": Case(softmax),
-    "algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
+    "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attention-entropy": Case(softmax),
-    "edges": Case(n_prompts=32, seeds=100, slow=True),
-    "edge-circuits": Case(n_prompts=64, run=circuits_of_one_ranking),
-    "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
-    "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
-    "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
+    "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
+    "faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
+    "fit-learners": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
+    "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
+    "local-learning-coefficient": Case(
+        on_moments, seeds=100, slow=True, settings={"chains": CHAINS}
+    ),
     "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
     "coefficient on prompts": Case(
         small_head, n_prompts=128, seeds=100, slow=True, run=drawn_on_prompts
@@ -316,7 +318,14 @@ def test_stated_errors_are_the_spread_over_seeds(name: str):
 
 def test_every_column_of_a_table_with_an_error_is_compared():
     """Columns are renamed fields or properties; a test of fields alone could miss one."""
-    for name in ("ablate", "baselines", "prune", "read-out-by-layer", "fit", "priors"):
+    for name in (
+        "ablate",
+        "baselines",
+        "prune",
+        "read-out-by-layer",
+        "fit-learners",
+        "compare-priors",
+    ):
         case = case_of(name)
         (result,) = results(name, replace(case, n_prompts=32), 1)
         fields_compared = {path.split(".")[-1] for path in stated(result)}

@@ -108,7 +108,7 @@ def test_a_step_of_another_size_is_doubted_whatever_was_stated_of_its_task():
     assert {"noise_var", "beta_var", "context_length", "covariance"} <= set(found.task.assumed)
     assert "the task may be another one" in found.verdict.doubt
     assert found.verdict.doubt in repr(found)
-    stated = classify(weights, TaskConfig().assuming(()))
+    stated = classify(weights, task=TaskConfig().assuming(()))
     assert stated.task.assumed == ()
     assert stated.verdict.doubt == found.verdict.doubt
     assert stated.best_factor == found.best_factor

@@ -234,7 +234,7 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
             analysis(hooked, prompts)
     assert ablate_heads(hooked, prompts).rise.any()
     assert name_algorithm(hooked, prompts).measured.path is None
-    assert classify(hooked, n_prompts=64).pattern
+    assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="a sum with the stream stands outside"):
         write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
 

@@ -173,7 +173,7 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     assert load(out).step == load(deep).step + 8
     assert load(out).origin["fine_tuned_steps"] == 8
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
-    run("train", out / "config.json").assert_refused("it was pruned from another")
+    run("train", out / "config.json").assert_refused("made from another", "--start")
     words = "fine_tune_steps needs a model that this package trained"
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 

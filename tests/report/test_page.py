@@ -268,7 +268,7 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
     train = TrainConfig(steps=40, log_every=10, batch_size=8, n_eval_prompts=16)
     train_models({".": ExperimentConfig(TASK, model, train)}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
-    shown = ["training", "ablate-heads-over-steps"]
+    shown = ["history", "ablate-heads-over-steps"]
     assert list(default_names(checkpoint))[-2:] == shown
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=shown))
     assert page.headings == ["Training", "Ablation of single heads, step by step"]

@@ -156,13 +156,7 @@ class HookedPredictor:
         Raises:
             ValueError: If its shape is not that of y_query; broadcasting would hide the mistake.
         """
-        prediction = self.read(output)
-        if prediction.shape != prompts.y_query.shape:
-            raise ValueError(
-                f"read must give [batch, d_y], {list(prompts.y_query.shape)} for these prompts, "
-                f"got {list(prediction.shape)}."
-            )
-        return prediction
+        return read_prediction(self.read, output, prompts)
 
     def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Any, list[Tensor]]:
         """Output of the model, and the activations at these hooks.
@@ -221,6 +215,21 @@ class HookedPredictor:
         """True if the model has forward hooks, which a shortcut around its modules would skip."""
         with lock_of(self.model):  # waits until hooks of other threads are gone
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
+
+
+def read_prediction(
+    read: Callable[[Any], Tensor], output: Any, prompts: Prompts
+) -> Float[Tensor, "batch d_y"]:
+    """Prediction that `read` extracts from a model's output for these prompts.
+
+    Raises:
+        ValueError: If its shape is not that of y_query; broadcasting would hide the mistake.
+    """
+    prediction, shape = read(output), list(prompts.y_query.shape)
+    if list(prediction.shape) != shape:
+        got = f"for these prompts, got {list(prediction.shape)}"
+        raise ValueError(f"read must give [batch, d_y], {shape} {got}.")
+    return prediction
 
 
 @contextmanager

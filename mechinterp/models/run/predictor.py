@@ -143,10 +143,24 @@ class Predictor(ABC):
         owner = self.hooked if weights is None else weights
         parts = (prompts.x, prompts.y, prompts.x_query)
         read = (each.contiguous().numpy(force=True).tobytes() for each in parts)
-        key = (id(owner), what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
+        key = (id(owner), *self._versions, what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
         if key not in kept:
             kept[key] = owner, compute()  # the owner stays, so that no other object gets its id
         return kept[key][1].clone().to(prompts.x.device)
+
+    @property
+    def _versions(self) -> Iterator[int]:
+        """Versions of the weights and the parameters, which torch counts up at each edit in place."""
+        model, weights = self._built, self.weights
+        if weights is not None:
+            yield from (tensor._version for tensor in weights.tensors.values())
+        if isinstance(model, torch.nn.Module):
+            yield from (parameter._version for parameter in model.parameters())
+
+    @property
+    def _built(self) -> object:
+        """The hooked module; None if it has not been built."""
+        return self.model
 
     @torch.no_grad()
     def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
@@ -323,30 +337,39 @@ def _masked_predictions(
 class WeightsPredictor(Predictor):
     """Predictor of weights of this package; its hooked model is built on first use."""
 
-    own: Weights
+    own: Weights | None
+    """The weights; None once the hooked model exists, which then has them."""
     task: TaskConfig
 
     @property
     def weights(self) -> Weights:
-        return self.own
+        """Current weights: those of the model once it exists, whose parameters they share memory with."""
+        model = self._built
+        return cast(Weights, self.own) if model is None else model.weights
+
+    @property
+    def _built(self) -> "ICLTransformer | None":
+        return cast("ICLTransformer", self.hooked.model) if "hooked" in vars(self) else None
 
     @property
     def n_layers(self) -> int:
-        return self.own.n_layers
+        return self.weights.n_layers
 
     @property
     def n_heads(self) -> int:
-        return self.own.n_heads
+        return self.weights.n_heads
 
     @cached_property
     def hooked(self) -> HookedPredictor:
         from mechinterp.models.hooked.transformer import ICLTransformer
 
-        return hooked_predictor(ICLTransformer.from_weights(self.own, task=self.task))
+        model = ICLTransformer.sharing(cast(Weights, self.own), task=self.task)
+        object.__setattr__(self, "own", None)
+        return hooked_predictor(model)
 
     @property
     def is_hooked(self) -> bool:
-        return "hooked" in vars(self) and self.hooked.is_hooked
+        return "hooked" in vars(self) and _has_hooks(self.hooked)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -367,7 +390,13 @@ class ModelPredictor(Predictor):
 
     @property
     def is_hooked(self) -> bool:
-        return self.own.is_hooked
+        return self.own.is_hooked if self.transformer is None else _has_hooks(self.own)
+
+
+def _has_hooks(own: HookedPredictor) -> bool:
+    """True if a model of this package has a forward hook on a hook point or on any other of its modules."""
+    modules = cast("ICLTransformer", own.model).modules()
+    return own.is_hooked or any(e._forward_hooks or e._forward_pre_hooks for e in modules)
 
 
 Source = object
