@@ -22,7 +22,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, task_pool
+from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 
 STEPS = 128
@@ -107,7 +107,7 @@ LEARNERS = {
     ),
     "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
+        lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_var)
     ),
     "least_squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "best_ridge": SimpleLearner(
