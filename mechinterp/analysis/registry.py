@@ -229,6 +229,7 @@ class Analysis:
 
 
 ENTRIES = (
+    Analysis("response.response:response", on_page=nothing, title="What it does with a prompt"),
     Analysis(
         "one_layer.classify:classify",
         on_page=nothing,
@@ -279,7 +280,7 @@ ENTRIES = (
     Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
     Analysis("probing.linear:p_probe"),
     Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
-    Analysis("patching.positions:patch_positions", many_runs=True),
+    Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
         edges_to_patch,
@@ -288,7 +289,7 @@ ENTRIES = (
         title="Edges between heads",
     ),
     Analysis(
-        "patching.edges:faithfulness",
+        "patching.circuit:circuit_faithfulness",
         edges_to_patch,
         many_runs=True,
     ),

@@ -57,6 +57,10 @@ compare_learners = command_of(
     "compare-learners",
     "Compare the model with simple learners. Example: mechinterp compare-learners checkpoints/softmax-h2-s0",
 )
+response = command_of(
+    "response",
+    "Measure what the model does with a prompt, without a label. Example: mechinterp response MODEL",
+)
 
 
 @reads_files(device=True, request=True)
