@@ -110,9 +110,10 @@ def test_learners_are_shown_at_the_trained_length(narrow):
     assert " ".join(text.split()).startswith(fits.verdict)
     rest = text.splitlines()
     assert max(map(len, rest)) <= 80
-    (row,) = [line.split() for line in rest if line.split()[:1] == ["debiased_gd"]]
+    row = [word for line in rest if line.split()[:1] == ["debiased_gd"] for word in line.split()]
     own = fits.at_trained.loc["debiased_gd"]
-    assert with_error(own.factor, own.factor_sem) in " ".join(row)
+    for name in ("factor", "r2", "risk"):
+        assert with_error(own[name], own[f"{name}_sem"]) in " ".join(row)
 
 
 def test_a_table_has_at_most_twenty_rows_unless_all_are_asked_for(narrow):

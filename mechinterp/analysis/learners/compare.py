@@ -58,15 +58,15 @@ class LearnerComparison(Result):
         "n_pairs": "Number of pairs before the predicted x.",
         "learner": "The model, or a simple learner.",
         "loss": "Mean squared error against y, noise included; unit y^2.",
-        "median_loss": "Median over prompts of the squared error against y; unit y^2.",
-        "loss_gap": "Loss of the model minus loss of the learner; unit y^2.",
         "risk": "Excess risk: mean squared error against y without noise; unit y^2. Equal to the loss if that y is unknown.",
-        "median_risk": "Median over prompts of the squared error against y without noise; unit y^2.",
         "ratio": "Excess risk of the model divided by that of the learner; empty if the learner makes no error.",
         "r2": "1 - mean (model - learner)^2 / mean model^2.",
-        "lead": "R^2 of the nearest learner minus R^2 of this learner.",
         "factor": "Factor that is fitted to the model: step size eta of the gradient steps (1/x^2), and mu times the sign of omega for the kernel head.",
         "setting": "Chosen setting: penalty of ridge regression (x^2), number of steps, omega of the kernel head (1/x^2).",
+        "loss_gap": "Loss of the model minus loss of the learner; unit y^2.",
+        "lead": "R^2 of the nearest learner minus R^2 of this learner.",
+        "median_loss": "Median over prompts of the squared error against y; unit y^2.",
+        "median_risk": "Median over prompts of the squared error against y without noise; unit y^2.",
         "carried_by_few": "True if the worst 1% of the prompts make up more than half of the risk: then read the median.",
         "note": "Reason why numbers of the model are missing.",
     }
@@ -167,8 +167,8 @@ class LearnerComparison(Result):
     def tables(self) -> dict[str, Table]:
         """All rows; those of the largest trained number of pairs come first."""
         quiet = (
-            *("n_pairs", "loss_sem", "median_loss", "lead", "lead_sem", "note"),
-            *("carried_by_few", "median_risk"),
+            *("n_pairs", "loss_gap", "loss_gap_sem", "lead", "lead_sem", "median_loss"),
+            *("median_risk", "carried_by_few", "note"),
         )
         title = f"Learners after {self.trained[1]} pairs"
         at = Table(self.at_trained.reset_index(), title, quiet=quiet)
