@@ -309,7 +309,7 @@ ANALYSES = {each.name: each for each in ENTRIES}
 
 
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis for a name, a `module:function`, or a function.
+    """Name and analysis for a name (with - or _), a `module:function`, or a function.
 
     Modules in the current folder are found too.
 
@@ -319,9 +319,9 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     if callable(named):
         analysis = Analysis(named)
         return analysis.name, analysis
-    if ":" in named:
+    if isinstance(named, str) and ":" in named:
         return analysis_of(own_function(named))
-    name = named.replace("_", "-")
+    name = named.replace("_", "-") if isinstance(named, str) else None
     if name not in ANALYSES:
         raise ValueError(
             f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."
