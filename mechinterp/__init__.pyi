@@ -7,7 +7,7 @@ from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
-from mechinterp.analysis.learners.compare import fit_learners as fit_learners
+from mechinterp.analysis.learners.compare import compare_learners as compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores

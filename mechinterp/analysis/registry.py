@@ -130,6 +130,11 @@ def every_position(source: Model) -> bool:
     return weights.model.layout == "in_turn" and not weights.model.context_only
 
 
+def quick_curve(source: Model) -> bool:
+    """True for a model whose losses at all lengths take seconds: one layer of attention, or one pass."""
+    return one_attention(source) or every_position(source)
+
+
 def a_pool(source: Model) -> bool:
     """True if the task has a pool of task vectors."""
     return source.task.n_tasks is not None
@@ -253,10 +258,10 @@ ENTRIES = (
     Analysis("one_layer.attention:attention_entropy", a_distribution),
     Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     Analysis("multi_layer.naming:name_algorithm"),
-    Analysis("learners.compare:baselines", on_page=more_than_attention, title="Excess risk"),
+    Analysis("learners.compare:compare_learners", on_page=nothing, title="Which learner"),
     Analysis(
         "learners.error_curve:error_curve",
-        on_page=every_position,
+        on_page=quick_curve,
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
@@ -287,7 +292,6 @@ ENTRIES = (
         edges_to_patch,
         many_runs=True,
     ),
-    Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
     Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
     Analysis("training.history:history", a_history, on_page=nothing),
     Analysis(
