@@ -385,7 +385,7 @@ def section_of(
     return Section(
         analysis.title or name.replace("-", " ").capitalize(),
         f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", ".")) else "."),
-        " ".join(filter(None, (analysis.described.replace("`", ""), prompts))),
+        " ".join(filter(None, (f"Analysis {name}:", analysis.described.replace("`", ""), prompts))),
         {key: _ready(figure, name) for key, figure in figures_of(name, result).items()},
         tables,
         meanings(result, columns),
