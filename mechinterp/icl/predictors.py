@@ -1,5 +1,6 @@
 """Closed-form predictors: ridge regression, dMMSE on a pool of tasks, and the task of given prompts."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -94,6 +95,42 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 
+def ridge_path(prompts: Prompts, penalties: Sequence[float]) -> Float[Tensor, "penalty batch d_y"]:
+    """Predictions of `ridge` at several penalties, from one decomposition of each prompt.
+
+    X X^T is decomposed if there are at least as many pairs as coordinates, else the Gram matrix of
+    the pairs: X^T (X X^T + penalty I)^-1 y is the same vector. Computed in float64.
+
+    Args:
+        penalties: Numbers >= 0; unit x^2.
+    Raises:
+        ValueError: If a penalty is negative.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, dtype=torch.float64)
+        >>> found = ridge_path(prompts, [0.0, 0.5])
+        >>> torch.allclose(found[1], ridge(prompts, penalty=0.5), rtol=1e-10)
+        True
+    """
+    if min(penalties) < 0:
+        raise ValueError(f"penalty must be >= 0, got {min(penalties)}.")
+    x, y = prompts.x.double(), prompts.y.double()
+    query = prompts.x_query.double()[..., None]
+    if x.shape[1] < x.shape[2]:
+        values, vectors = torch.linalg.eigh(x @ x.mT)
+        product = (vectors.mT @ y) * (vectors.mT @ (x @ query))
+    else:
+        values, vectors = torch.linalg.eigh(x.mT @ x)
+        product = (vectors.mT @ (x.mT @ y)) * (vectors.mT @ query)
+    paths = [
+        ridge(prompts, penalty=0.0)
+        if penalty == 0
+        else (product / (values[..., None] + penalty)).sum(1).to(prompts.x)
+        for penalty in penalties
+    ]
+    return torch.stack(paths)
+
+
 def nadaraya_watson(
     prompts: Prompts, *, omega: float | Float[Tensor, " d_x"], mu: float | Float[Tensor, " d_y"]
 ) -> Float[Tensor, "batch d_y"]:
@@ -137,20 +174,20 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     tasks that fit best, up to rounding.
 
     Args:
-        pool: Task vectors, all equally likely a priori; `task_pool` gives the pool of a task.
+        pool: Task vectors, all equally likely a priori; `TaskConfig.pool` gives the pool of a task.
         noise_var: Variance of the responses' noise, unit y^2.
     Raises:
         ValueError: If noise_var is negative, or the pool is empty, not finite or has another d_x or d_y.
     Source:
         Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
     See also:
-        `task_pool`, `compare_priors`.
+        `TaskConfig.pool`, `compare_priors`.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=1)
         >>> prompts = draw_prompts(task, 8, dtype=torch.float64)
-        >>> predictions = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
+        >>> predictions = dmmse(prompts, pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(predictions, prompts.y_query_clean)
         True
     """
@@ -174,9 +211,9 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
         ValueError: If noise_var is not positive, or the pool is empty, not finite or has another d_x or d_y.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=4)
-        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(log_p.exp().sum(1), torch.ones(8, dtype=torch.float64))
         True
     """
@@ -298,6 +335,10 @@ class PromptsTask(TaskConfig):
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def pool(self) -> Tensor:
+        """Pool of the law, [task, d_x, d_y]."""
+        return super().pool() if self.law is None else self.law.pool()
+
     @property
     def _key(self) -> tuple[int, TaskConfig | None]:
         return id(self.prompts), self.law
@@ -331,8 +372,5 @@ def _estimated(prompts: Prompts) -> dict[str, Any]:
 
 def _best_penalty(prompts: Prompts) -> float:
     """Penalty of ridge regression with the smallest loss on these prompts."""
-    losses = [
-        (ridge(prompts, penalty=penalty) - prompts.y_query).square().mean().item()
-        for penalty in PENALTIES
-    ]
-    return float(PENALTIES[int(np.argmin(losses))])
+    errors = ridge_path(prompts, PENALTIES) - prompts.y_query
+    return float(PENALTIES[int(errors.square().mean((1, 2)).argmin())])

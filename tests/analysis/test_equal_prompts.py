@@ -47,7 +47,7 @@ def test_every_analysis_counts_equal_prompts_once(name: str, model: str):
     source = load(model)
     if not ANALYSES[name].needs(source) or (name == "error-curve" and source.weights.n_layers > 1):
         pytest.skip("it does not accept this model, or the model overflows after one pair")
-    n = {"probe": 128, "prune": 256, "read-out-by-layer": 128}.get(name, 64)
+    n = {"probe": 128, "prune": 256, "response": 512}.get(name, 64)
     once = sample_prompts(source, n, seed=0)
     expected = answer(name, source, once)
     with pytest.warns(UserWarning, match=f"{n} distinct prompts of {2 * n}"):
@@ -69,7 +69,7 @@ def test_errors_and_labels_of_fewer_than_8_distinct_prompts_are_refused(name: st
             if name == "attention-patterns":
                 assert len(answer(name, source, prompts)[0])
                 continue
-            with refused("7"):
+            with refused("distinct", "got 7" if name != "prune" else "7"):
                 answer(name, source, prompts)
 
 

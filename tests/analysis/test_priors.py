@@ -13,7 +13,7 @@ from torch import Tensor
 
 from analyses.pools.map import transient
 from analyses.pools.prior_heads import _rises, prior_heads
-from mechinterp.analysis.learners.compare import baselines, fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.learners.priors import (
     ERROR,
     KINDS,
@@ -24,7 +24,7 @@ from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
@@ -33,7 +33,7 @@ from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=4, n_tasks=6, beta_var=1.0, noise_var=0.25)
-POOL = task_pool(TASK)
+POOL = TASK.pool()
 
 
 def mixture(a: float, pool: Tensor = POOL) -> Callable[[Prompts], Tensor]:
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_the_definition():
 
 
 def test_a_given_pool_takes_the_place_of_the_tasks_own():
-    other = task_pool(replace(TASK, task_seed=7))
+    other = replace(TASK, task_seed=7).pool()
     plain = replace(TASK, n_tasks=None)
     found = compare_priors(mixture(1.0, other), plain, other, n_prompts=100)
     np.testing.assert_allclose(found.at_length.relative, 0, atol=1e-12)
@@ -195,22 +195,20 @@ def test_what_cannot_be_compared_is_refused(arguments: tuple, settings: dict, wo
 
 def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     task = replace(TASK, d_y=1)
-    memory = partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
-    fits = fit_learners(memory, task, context_lengths=[4], n_prompts=500)
-    assert fits.best == fits.to_frame()["learner"].iloc[-1] == "dmmse"
-    assert fits.r2[0, -1] == pytest.approx(1)
-    plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
-    assert len(plain.learners) == 5
+    memory = partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
+    fits = compare_learners(memory, task=task, n_prompts=500)
+    assert fits.best == fits.learners[-1] == "dmmse"
+    assert fits.at_trained.r2["dmmse"] == pytest.approx(1)
+    plain = compare_learners(memory, task=replace(task, n_tasks=None), n_prompts=500)
+    assert "dmmse" not in plain.learners
     prompts = draw_prompts(task, 300, dtype=torch.float64)
     heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
     given = replace(predictor_of(heads), task=task)
-    found = baselines(given, prompts)
-    assert found.learners[-1] == "dMMSE"
+    found = compare_learners(given, prompts, task=task).at_trained
+    assert found.index[-1] == "dmmse"
     risk = (memory(prompts) - prompts.y_query_clean).square().mean().item()
-    assert found.risk[0, -1] == pytest.approx(risk)
-    assert found.risk[0, -1] < found.risk[0, :-1].min()
-    without = replace(given, task=replace(task, n_tasks=None))
-    assert "dMMSE" not in baselines(without, prompts).learners
+    assert found.risk["dmmse"] == pytest.approx(risk)
+    assert found.risk["dmmse"] < found.risk.drop("dmmse").min()
 
 
 TWO_TASKS = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.25)
