@@ -5,7 +5,6 @@ from mechinterp.rooms import names_of
 HOMES = {
     "Chains": "mechinterp.analysis.training.sampler",
     "Langevin": "mechinterp.analysis.training.sampler",
-    "baselines": "mechinterp.analysis.learners.compare",
     "preconditioned": "mechinterp.analysis.probing.linear",
     "reweighted": "mechinterp.analysis.probing.linear",
 }

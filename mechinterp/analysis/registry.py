@@ -136,6 +136,11 @@ def every_position(source: Model) -> bool:
     return weights.model.layout == "in_turn" and not weights.model.context_only
 
 
+def quick_curve(source: Model) -> bool:
+    """True for a model whose losses at all lengths take seconds: one layer of attention, or one pass."""
+    return one_attention(source) or every_position(source)
+
+
 def a_pool(source: Model) -> bool:
     """True if the task has a pool of task vectors."""
     return source.task.n_tasks is not None
@@ -230,6 +235,7 @@ class Analysis:
 
 
 ENTRIES = (
+    Analysis("response.response:response", on_page=nothing, title="What it does with a prompt"),
     Analysis(
         "one_layer.classify:classify",
         on_page=nothing,
@@ -258,10 +264,10 @@ ENTRIES = (
     Analysis("one_layer.attention:attention_entropy", a_distribution),
     Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     Analysis("multi_layer.naming:name_algorithm"),
-    Analysis("learners.compare:baselines", on_page=more_than_attention, title="Excess risk"),
+    Analysis("learners.compare:compare_learners", on_page=nothing, title="Which learner"),
     Analysis(
         "learners.error_curve:error_curve",
-        on_page=every_position,
+        on_page=quick_curve,
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
@@ -280,7 +286,7 @@ ENTRIES = (
     Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
     Analysis("probing.linear:p_probe"),
     Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
-    Analysis("patching.positions:patch_positions", many_runs=True),
+    Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
         edges_to_patch,
@@ -289,11 +295,10 @@ ENTRIES = (
         title="Edges between heads",
     ),
     Analysis(
-        "patching.edges:faithfulness",
+        "patching.circuit:circuit_faithfulness",
         edges_to_patch,
         many_runs=True,
     ),
-    Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
     Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
     Analysis("training.history:history", a_history, on_page=nothing),
     Analysis(
@@ -310,7 +315,7 @@ ANALYSES = {each.name: each for each in ENTRIES}
 
 
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis for a name, a `module:function`, or a function.
+    """Name and analysis for a name (with - or _), a `module:function`, or a function.
 
     Modules in the current folder are found too.
 
@@ -320,9 +325,9 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     if callable(named):
         analysis = Analysis(named)
         return analysis.name, analysis
-    if ":" in named:
+    if isinstance(named, str) and ":" in named:
         return analysis_of(own_function(named))
-    name = named.replace("_", "-")
+    name = named.replace("_", "-") if isinstance(named, str) else None
     if name not in ANALYSES:
         raise ValueError(
             f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."

@@ -445,7 +445,7 @@ def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     found = classify_layers(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "LayerNorm" in found.reason
     assert found.heads.rise.shape == (1, 2)
 

@@ -91,7 +91,7 @@ class Monitor:
         prompts = evaluation_prompts(hooked, n_prompts=self.n_prompts, seed=self.seed)
         rows = head_rows(hooked, prompts, masks=self.ablation)
         if self.labels:
-            rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).pattern
+            rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).label
         if self.keep is not None:
             self.module, file = getattr(module, "_orig_mod", module), self._file(step)
             with writing(file):
