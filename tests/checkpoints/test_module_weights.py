@@ -67,7 +67,7 @@ def with_circuits(module: Own, omega: list[float], mu: list[float]) -> Own:
 
 def test_exact_linear_descent_is_named_and_an_edit_of_the_module_counts():
     hooked = hook_module(with_circuits(Own(6), [1.0], [0.8]), task=WIDE)
-    assert classify(hooked).pattern == "linear_gd"
+    assert classify(hooked).label == "linear_gd"
     found = circuits(hooked)
     np.testing.assert_allclose(found.omega, np.ones((1, 1, 5)), rtol=1e-6)
     np.testing.assert_allclose(found.mu, [[[0.8]]], rtol=1e-6)
@@ -75,7 +75,7 @@ def test_exact_linear_descent_is_named_and_an_edit_of_the_module_counts():
     hooked.model.module.o_proj.weight *= 0.5
     np.testing.assert_allclose(circuits(hooked).mu, [[[0.4]]], rtol=1e-6)
     hooked.model.module.bent = True
-    assert classify(hooked).pattern == "undetermined"
+    assert classify(hooked).label == "undetermined"
     with pytest.raises(
         ValueError, match="no reading of this module's state dict predicts"
     ) as caught:
@@ -88,7 +88,7 @@ def test_a_softmax_pair_has_the_labels_and_circuits_of_the_same_weights():
     (omega,), (mu,) = circuits(own).omega.mean(2), circuits(own).mu[..., 0]
     hooked = hook_module(with_circuits(Own(6, 2, softmax=True), [*omega], [*mu]), task=WIDE)
     one, other = (classify(each, task=WIDE) for each in (hooked, own))
-    assert one.pattern == other.pattern == "debiased_gd"
+    assert one.label == other.label == "debiased_gd"
     assert one.labels == other.labels
     np.testing.assert_allclose(circuits(hooked).omega, circuits(own).omega, rtol=1e-5)
     np.testing.assert_allclose(circuits(hooked).mu, circuits(own).mu, rtol=1e-5)
