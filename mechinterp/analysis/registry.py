@@ -18,9 +18,10 @@ from typing import Any
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
-from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.evaluation import UNKNOWN, usual_number
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
@@ -350,6 +351,7 @@ def run_analysis(
     checkpoint: Model,
     *,
     prompts: Prompts | None = None,
+    task: TaskLike | None = None,
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
@@ -360,6 +362,8 @@ def run_analysis(
     Args:
         named: A name in `ANALYSES`, a `module:function`, or a function.
         prompts: Given prompts; None draws them.
+        task: Law of the prompts; None: that of the model; "unknown": given prompts have no known
+            law, which changes nothing for an analysis that takes no task.
         context_length: Pairs per prompt; None means the task's own length.
         n_prompts: Number of prompts; None means the default of the analysis.
         seed: Seed of the evaluation prompts; None means 0.
@@ -375,6 +379,8 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})
+    if task is not None and (task != UNKNOWN or "task" in analysis.options):
+        given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}
     if stated and not analysis.draws_prompts:
