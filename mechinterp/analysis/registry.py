@@ -131,6 +131,11 @@ def every_position(source: Model) -> bool:
     return weights.model.layout == "in_turn" and not weights.model.context_only
 
 
+def quick_curve(source: Model) -> bool:
+    """True for a model whose losses at all lengths take seconds: one layer of attention, or one pass."""
+    return one_attention(source) or every_position(source)
+
+
 def a_pool(source: Model) -> bool:
     """True if the task has a pool of task vectors."""
     return source.task.n_tasks is not None
@@ -158,7 +163,7 @@ class Analysis:
     by default."""
 
     home: str | Callable[..., Finding]
-    """The function, or its module in `mechinterp.analysis` and its name: "probing.linear:probe".
+    """The function, or its module in `mechinterp.analysis` and its name: "probing.probe:probe".
     """
     needs: Needs = nothing
     on_page: Needs = never
@@ -175,7 +180,7 @@ class Analysis:
         """Name of the function, with - for _: its name on the command line, in JSON and on the page.
 
         Example:
-            >>> Analysis("probing.linear:p_probe").name
+            >>> Analysis("probing.p_probe:p_probe").name
             'p-probe'
         """
         own = getattr(self.home, "__name__", None) or str(self.home).rpartition(":")[2]
@@ -254,10 +259,10 @@ ENTRIES = (
     Analysis("one_layer.attention:attention_entropy", a_distribution),
     Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     Analysis("multi_layer.naming:name_algorithm"),
-    Analysis("learners.compare:baselines", on_page=more_than_attention, title="Excess risk"),
+    Analysis("learners.compare:compare_learners", on_page=nothing, title="Which learner"),
     Analysis(
         "learners.error_curve:error_curve",
-        on_page=every_position,
+        on_page=quick_curve,
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
@@ -273,9 +278,8 @@ ENTRIES = (
         on_page=several_heads,
         title="Pruning",
     ),
-    Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
-    Analysis("probing.linear:p_probe"),
-    Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
+    Analysis("probing.probe:probe", on_page=more_than_attention, title="Probes"),
+    Analysis("probing.p_probe:p_probe"),
     Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
@@ -289,7 +293,6 @@ ENTRIES = (
         edges_to_patch,
         many_runs=True,
     ),
-    Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
     Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
     Analysis("training.history:history", a_history, on_page=nothing),
     Analysis(

@@ -41,7 +41,7 @@ def command_of(name: str, text: str) -> Callable[..., None]:
     def run(path: PathArgument, *, request: Request, files: Files) -> None:
         show(name, path, request, files)
 
-    run.__name__, run.__doc__ = name.removesuffix("-learners"), text
+    run.__name__, run.__doc__ = name.replace("-", "_"), text
     return reads_files(device=True, request=True)(run)
 
 
@@ -53,9 +53,9 @@ probe = command_of(
     "probe",
     "Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL",
 )
-fit = command_of(
-    "fit-learners",
-    "Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0",
+compare_learners = command_of(
+    "compare-learners",
+    "Compare the model with simple learners. Example: mechinterp compare-learners checkpoints/softmax-h2-s0",
 )
 response = command_of(
     "response",

@@ -63,7 +63,7 @@ LengthsOption = Annotated[
     list[int] | None,
     option(
         "--context-length",
-        "Pairs per prompt; default: the task's number. Repeatable for fit; there 10, 20, ..., 100.",
+        "Pairs per prompt; default: the task's number. Repeatable for curves.",
         min=1,
     ),
 ]

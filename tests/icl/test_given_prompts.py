@@ -8,7 +8,7 @@ import torch
 
 from mechinterp import classify
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
 from mechinterp.icl.prompts import Prompts, draw_prompts
@@ -101,14 +101,14 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     assert found.left_out in repr(found)
     assert np.isnan(found.scales.eta_optimal)
     assert classify(weights, given, task={"noise_var": 0.2}).left_out == ""
-    fits = fit_learners(weights, prompts=given)
-    at = fits.learners.index("debiased_gd")
-    assert fits.context_length.tolist() == [10, LENGTH]
-    assert fits.r2[-1, at] == pytest.approx(1, abs=0.01)
+    fits = compare_learners(weights, given)
+    row = fits.at_trained.loc["debiased_gd"]
+    assert row.n_pairs == LENGTH
+    assert row.r2 == pytest.approx(1, abs=0.01)
     shape = debiased_gd(given, eta=1.0)
     predicted = predictor_of(weights).predict(given)
     eta = (shape * predicted).sum() / shape.square().sum()
-    assert fits.factor[-1, at] == pytest.approx(eta.item())
+    assert row.factor == pytest.approx(eta.item())
     risk = ablate_heads(weights, given).full_risk
     assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
 
