@@ -19,9 +19,10 @@ from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
-from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.evaluation import UNKNOWN, usual_number
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
@@ -168,7 +169,7 @@ class Analysis:
     by default."""
 
     home: str | Callable[..., Finding]
-    """The function, or its module in `mechinterp.analysis` and its name: "probing.linear:probe".
+    """The function, or its module in `mechinterp.analysis` and its name: "probing.probe:probe".
     """
     needs: Needs = nothing
     on_page: Needs = never
@@ -185,7 +186,7 @@ class Analysis:
         """Name of the function, with - for _: its name on the command line, in JSON and on the page.
 
         Example:
-            >>> Analysis("probing.linear:p_probe").name
+            >>> Analysis("probing.p_probe:p_probe").name
             'p-probe'
         """
         own = getattr(self.home, "__name__", None) or str(self.home).rpartition(":")[2]
@@ -283,9 +284,8 @@ ENTRIES = (
         on_page=several_heads,
         title="Pruning",
     ),
-    Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
-    Analysis("probing.linear:p_probe"),
-    Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
+    Analysis("probing.probe:probe", on_page=more_than_attention, title="Probes"),
+    Analysis("probing.p_probe:p_probe"),
     Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
@@ -360,6 +360,7 @@ def run_analysis(
     checkpoint: Model,
     *,
     prompts: Prompts | None = None,
+    task: TaskLike | None = None,
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
@@ -370,6 +371,8 @@ def run_analysis(
     Args:
         named: A name in `ANALYSES`, a `module:function`, or a function.
         prompts: Given prompts; None draws them.
+        task: Law of the prompts; None: that of the model; "unknown": given prompts have no known
+            law, which changes nothing for an analysis that takes no task.
         context_length: Pairs per prompt; None means the task's own length.
         n_prompts: Number of prompts; None means the default of the analysis.
         seed: Seed of the evaluation prompts; None means 0.
@@ -385,6 +388,8 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})
+    if task is not None and (task != UNKNOWN or "task" in analysis.options):
+        given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}
     if stated and not analysis.draws_prompts:
