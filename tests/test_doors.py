@@ -26,7 +26,6 @@ from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
-from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import save
@@ -220,8 +219,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "prune": lambda c: mi.prune(c.source, c.prompts(), rule=best_head_later),
     "save_pruned": pruned,
     "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
-    "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
-    "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
+    "probe": lambda c: mi.probe(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_activations": lambda c: mi.patch_activations(
         c.source, c.prompts()[:32], c.prompts(seed=1)[:32]

@@ -162,7 +162,7 @@ class Analysis:
     by default."""
 
     home: str | Callable[..., Finding]
-    """The function, or its module in `mechinterp.analysis` and its name: "probing.linear:probe".
+    """The function, or its module in `mechinterp.analysis` and its name: "probing.probe:probe".
     """
     needs: Needs = nothing
     on_page: Needs = never
@@ -179,7 +179,7 @@ class Analysis:
         """Name of the function, with - for _: its name on the command line, in JSON and on the page.
 
         Example:
-            >>> Analysis("probing.linear:p_probe").name
+            >>> Analysis("probing.p_probe:p_probe").name
             'p-probe'
         """
         own = getattr(self.home, "__name__", None) or str(self.home).rpartition(":")[2]
@@ -277,9 +277,8 @@ ENTRIES = (
         on_page=several_heads,
         title="Pruning",
     ),
-    Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
-    Analysis("probing.linear:p_probe"),
-    Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
+    Analysis("probing.probe:probe", on_page=more_than_attention, title="Probes"),
+    Analysis("probing.p_probe:p_probe"),
     Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",

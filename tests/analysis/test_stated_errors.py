@@ -20,7 +20,7 @@ from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges
-from mechinterp.analysis.probing.linear import preconditioned, probe_layers
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -195,7 +195,7 @@ CASES = {
     "fit of one head": Case(one_head, n_prompts=256, slow=True, run=compare_learners),
     "prune by one rule": Case(slow=True, run=prune),
     "patch-activations": Case(n_prompts=24, seeds=100),
-    "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
+    "probe of a structure": Case(run=partial(probe, targets="preconditioned x")),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""
 MODELS = (layers, softmax, with_pool)
@@ -319,9 +319,8 @@ def test_every_column_of_a_table_with_an_error_is_compared():
     """Columns are renamed fields or properties; a test of fields alone could miss one."""
     for name in (
         "ablate",
-        "baselines",
         "prune",
-        "read-out-by-layer",
+        "probe",
         "compare-learners",
         "compare-priors",
     ):
