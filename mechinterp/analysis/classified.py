@@ -137,7 +137,7 @@ def calibration_text(label: Label) -> str:
 
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
-    "these prompts; state their law by task= in Python (--task is the law of the training)."
+    "these prompts; state their law by task= (--task)."
 )
 
 
