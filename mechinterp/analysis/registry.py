@@ -17,10 +17,12 @@ from typing import Any
 
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
-from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.evaluation import UNKNOWN, usual_number
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
@@ -61,6 +63,11 @@ def several_heads(source: Model) -> bool:
 def own_weights(source: Model) -> bool:
     """True for a model with named weights of this package."""
     return predictor_of(source).weights is not None
+
+
+def weights_by_name(source: Model) -> bool:
+    """True for a model with named weights, or a module whose state dict is read as such and predicts the same."""
+    return own_weights(by_weights(source))
 
 
 def weights_of_layers(source: Model) -> bool:
@@ -238,7 +245,7 @@ ENTRIES = (
     ),
     Analysis(
         "circuits:circuits",
-        own_weights,
+        weights_by_name,
         on_page=nothing,
         steps_on_page=one_attention,
     ),
@@ -353,6 +360,7 @@ def run_analysis(
     checkpoint: Model,
     *,
     prompts: Prompts | None = None,
+    task: TaskLike | None = None,
     context_length: int | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
@@ -363,6 +371,8 @@ def run_analysis(
     Args:
         named: A name in `ANALYSES`, a `module:function`, or a function.
         prompts: Given prompts; None draws them.
+        task: Law of the prompts; None: that of the model; "unknown": given prompts have no known
+            law, which changes nothing for an analysis that takes no task.
         context_length: Pairs per prompt; None means the task's own length.
         n_prompts: Number of prompts; None means the default of the analysis.
         seed: Seed of the evaluation prompts; None means 0.
@@ -378,6 +388,8 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})
+    if task is not None and (task != UNKNOWN or "task" in analysis.options):
+        given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}
     if stated and not analysis.draws_prompts:

@@ -148,9 +148,13 @@ def show(
     with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
         checkpoint = files.load(path, request.context_length)
         if steps:
-            result: Finding = over_steps(checkpoint, name, **request.drawn_by | settings)
+            result: Finding = over_steps(
+                checkpoint, name, task=files.law, **request.drawn_by | settings
+            )
         else:
-            result = run_analysis(name, checkpoint, **request.drawn_by, settings=settings)
+            result = run_analysis(
+                name, checkpoint, task=files.law, **request.drawn_by, settings=settings
+            )
     if request.as_json:
         say_json(to_json(title, checkpoint, result) | request.note)
         return

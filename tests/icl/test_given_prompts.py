@@ -133,3 +133,40 @@ def test_covariances_of_another_scale_and_of_any_matrix():
             as_task({"d_x": 2, "covariance": {"kind": "matrix", "matrix": matrix}})
     with refused("matrix", "d_x = 3 rows", 2):
         TaskConfig(d_x=3, covariance=full.covariance)
+
+
+def test_prompts_of_a_table_keep_its_test_rows_apart():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 2)) * [1.0, 50.0] + 3
+    y = np.arange(40.0)  # names the row
+    found = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=2)
+    pairs, queries = set(found.y.flatten().tolist()), set(found.y_query.flatten().tolist())
+    assert (len(pairs), len(queries)) == (30, 10)
+    assert not pairs & queries
+    assert all(len(set(one.flatten().tolist())) == 12 for one in found.y)
+    rows = found.y[..., 0].long()
+    np.testing.assert_array_equal(found.x, x[rows])
+    np.testing.assert_array_equal(found.x_query, x[found.y_query[:, 0].long()])
+    other = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=3)
+    assert set(other.y_query.flatten().tolist()) != queries
+    scaled = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=2, standardise=True)
+    train = torch.tensor(x[sorted(int(row) for row in pairs)])
+    mean, std = train.mean(0), train.std(0, correction=0)
+    torch.testing.assert_close(scaled.x, (found.x - mean) / std)
+    torch.testing.assert_close(scaled.x_query, (found.x_query - mean) / std)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"context_length": 31}, ("context_length", "1 to 30", "31")),
+        ({"context_length": 0}, ("context_length", "got 0")),
+        ({"n_prompts": 0}, ("n_prompts", "got 0")),
+        ({"y": np.ones((39, 1))}, ("[40, 2]", "[39, 1]")),
+        ({"x": np.ones((40, 2)), "standardise": True}, ("x must vary",)),
+    ],
+)
+def test_tables_without_prompts_are_refused(arguments: dict, words: tuple):
+    given = {"x": np.random.default_rng(0).normal(size=(40, 2)), "y": np.arange(40.0)}
+    with refused(*words):
+        Prompts.from_table(**(given | {"context_length": 5, "n_prompts": 8} | arguments))

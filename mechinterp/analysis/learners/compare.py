@@ -518,7 +518,7 @@ def few_text(what: str, medians: Iterable[tuple[str, float]]) -> list[str]:
     """Sentence on means that a few prompts decide, with the medians; none if there are none.
 
     Example:
-        >>> few_text("risks", [("least_squares", 0.31)])[0][-44:]
+        >>> few_text("risks", [("least_squares", 0.31)])[0][-45:]
         'read their medians (y²): least_squares 0.310.'
     """
     named = ", ".join(f"{name} {digits(median)}" for name, median in medians)

@@ -16,7 +16,7 @@ from mechinterp.analysis.learners.priors import spread_lengths
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.evaluation import prompts_and_law, require_prompts
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
 LEARNERS = ("ridge", "least_squares", "zero")
@@ -125,6 +125,7 @@ def error_curve(
         >>> round(curve.over_best, 6), curve.one_pass
         (1.0, False)
     """
+    require_prompts(prompts, "error_curve")
     lengths = usual_lengths(source, prompts, task) if context_lengths is None else context_lengths
     found = compare_learners(
         source,
