@@ -349,7 +349,10 @@ def test_equal_prompts_are_one_prompt() -> None:
     np.testing.assert_allclose(
         often.position.weight_sem, once.position.weight_sem, rtol=1e-9, atol=1e-12
     )
-    with pytest.warns(UserWarning, match="63 distinct"), pytest.raises(ValueError, match="distinct"):
+    with (
+        pytest.warns(UserWarning, match="63 distinct"),
+        pytest.raises(ValueError, match="distinct"),
+    ):
         response(learner, prompts[torch.arange(63).repeat(20)], task=SMALL)
 
 
