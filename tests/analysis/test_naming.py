@@ -20,6 +20,7 @@ from transformer_lens.tools.analysis.interchange import (
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
 from mechinterp.analysis.multi_layer.naming_scores import (
+    NOISES,
     ORDER,
     reflected,
     relative_risk,
@@ -209,6 +210,31 @@ def test_a_logistic_model_has_a_factor_and_predictions_that_no_factor_helps_are_
         assert (found.label, found.why) == ("unstructured", "useless")
 
 
+@pytest.mark.parametrize("no_better", [False, True])
+def test_a_logit_is_not_measured_by_squared_error(no_better: bool):
+    """Three steps of logistic regression on responses of -1 and 1; the expected response is tanh(z / 2)."""
+    drawn = sample_prompts(DENSE, 64, dtype=torch.float64)
+    signs = {name: getattr(drawn, name).sign() for name in ("y", "y_query", "y_query_clean")}
+    prompts = replace(drawn, **signs)
+
+    def logit(given: Prompts) -> Tensor:
+        w = torch.zeros(len(given), 8, 1, dtype=torch.float64)
+        for _ in range(3):
+            rest = given.y / (1 + (given.y * (given.x @ w)).exp())
+            w = w + 6 * given.x.mT @ rest / given.x.shape[1]
+        return (given.x_query[:, None] @ w)[:, 0] * (-1 if no_better else 1)
+
+    found = name_algorithm(logit, prompts)
+    assert found.measured.relative_risk > 2
+    assert (found.label, found.why) == ("undetermined", "logit")
+    assert found.measured.scale.two_values == (-1, 1)
+    assert "squared error is the wrong loss" in found.reason
+    assert "-1 + 2 sigmoid(z)" in found.reason
+    if not no_better:
+        expected = name_algorithm(lambda given: (logit(given) / 2).tanh(), prompts)
+        assert expected.measured.useful
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
@@ -297,6 +323,44 @@ def test_functions_of_prompts_are_sources():
     assert (ridged.label, ridged.mechanism) == ("ridge_like", "undetermined")
     np.testing.assert_allclose(ridged.scalars("ridge_like"), 0.7, rtol=1e-4)
     assert "linear in y: sum" in ridged.measured.tests
+
+
+def bayes(prompts: Prompts, levels: tuple[float, float], beta_var: float) -> Tensor:
+    """Posterior mean under two noise variances that are equally likely."""
+    x, y, query = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
+    logs, means = [], []
+    for level in levels:
+        K = beta_var * x @ x.mT + level * torch.eye(x.shape[1], dtype=torch.float64)
+        C = torch.linalg.cholesky(K)
+        z = torch.linalg.solve_triangular(C, y, upper=False)
+        logs.append(-z.square().sum((1, 2)) / 2 - C.diagonal(dim1=1, dim2=2).log().sum(1))
+        inner = x.mT @ x + level / beta_var * torch.eye(x.shape[2], dtype=torch.float64)
+        means.append((query[:, None] @ torch.linalg.solve(inner, x.mT @ y))[:, 0])
+    weight = torch.softmax(torch.stack(logs), 0)[..., None]
+    return (weight * torch.stack(means)).sum(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise_var", [0.01, 0.1, 1.0])
+def test_bayes_over_two_noise_levels_is_no_ridge_regression(noise_var: float):
+    """Prompts of one noise level show one penalty (R² 1 to rounding); other noise shows the other."""
+    task = TaskConfig(d_x=4, context_length=80, noise_var=noise_var)
+    found = name_algorithm(
+        partial(bayes, levels=(0.01, 1.0), beta_var=0.25), task=task, n_prompts=64
+    )
+    assert found.explained("ridge_like")[0] == pytest.approx(1, abs=1e-6)
+    assert found.label == "undetermined"
+    assert found.why_not["ridge_like"].where in NOISES
+    # The same with one level is ridge regression at every noise.
+    alone = name_algorithm(
+        partial(bayes, levels=(0.1, 0.1), beta_var=0.25), task=task, n_prompts=64
+    )
+    assert alone.label == "ridge_like"
+    assert alone.scalars("ridge_like") == pytest.approx([0.4], rel=1e-4)
+    columns = alone.measured.last.columns
+    assert {"less noise", "more noise"} <= set(columns)
+    r2 = alone.measured.last.r2()[alone.measured.last.names.index("ridge_like")]
+    assert r2.min() > 1 - 1e-6
 
 
 @pytest.mark.slow
